@@ -69,8 +69,8 @@ def files(params: Params, inputs: Inputs, out: Path) -> None:
 
 def names(params: Params, inputs: Inputs, out: Path) -> None:
     """Lists the files of its inputs."""
-    found = [f"{a}/{p.relative_to(d)}" for a, d in inputs.items() for p in d.rglob("*") if p.is_file()]
-    (out / "names.txt").write_text("\n".join(sorted(found)))
+    results = [f"{a}/{p.relative_to(d)}" for a, d in inputs.items() for p in d.rglob("*") if p.is_file()]
+    (out / "names.txt").write_text("\n".join(sorted(results)))
 
 
 def link(params: Params, inputs: Inputs, out: Path) -> None:

@@ -83,8 +83,8 @@ def free_port() -> int:
     """Returns one that stays free until a server takes it: systems give those from 32768 on to clients."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", port))
+        with socket.socket() as actual, suppress(OSError):
+            actual.bind(("127.0.0.1", port))
             return port
 
 
@@ -150,11 +150,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if data is None:
             self.answer(404, b"no")
             return
-        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted is None:
+        expected = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if expected is None:
             self.answer(200, data)
             return
-        start, end = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+        start, end = int(expected[1]), min(int(expected[2] or len(data)), len(data) - 1)
         if start >= len(data):
             self.answer(416)
             return

@@ -57,13 +57,13 @@ def wide(stored: Entry) -> NDArray[np.float32]:
 def tensors(code: str = "BF16", config: models.ModelConfig = CONFIG) -> Tensors:
     """Returns a checkpoint of normal values, named and shaped as transformers would."""
     random = np.random.default_rng(0)
-    found: Tensors = {}
+    by_name: Tensors = {}
     for param in models.parameters(config):
         names = [piece.tensor for piece in parsing.tensor_names(config).sources[param.name]]
         for name, rows in zip(names, PIECES.get(len(names), param.shape[:1]), strict=True):
             values = random.standard_normal((rows, *param.shape[1:]), np.float32) * np.float32(0.02)
-            found[name] = entry(values, code)
-    return found
+            by_name[name] = entry(values, code)
+    return by_name
 
 
 def save(path: Path, content: Mapping[str, Entry]) -> None:

@@ -49,8 +49,8 @@ class Cluster:
         """Returns a worker with a store of its own below `place`, or with `store`."""
         where = str(store or self.place / name)
         command = ["-m", "mlcbuild", "worker", self.address, "--name", name, "--store", where]
-        given = [] if "--cores" in arguments else ["--cores", "1", "--memory", "2GB"]
-        return self._run([*command, *given, *arguments, *self.arguments], name)
+        inputs = [] if "--cores" in arguments else ["--cores", "1", "--memory", "2GB"]
+        return self._run([*command, *inputs, *arguments, *self.arguments], name)
 
     def wait(self, *names: str) -> None:
         for name in names:
@@ -67,8 +67,8 @@ class Cluster:
             await dask_scheduler.remove_worker(address, stimulus_id="test", close=False)
 
         with Client("tcp://" + self.address.partition("://")[2], set_as_default=False) as client:
-            found = client.scheduler_info(n_workers=-1)["workers"]
-            address = next(url for url, facts in found.items() if facts["name"] in worker.args)  # type: ignore[operator]
+            actual = client.scheduler_info(n_workers=-1)["workers"]
+            address = next(url for url, facts in actual.items() if facts["name"] in worker.args)  # type: ignore[operator]
             worker.send_signal(signal.SIGSTOP)
             client.run_on_scheduler(remove, address)
 

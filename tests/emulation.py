@@ -56,9 +56,9 @@ def _retargeted(ir: str) -> str:
     nothing = tvm.tirx.PrimFunc([], tvm.tirx.Evaluate(0)).with_attr("global_symbol", "nothing")
     base = tvm.compile(tvm.IRModule({"nothing": nothing}), target=tvm_target(BASE)).mod.inspect_source("ll")
     for line in MODULE:
-        own, given = (re.search(line, text, re.MULTILINE) for text in (str(base), ir))
-        assert own is not None and given is not None, line
-        ir = ir.replace(given[1], own[1])
+        own, inputs = (re.search(line, text, re.MULTILINE) for text in (str(base), ir))
+        assert own is not None and inputs is not None, line
+        ir = ir.replace(inputs[1], own[1])
     ir = re.sub(r'"target-cpu"="[^"]*"', f'"target-cpu"="{BASE.cpu}"', ir)
     return re.sub(r' ?"(?:target-features|target-abi|tune-cpu)"="[^"]*"', "", ir)
 
@@ -125,15 +125,15 @@ define internal <4 x i32> @NAME(<4 x i32> %t, <16 x i8> %a, <16 x i8> %b) {{
 """
 
 
-def _pairs(first: str, narrow: str, end: Sequence[str], given: int) -> str:
+def _pairs(first: str, narrow: str, end: Sequence[str], inputs: int) -> str:
     """Returns sums of two neighbouring products; `given` elements of type `narrow`."""
-    wide, half = f"<{given} x i32>", given // 2
+    wide, half = f"<{inputs} x i32>", inputs // 2
     body = "\n".join(f"  {line}" for line in end)
     kind = "i16" if narrow == "i8" else "i32"
     return f"""
-define internal <{half} x {kind}> @NAME(<{given} x {narrow}> %a, <{given} x {narrow}> %b) {{
-  %x = {first} <{given} x {narrow}> %a to {wide}
-  %y = sext <{given} x {narrow}> %b to {wide}
+define internal <{half} x {kind}> @NAME(<{inputs} x {narrow}> %a, <{inputs} x {narrow}> %b) {{
+  %x = {first} <{inputs} x {narrow}> %a to {wide}
+  %y = sext <{inputs} x {narrow}> %b to {wide}
   %p = mul {wide} %x, %y
   %even = {_every(2, 0, half, "%p")}
   %odd = {_every(2, 1, half, "%p")}

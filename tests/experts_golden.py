@@ -43,11 +43,11 @@ class Golden:
 
 def gathered(config: ModelConfig, names: TensorNames, tensors: dict[str, Any]) -> dict[str, Array]:
     """Returns parameter -> its values, from the tensors of a checkpoint."""
-    found = {}
+    by_name = {}
     for param in parameters(config):
         pieces = [tensors[piece.tensor] for piece in names.sources[param.name]]
-        found[param.name] = np.concatenate(pieces).reshape(param.shape)
-    return found
+        by_name[param.name] = np.concatenate(pieces).reshape(param.shape)
+    return by_name
 
 
 def golden(variant: str) -> Golden:
@@ -55,12 +55,12 @@ def golden(variant: str) -> Golden:
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     about = header.pop("__metadata__")
-    found = {}
+    by_name = {}
     for name, entry in header.items():
         first, last = (start + offset for offset in entry["data_offsets"])
         dtype = {"F32": "<f4", "I64": "<i8"}[entry["dtype"]]
-        found[name] = np.frombuffer(data[first:last], dtype).reshape(entry["shape"])
+        by_name[name] = np.frombuffer(data[first:last], dtype).reshape(entry["shape"])
     values = json.loads(about["config"])
     tensors = make_experts.contents(variant, json.loads(about["shapes"]))
-    tokens = [int(token) for token in found["tokens"]]
-    return Golden(values, parsing.parse(values, variant), tensors, tokens, found["logits"])
+    tokens = [int(token) for token in by_name["tokens"]]
+    return Golden(values, parsing.parse(values, variant), tensors, tokens, by_name["logits"])

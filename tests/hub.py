@@ -50,11 +50,11 @@ class Repo:
 
     def fault(self, name: str | None, *kinds: str) -> Fault | None:
         """Returns the fault of a file if it is one of `kinds`, used up by one."""
-        found = self.faults.get(name)
-        if found is None or found.kind not in kinds or found.times <= 0:
+        reply = self.faults.get(name)
+        if reply is None or reply.kind not in kinds or reply.times <= 0:
             return None
-        self.faults[name] = replace(found, times=found.times - 1)
-        return found
+        self.faults[name] = replace(reply, times=reply.times - 1)
+        return reply
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Hub:
     def add(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
         """Returns a new commit on a branch; returns it."""
         names = json.dumps([[name, git_oid(data)] for name, data in sorted(files.items())])
-        found = self.repos.setdefault(repo, Repo())
-        commit = hashlib.sha1(f"{repo} {len(found.commits)} {names}".encode()).hexdigest()
-        found.commits[commit] = dict(files)
-        found.refs[branch] = commit
+        actual = self.repos.setdefault(repo, Repo())
+        commit = hashlib.sha1(f"{repo} {len(actual.commits)} {names}".encode()).hexdigest()
+        actual.commits[commit] = dict(files)
+        actual.refs[branch] = commit
         return commit
 
     def asked(self, method: str, name: str) -> list[Request]:
@@ -177,18 +177,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.change(path.removeprefix("api/models/"), data)
 
     def chunks(self) -> bytes:
-        found = b""
+        actual = b""
         while self.headers.get("Transfer-Encoding") == "chunked" and (size := int(self.rfile.readline(), 16)):
-            found += self.rfile.read(size)
+            actual += self.rfile.read(size)
             self.rfile.readline()
-        return found
+        return actual
 
     def batch(self, repo: str, asked: dict[str, Any]) -> None:
         objects = []
         for item in asked["objects"]:
-            known = item["oid"] in self.hub.large
+            entries = item["oid"] in self.hub.large
             action = {"upload": {"href": f"{self.hub.address}/lfs/{repo}/{item['oid']}", "header": {}}}
-            objects.append({**item, **({} if known else {"actions": action})})
+            objects.append({**item, **({} if entries else {"actions": action})})
         self.document({"transfer": "basic", "objects": objects})
 
     def change(self, path: str, data: bytes) -> None:
@@ -222,8 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
         commit = self.hub.add(name, files, revision)
         self.document({"commitUrl": f"{self.hub.address}/{name}/commit/{commit}", "commitOid": commit})
 
-    def document(self, found: object) -> None:
-        self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+    def document(self, actual: object) -> None:
+        self.send(200, json.dumps(actual).encode(), {"Content-Type": "application/json"})
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
@@ -244,21 +244,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(404, b"no such page")
             return
         # A signed address needs no token.
-        found = self.repo(repo, name, token, signed=storage)
-        if found is not None:
-            self.file(found, repo, commit, name, storage)
+        actual = self.repo(repo, name, token, signed=storage)
+        if actual is not None:
+            self.file(actual, repo, commit, name, storage)
 
     def repo(self, name: str, file: str | None, token: str | None, signed: bool = False) -> Repo | None:
         """Returns the repository, unless it is missing or this request may not see it: then that is
         answered."""
-        found = self.hub.repos.get(name)
-        if found is None:
+        reply = self.hub.repos.get(name)
+        if reply is None:
             self.refuse(401 if token is None else 404, "RepoNotFound", "Repository not found")
             return None
-        if found.token is not None and token != found.token and not signed:
+        if reply.token is not None and token != reply.token and not signed:
             self.refuse(401, "GatedRepo", f"Access to model {name} is restricted.")
             return None
-        fault = found.fault(
+        fault = reply.fault(
             file, "unauthorized", "gated", "disabled", "status", "slow", "no_file", "not_a_hub"
         )
         kind = fault.kind if fault else ""
@@ -276,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(200, b"<html>Please log in to the wireless network</html>", {"ETag": '"portal"'})
         elif fault:
             self.refuse(fault.status, "", "Busy")
-        return None if kind not in ("", "slow") else found
+        return None if kind not in ("", "slow") else reply
 
     def question(self, name: str, revision: str, token: str | None) -> None:
         repo = self.repo(name, None, token)
@@ -300,8 +300,8 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.refs.get(commit, commit)
         data = repo.commits.get(commit, {}).get(file)
         if data is None:
-            known = commit in repo.commits
-            self.refuse(404, "EntryNotFound" if known else "RevisionNotFound", "not found")
+            entries = commit in repo.commits
+            self.refuse(404, "EntryNotFound" if entries else "RevisionNotFound", "not found")
             return
         sha256 = hashlib.sha256(data).hexdigest()
         about = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{git_oid(data)}"'}
@@ -436,11 +436,11 @@ def do_fetch(repo: str, commit: str, files: dict[str, object], out: str) -> list
     from mlcbuild import progress
     from mlcbuild.checkpoints.fetch import fetch
 
-    seen: list[tuple[int, int]] = []
-    progress.listen(lambda done, total, unit: seen.append((done, total)))
+    observed: list[tuple[int, int]] = []
+    progress.listen(lambda done, total, unit: observed.append((done, total)))
     fetch({"repo": repo, "commit": commit, "files": files}, {}, Path(out))  # type: ignore[dict-item]
-    assert all(0 <= done <= total for done, total in seen)
-    assert seen[-1][0] == seen[-1][1], "progress ends at the whole"
+    assert all(0 <= done <= total for done, total in observed)
+    assert observed[-1][0] == observed[-1][1], "progress ends at the whole"
     return sorted(path.relative_to(out).as_posix() for path in Path(out).rglob("*") if path.is_file())
 
 
@@ -449,8 +449,8 @@ def do_lock(sources: list[str], keep: str | None = None) -> str:
     from mlcbuild.checkpoints.hub import HubSource, parse_source
 
     parsed = [parse_source(source) for source in sources]
-    found = [source for source in parsed if isinstance(source, HubSource)]
-    return lock.text(lock.resolve(found, lock.read(Path(keep)) if keep else None))
+    results = [source for source in parsed if isinstance(source, HubSource)]
+    return lock.text(lock.resolve(results, lock.read(Path(keep)) if keep else None))
 
 
 def do_moved(path: str) -> dict[str, str]:

@@ -42,8 +42,8 @@ FAKETIME = next(
 def records(store: Path) -> dict[str, object]:
     """Returns key -> which files with which bytes, of a store or of a remote; how long a step took may
     differ."""
-    found = (path for path in (store / "ac").rglob("*") if path.is_file())
-    first = {path.name: json.loads(path.read_bytes().partition(b"\n")[0]) for path in found}
+    actual = (path for path in (store / "ac").rglob("*") if path.is_file())
+    first = {path.name: json.loads(path.read_bytes().partition(b"\n")[0]) for path in actual}
     return {key: (line["files"], line["tree"]) for key, line in first.items()}
 
 
@@ -53,19 +53,19 @@ def blobs(store: Path) -> set[str]:
 
 def faults(place: Path) -> list[str]:
     """Returns what is wrong with the store and the remote below `place`."""
-    found = []
+    results = []
     if (place / "store" / "store.json").exists():
         report = verify(Store(place / "store"))
-        found = [*report.damaged, *report.missing]
+        results = [*report.damaged, *report.missing]
     remote = place / "remote"
-    found += [f"remote: {path}" for path in (remote / "cas").glob("*") if file_digest(path) != path.name]
+    results += [f"remote: {path}" for path in (remote / "cas").glob("*") if file_digest(path) != path.name]
     there = blobs(remote)
     for path in (remote / "ac").glob("*"):
         record = unseal(path.name, path.read_bytes(), ())
-        found += [
+        results += [
             f"remote: {row[0]} of {path.name} is not there" for row in record.rows if row[1] not in there
         ]
-    return found
+    return results
 
 
 @dataclass
@@ -126,8 +126,8 @@ class Site:
         self.finish(self.build())
 
     def check(self) -> None:
-        found = faults(self.place)
-        assert not found, found
+        actual = faults(self.place)
+        assert not actual, actual
 
     def compare(self) -> None:
         """Asserts that store and remote hold exactly what an undisturbed build makes."""
@@ -171,19 +171,19 @@ class Site:
             return
         self.kills[victim] += 1
 
-    def _wait(self, process: subprocess.Popen[str], seen: Callable[[], bool]) -> None:
-        while process.poll() is None and not seen():
+    def _wait(self, process: subprocess.Popen[str], observed: Callable[[], bool]) -> None:
+        while process.poll() is None and not observed():
             time.sleep(0.002)
 
 
 def children(parent: int) -> list[int]:
-    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-    rows = [line.split() for line in found.stdout.splitlines()]
+    result = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in result.stdout.splitlines()]
     return [int(pid) for pid, owner in rows if int(owner) == parent]
 
 
 def kill_many(
-    place: Path, count: int, seed: int, told: Callable[[str], None] = lambda _: None
+    place: Path, count: int, seed: int, output: Callable[[str], None] = lambda _: None
 ) -> Counter[str]:
     """Kills `count` processes in rounds; what was killed, by kind."""
     site = Site(place, seed)
@@ -197,7 +197,7 @@ def kill_many(
             idle = idle + 1 if site.kills.total() == before else 0  # all is built: nothing can be met
         site.complete()
         site.compare()
-        told(f"{site.kills.total()} kills, nothing lost: {dict(site.kills)}")
+        output(f"{site.kills.total()} kills, nothing lost: {dict(site.kills)}")
     return site.kills
 
 

@@ -57,9 +57,9 @@ def aligned(array: Array) -> Array:
     """Returns a copy whose data starts at a multiple of 64, as kernels may assume."""
     room = np.empty(array.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
-    made = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    made[...] = array
-    return made
+    created = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    created[...] = array
+    return created
 
 
 def tensor(array: Array) -> Any:
@@ -68,7 +68,7 @@ def tensor(array: Array) -> Any:
 
 def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array]) -> dict[str, Array]:
     """Returns parameters by their names -> stored tensors by theirs, in the library's order."""
-    found: dict[str, Array] = {}
+    by_name: dict[str, Array] = {}
     for param in parameters(config):
         own, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
         weight = weights[param.name].astype(np.float32)
@@ -79,33 +79,33 @@ def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array
                 schemes.pack(matrix, own) for matrix in weight.reshape(param.count, *param.matrix or ())
             ]
             arrays = [np.concatenate(parts) for parts in zip(*packed, strict=True)]
-        found |= {tensor.name: array for tensor, array in zip(tensors, arrays, strict=True)}
-    return found
+        by_name |= {tensor.name: array for tensor, array in zip(tensors, arrays, strict=True)}
+    return by_name
 
 
 def unpacked(config: ModelConfig, scheme: quant.Storage, stored: Mapping[str, Array]) -> dict[str, Floats]:
     """Returns the float32 parameters that stored tensors stand for."""
-    found: dict[str, Floats] = {}
+    by_name: dict[str, Floats] = {}
     for param in parameters(config):
         parts = [stored[tensor.name] for tensor in quant.stored(param, scheme)]
-        found[param.name] = np.asarray(conversion.unpacked_parameter(param, scheme, parts)).reshape(
+        by_name[param.name] = np.asarray(conversion.unpacked_parameter(param, scheme, parts)).reshape(
             param.shape
         )
-    return found
+    return by_name
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
     """Returns parameters whose products keep the size of what they multiply."""
     rng = np.random.default_rng(seed)
-    found = {}
+    by_name = {}
     for param in parameters(config):
         values = rng.standard_normal(param.shape).astype(np.float32)
         if len(param.shape) > 1:
             values /= np.sqrt(np.float32(param.shape[-1]))
         elif param.name.endswith("norm.weight"):
             values = 1 - config.norm.offset + 0.1 * values
-        found[param.name] = values.astype(np.float32)
-    return found
+        by_name[param.name] = values.astype(np.float32)
+    return by_name
 
 
 HERE = Path(__file__).parent
@@ -126,14 +126,14 @@ class Golden:
 def golden(variant: str) -> Golden:
     directory = HERE / "golden" / variant
     config = parsing.parse(json.loads((directory / "config.json").read_text()), variant)
-    given, _ = _safetensors(directory / "model.safetensors")
+    inputs, _ = _safetensors(directory / "model.safetensors")
     for name, other in models.aliases(config).items():
-        given.setdefault(name, given.get(other, np.empty(0)))
+        inputs.setdefault(name, inputs.get(other, np.empty(0)))
     sources = parsing.tensor_names(config).sources.items()
-    weights = {name: np.concatenate([given[part.tensor] for part in parts]) for name, parts in sources}
-    found, about = _safetensors(directory / "golden.safetensors")
-    tokens = [int(token) for token in found["tokens"]]
-    return Golden(config, weights, tokens, found["logits"], int(about["context_window"]))
+    weights = {name: np.concatenate([inputs[part.tensor] for part in parts]) for name, parts in sources}
+    actual, about = _safetensors(directory / "golden.safetensors")
+    tokens = [int(token) for token in actual["tokens"]]
+    return Golden(config, weights, tokens, actual["logits"], int(about["context_window"]))
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
@@ -143,14 +143,14 @@ def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
     entries = json.loads(data[8:base])
     about = entries.pop("__metadata__", {})
     types = {"F32": "<f4", "I64": "<i8", "BF16": "<u2"}
-    found: dict[str, Array] = {}
+    by_name: dict[str, Array] = {}
     for name, entry in entries.items():
         start, end = (base + offset for offset in entry["data_offsets"])
         values = np.frombuffer(data[start:end], types[entry["dtype"]]).reshape(entry["shape"])
         if entry["dtype"] == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        found[name] = values
-    return found, about
+        by_name[name] = values
+    return by_name, about
 
 
 def compiled(
@@ -244,8 +244,8 @@ class Session:
         return [self.cache, *(tensor(np.array(array, np.int32)) for array in arrays), self.params]
 
     def embed(self, tokens: Sequence[int]) -> Floats:
-        found = self.vm["embed"](tensor(np.array(tokens, np.int32)), self.params)
-        return np.asarray(np.from_dlpack(found), np.float32)
+        actual = self.vm["embed"](tensor(np.array(tokens, np.int32)), self.params)
+        return np.asarray(np.from_dlpack(actual), np.float32)
 
     def prefill(self, *parts: tuple[int, Sequence[int]], rows: Sequence[int] | None = None) -> Floats:
         """Returns new tokens of some sequences in one call -> logits [rows, vocab] (default: of every
@@ -263,8 +263,8 @@ class Session:
         tokens = [token for _, new in parts for token in new]
         prefix = "" if len(parts) == 1 else "batch_"
         function: Callable[..., Any] = self.vm[f"{prefix}prefill_to_last_hidden_states"]
-        found = function(tensor(self.embed(tokens)[None]), *self._batch(parts))
-        return np.array(np.from_dlpack(found), np.float32).reshape(len(tokens), -1)
+        actual = function(tensor(self.embed(tokens)[None]), *self._batch(parts))
+        return np.array(np.from_dlpack(actual), np.float32).reshape(len(tokens), -1)
 
     def decode(self, *parts: tuple[int, int]) -> Floats:
         """Returns one new token of each sequence -> logits [sequences, vocab]."""

@@ -38,7 +38,9 @@ def main() -> None:
         extra = UNLISTED_FEATURES[architecture].split()
         _refuse_unknown(architecture, extra)
         table["architectures"][architecture] = {
-            "cpus": {name: _folded(found & CHECKABLE[architecture]) for name, found in sorted(cpus.items())},
+            "cpus": {
+                name: _folded(actual & CHECKABLE[architecture]) for name, actual in sorted(cpus.items())
+            },
             "features": sorted(set(extra).union(*cpus.values())),
         }
     sys.stdout.write(json.dumps(table, indent=1) + "\n")
@@ -89,8 +91,8 @@ def _target(architecture: str, options: dict[str, object]) -> object:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = tvm_ffi.get_global_func(name)
-    return found
+    actual: Callable[..., Any] = tvm_ffi.get_global_func(name)
+    return actual
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def tokens(home: Path) -> Iterator[Tokens]:
     )
     (home / "root.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     chain = base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
-    found = Tokens()
+    actual = Tokens()
 
     def encoded(data: bytes) -> str:
         return base64.urlsafe_b64encode(data).decode().rstrip("=")
@@ -143,9 +143,9 @@ def tokens(home: Path) -> Iterator[Tokens]:
 
         def do_GET(self) -> None:
             query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
-            found.asked.append(query)
-            known = "Basic " + base64.b64encode(LOGIN.encode()).decode()
-            right = self.headers.get("Authorization") == known
+            actual.asked.append(query)
+            entries = "Basic " + base64.b64encode(LOGIN.encode()).decode()
+            right = self.headers.get("Authorization") == entries
             data = json.dumps({"token": token(query.get("scope", []), "ann")}).encode() if right else b"{}"
             self.send_response(200 if right else 401)
             self.send_header("Content-Length", str(len(data)))
@@ -157,11 +157,11 @@ def tokens(home: Path) -> Iterator[Tokens]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    found.url = f"http://127.0.0.1:{server.server_address[1]}/token"
+    actual.url = f"http://127.0.0.1:{server.server_address[1]}/token"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield found
+        yield actual
     finally:
         server.shutdown()
         thread.join()

@@ -72,13 +72,13 @@ class Runner:
 def value(expression: str, context: Mapping[str, Json]) -> Json:
     """Returns literals, dotted names, fromJSON(...), !x, and one comparison."""
     text = expression.strip()
-    if found := re.fullmatch(r"(\S+) (==|!=|>) (.+)", text):
-        left, right = value(found[1], context), value(found[3], context)
-        if found[2] == ">":
+    if match := re.fullmatch(r"(\S+) (==|!=|>) (.+)", text):
+        left, right = value(match[1], context), value(match[3], context)
+        if match[2] == ">":
             return left > right
-        return (left == right) == (found[2] == "==")
-    if found := re.fullmatch(r"fromJSON\((.+)\)", text):
-        return json.loads(value(found[1], context))
+        return (left == right) == (match[2] == "==")
+    if match := re.fullmatch(r"fromJSON\((.+)\)", text):
+        return json.loads(value(match[1], context))
     if text in ("always()", "!cancelled()"):
         return True
     if re.fullmatch(r"'.*'|[0-9]+", text):
@@ -97,7 +97,7 @@ def filled(item: Json, context: Mapping[str, Json]) -> Json:
         return item
     if (whole := re.fullmatch(r"\$\{\{[^}]*\}\}", item)) is not None:
         return value(whole[0][3:-2], context)
-    return re.sub(r"\$\{\{(.*?)\}\}", lambda found: str(value(found[1], context)), item)
+    return re.sub(r"\$\{\{(.*?)\}\}", lambda actual: str(value(actual[1], context)), item)
 
 
 def run_job(job: Json, runner: Runner, context: dict[str, Json]) -> dict[str, str]:
@@ -123,28 +123,28 @@ def run_job(job: Json, runner: Runner, context: dict[str, Json]) -> dict[str, st
         files["GITHUB_OUTPUT"].write_text("")
         if runner.shell(filled(step["run"], context), variables):
             failed = failed or step["name"]
-        told = [line.partition("=") for line in files["GITHUB_OUTPUT"].read_text().splitlines()]
-        context["steps"][step.get("id", "")] = {"outputs": {name: text for name, _, text in told}}
+        output = [line.partition("=") for line in files["GITHUB_OUTPUT"].read_text().splitlines()]
+        context["steps"][step.get("id", "")] = {"outputs": {name: text for name, _, text in output}}
     assert not failed, f"{failed}:\n" + "\n".join(runner.log)
     return {name: filled(text, context) for name, text in job.get("outputs", {}).items()}
 
 
-def _action(name: str, given: dict[str, Json], runner: Runner) -> None:
+def _action(name: str, inputs: dict[str, Json], runner: Runner) -> None:
     kind = name.partition("@")[0]
     if kind == "actions/checkout":
         runner.checkout()
     elif kind == "actions/cache/restore":
-        _copy(runner.shared / "cache", runner.workspace / given["path"])
+        _copy(runner.shared / "cache", runner.workspace / inputs["path"])
     elif kind == "actions/cache/save":
-        _copy(runner.workspace / given["path"], runner.shared / "cache")
+        _copy(runner.workspace / inputs["path"], runner.shared / "cache")
     elif kind == "actions/upload-artifact":
-        paths = [runner.workspace / line.strip() for line in given["path"].splitlines() if line.strip()]
+        paths = [runner.workspace / line.strip() for line in inputs["path"].splitlines() if line.strip()]
         base = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
         for path in paths:
-            _copy(path, runner.shared / "artifacts" / given["name"] / path.relative_to(base))
+            _copy(path, runner.shared / "artifacts" / inputs["name"] / path.relative_to(base))
     elif kind == "actions/download-artifact":
-        for path in sorted((runner.shared / "artifacts").glob(given["pattern"])):
-            _copy(path, runner.workspace / given["path"])
+        for path in sorted((runner.shared / "artifacts").glob(inputs["pattern"])):
+            _copy(path, runner.workspace / inputs["path"])
     else:
         assert name in SKIPPED, name
 

@@ -118,11 +118,11 @@ RUNTIME_USERS = {"bench", "bundles", "cli", "installed"}
 
 def modules(package: Path) -> dict[str, Path]:
     """Returns dotted name below the package -> file."""
-    found = {}
+    by_name = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return by_name
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -138,12 +138,12 @@ def imports(path: Path) -> Iterator[str]:
 def top_level_uses(package: Path, of: str) -> dict[str, set[str]]:
     """Returns first part of each module's name -> first parts of the modules of package `of` that it
     imports."""
-    known = {name.partition(".")[0] for name in modules(PACKAGES[of])}
+    names = {name.partition(".")[0] for name in modules(PACKAGES[of])}
     uses: dict[str, set[str]] = {}
     for name, path in modules(package).items():
         first = name.partition(".")[0]
-        found = {item.split(".")[1] for item in imports(path) if item.split(".")[0] == of and "." in item}
-        uses.setdefault(first, set()).update(found & known - {first})
+        actual = {item.split(".")[1] for item in imports(path) if item.split(".")[0] == of and "." in item}
+        uses.setdefault(first, set()).update(actual & names - {first})
     return uses
 
 
@@ -155,7 +155,7 @@ def test_imports_follow_the_table(package: Path, table: Mapping[str, str]) -> No
     uses = top_level_uses(package, package.name)
     uses.pop("", None)
     assert set(uses) == set(table), "the table lists exactly the modules that exist"
-    wrong = {name: found - allowed[name] for name, found in uses.items() if found - allowed[name]}
+    wrong = {name: actual - allowed[name] for name, actual in uses.items() if actual - allowed[name]}
     assert not wrong
     unused = {name: set(text.split()) - uses[name] for name, text in table.items()}
     assert not {name: extra for name, extra in unused.items() if extra}, (
@@ -165,13 +165,13 @@ def test_imports_follow_the_table(package: Path, table: Mapping[str, str]) -> No
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=str)
 def test_imports_have_no_circles(package: Path) -> None:
-    known = modules(package)
+    entries = modules(package)
     edges: dict[str, set[str]] = {}
-    for name, path in known.items():
+    for name, path in entries.items():
         parts = (item.split(".", 1) for item in imports(path))
-        found = {rest[0] for top, *rest in parts if top == package.name and rest}
+        names = {rest[0] for top, *rest in parts if top == package.name and rest}
         # `from package import name` names a module, or something inside one.
-        edges[name] = {item if item in known else item.rpartition(".")[0] for item in found} - {name, ""}
+        edges[name] = {item if item in entries else item.rpartition(".")[0] for item in names} - {name, ""}
     list(TopologicalSorter(edges).static_order())
 
 

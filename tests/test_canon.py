@@ -112,8 +112,8 @@ def test_golden_digests() -> None:
 def test_a_key_is_the_hash_of_its_documented_pre_image() -> None:
     params, inputs = {"x": [1, {"y": None}]}, {"b": "11", "a": "22"}
     text = canon.canonical(["step/1", 'odd "action"', params, "cc" * 32, inputs])
-    found = canon.step_key('odd "action"', canon.canonical(params), "cc" * 32, inputs)
-    assert found == blake3(text).hexdigest()
+    actual = canon.step_key('odd "action"', canon.canonical(params), "cc" * 32, inputs)
+    assert actual == blake3(text).hexdigest()
 
 
 GOLDEN = {
@@ -150,10 +150,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_import_closure_follows_every_kind_of_import(package: Path) -> None:
-    found = canon.code_files(f"{package.name}.start")
+    files = canon.code_files(f"{package.name}.start")
     expected = ["__init__", "deep/__init__", "deep/leaf", "handled", "late", "matched", "start"]
-    assert list(found) == [f"{package.name}/{name}.py" for name in expected]
-    assert all(digest == canon.file_digest(package.parent / name) for name, digest in found.items())
+    assert list(files) == [f"{package.name}/{name}.py" for name in expected]
+    assert all(digest == canon.file_digest(package.parent / name) for name, digest in files.items())
 
 
 def test_the_import_closure_sees_a_change_in_this_process(package: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_file_whose_imports_are_remembered_is_hashed_and_not_parsed(
 
 
 def test_the_import_closure_of_our_own_code_has_portable_names() -> None:
-    found = canon.code_files("mlcbuild.canon")
-    assert set(found) >= {"mlcbuild/__init__.py", "mlcbuild/canon.py"}
-    assert not any(name.startswith("/") for name in found)
+    files = canon.code_files("mlcbuild.canon")
+    assert set(files) >= {"mlcbuild/__init__.py", "mlcbuild/canon.py"}
+    assert not any(name.startswith("/") for name in files)
     assert canon.code_files("nothing_of_this_name.module") == {}

@@ -16,9 +16,9 @@ from tests.forkserver import ForkServer, needs_python
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    found = ForkServer()
-    yield found
-    found.close()
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "MLCBUILD_STORE": "a store"}

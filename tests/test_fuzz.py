@@ -52,8 +52,8 @@ def test_a_little_fuzzing_finds_nothing(target: str, toy_bundle: Path, tmp_path:
 
 
 def test_every_target_is_fuzzed_here() -> None:
-    told = fuzz("--help").stdout
-    assert "{" + ",".join(CASES) + "}" in told.replace("\n", "").replace(" ", "")
+    output = fuzz("--help").stdout
+    assert "{" + ",".join(CASES) + "}" in output.replace("\n", "").replace(" ", "")
 
 
 @pytest.mark.parametrize("target", sorted(path.name for path in SAVED.iterdir()))

@@ -67,10 +67,10 @@ def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
 
 def test_no_backend_is_in_the_keys_of_another() -> None:
     """Backends share `mlcbuild/compiler/*.py`, and CPUs alone use Relax, `program/`."""
-    known = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
+    entries = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
 
     def rooms(kind: str) -> set[str]:
-        return {name.split("/")[2] for name in known[kind] if name.startswith("mlcbuild/compiler/")}
+        return {name.split("/")[2] for name in entries[kind] if name.startswith("mlcbuild/compiler/")}
 
     shared = {"__init__.py", "action.py", "child.py", "versions.py"}
     shared |= {"compile_request.py", "library_metadata.py"}
@@ -80,8 +80,8 @@ def test_no_backend_is_in_the_keys_of_another() -> None:
 
 @pytest.mark.parametrize("kind", ["fetch", "config", "tokenizer", "weights", "library", "bundle"])
 def test_no_key_of_a_build_holds_the_runtime(kind: str) -> None:
-    known = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
-    assert not [name for name in known.get(kind, []) if name.startswith("mlcbuild_runtime/")]
+    entries = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
+    assert not [name for name in entries.get(kind, []) if name.startswith("mlcbuild_runtime/")]
 
 
 SCHEMES = """\
@@ -245,9 +245,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     text = RECIPE.replace("x86-64-v3", "host")
     project(root / "work", text + "verify: {prompts: [The quick brown fox.]}\n")
     with closing(ForkServer(root)) as server:
-        found = Source(root, server)
-        assert {status for _, status in found.steps("run")} == {"built"}
-        yield found
+        actual = Source(root, server)
+        assert {status for _, status in actual.steps("run")} == {"built"}
+        yield actual
 
 
 def runs_after_edits(source: Source, *names: str) -> set[str]:
@@ -302,5 +302,5 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as area:
-        found = closures(project(Path(area), RECIPE.replace("targets: [", f"targets: [{GPU}, ")))
-    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+        golden = closures(project(Path(area), RECIPE.replace("targets: [", f"targets: [{GPU}, ")))
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

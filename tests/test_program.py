@@ -136,8 +136,8 @@ def test_a_program_computes_what_its_launches_say() -> None:
     assert machine.run("step", {"n": 3}) == 2
     cosines = 2 * np.cos(np.array([0, 2, 1], np.float32))
     expected = 3 * (np.arange(40, dtype=np.float32).reshape(10, 4)[[3, 1, 0]] + cosines[:, None])
-    found = machine.buffers["y"][256 : 256 + 48].view(np.float32).reshape(3, 4)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    actual = machine.buffers["y"][256 : 256 + 48].view(np.float32).reshape(3, 4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_a_launch_with_an_empty_grid_is_left_out() -> None:

@@ -110,13 +110,13 @@ def test_another_reader_agrees_with_what_is_written(tmp_path: Path) -> None:
         Planned("scalar", (), "float32"),
         Planned("empty", (0, 5), "float16"),
     ]
-    made = safetensors.lay_out(planned, {"format": "x", "é": "\n"})
+    layout = safetensors.lay_out(planned, {"format": "x", "é": "\n"})
     path = tmp_path / "a.safetensors"
-    path.write_bytes(made.header + bytes(range(256)) * 32)
-    os.truncate(path, made.size)
+    path.write_bytes(layout.header + bytes(range(256)) * 32)
+    os.truncate(path, layout.size)
     header = safetensors.read_header(path)
     assert header.metadata == {"format": "x", "é": "\n"}
-    assert {tensor.name: tensor.start for tensor in header.tensors} == made.starts
+    assert {tensor.name: tensor.start for tensor in header.tensors} == layout.starts
     assert all(tensor.start % safetensors.ALIGNMENT == 0 for tensor in header.tensors if tensor.size == 512)
     data = path.read_bytes()
     with safe_open(path, "numpy") as other:

@@ -76,7 +76,7 @@ def toy_kind(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     module = types.ModuleType("toy_session_publisher")
 
     def push(
-        bundle: Path, manifest: object, files: Mapping[str, int], to: str, seen: object
+        bundle: Path, manifest: object, files: Mapping[str, int], to: str, observed: object
     ) -> tuple[str, int]:
         if "broken" in to:
             raise PublishError(f"{to}: the shelf is broken")

@@ -93,16 +93,16 @@ RESULTS = re.compile(r"<!-- results: .*?<!-- end of results -->", re.DOTALL)
 
 def blocks(document: str) -> list[Block]:
     text = (ROOT / document).read_text(encoding="utf-8")
-    found = []
+    results = []
     for match in re.finditer(
         r"^(?:<!-- tour: ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
     ):
         line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(f"{document}:{line}", match[1] or "", match[2], match[3]))
-    assert 2 * len(found) == len(re.findall(r"^\s*```", text, re.MULTILINE)), "a block was not understood"
+        results.append(Block(f"{document}:{line}", match[1] or "", match[2], match[3]))
+    assert 2 * len(results) == len(re.findall(r"^\s*```", text, re.MULTILINE)), "a block was not understood"
     comments = RESULTS.sub("", text).count("<!--")
-    assert sum(bool(block.mark) for block in found) == comments, "a comment was not understood"
-    return found
+    assert sum(bool(block.mark) for block in results) == comments, "a comment was not understood"
+    return results
 
 
 VARYING = {
@@ -298,13 +298,13 @@ def test_the_tour(tmp_path: Path) -> None:
 
 
 def test_every_block_of_the_other_documents_is_tried_somewhere() -> None:
-    found = Counter(
+    counts = Counter(
         (document, block.language)
         for document in DOCUMENTS[len(TOURED) :]
         for block in blocks(document)
         if not block.mark
     )
-    assert found == {kind: count for kind, (count, _) in ELSEWHERE.items()}
+    assert counts == {kind: count for kind, (count, _) in ELSEWHERE.items()}
 
 
 @pytest.mark.parametrize(

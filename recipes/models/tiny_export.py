@@ -128,7 +128,7 @@ def grade(folder: Path) -> dict[str, object]:
             out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False)
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         right[question.task].append(said == question.answer and int(out[0, -1]) == END)
-    tasks = {task: {"right": sum(found), "questions": len(found)} for task, found in right.items()}
+    tasks = {task: {"right": sum(actual), "questions": len(actual)} for task, actual in right.items()}
     total, good = sum(map(len, right.values())), sum(map(sum, right.values()))
     return {
         "decoding": "greedy, float32, single-turn chat template, whole answer exact and ended",

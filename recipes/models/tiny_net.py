@@ -95,8 +95,8 @@ class Tiny(nn.Module):
             "v": "self_attn.v_proj", "o": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
             "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
         }  # fmt: skip
-        found = {"model.embed_tokens.weight": self.embed.detach(), "model.norm.weight": self.norm.detach()}
+        by_name = {"model.embed_tokens.weight": self.embed.detach(), "model.norm.weight": self.norm.detach()}
         for i, layer in enumerate(self.layers):
             for name, parameter in layer.named_parameters():
-                found[f"model.layers.{i}.{names[name]}.weight"] = parameter.detach()
-        return found
+                by_name[f"model.layers.{i}.{names[name]}.weight"] = parameter.detach()
+        return by_name

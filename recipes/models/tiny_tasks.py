@@ -69,9 +69,9 @@ def held_out(prompt: str) -> bool:
     """Returns True for the 4% of all prompts that only the exam may use. A sum counts as the same prompt
     however it is spaced.
     """
-    found = SUM.fullmatch(prompt)
-    if found:
-        prompt = "What is {} {} {}?".format(*found.groups())
+    match = SUM.fullmatch(prompt)
+    if match:
+        prompt = "What is {} {} {}?".format(*match.groups())
     return blake2s(prompt.encode()).digest()[0] < 10
 
 
@@ -231,12 +231,12 @@ def training(seed: int, even: bool = False) -> Iterator[Question]:
 def exam(each: int, seed: int) -> list[Question]:
     """Returns `each` different questions of every task that only the exam may use."""
     rng = random.Random(seed)
-    found: list[Question] = []
+    results: list[Question] = []
     for name, (make, _) in TASKS.items():
         mine: dict[str, Question] = {}
         while len(mine) < each:
             prompt, answer = make(rng)
             if held_out(prompt):
                 mine[prompt] = Question(name, prompt, answer)
-        found.extend(mine.values())
-    return found
+        results.extend(mine.values())
+    return results

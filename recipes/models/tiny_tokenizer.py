@@ -89,12 +89,12 @@ def _words(texts: list[str], room: int) -> list[tuple[str, float]]:
     allowed. Words that questions are about stay letters, so that `reverse hello` is as easy as any other.
     """
     pattern = re.compile(r" ?[A-Za-z]{4,}| (?:is|in)\b|\{\"|\"[:,}]| \"")
-    seen = Counter(word.replace(" ", SPACE) for text in texts for word in pattern.findall(text))
+    counts = Counter(word.replace(" ", SPACE) for text in texts for word in pattern.findall(text))
     spelled = {word.lower() for word in tiny_tasks.REAL} - set(tiny_tasks.KEYS)
-    seen = Counter({word: n for word, n in seen.items() if word.strip(SPACE).lower() not in spelled})
-    best = sorted(seen, key=lambda word: (-seen[word] * (len(word) - 1), word))[:room]
-    total = sum(seen.values())
-    return [(word, max(math.log(seen[word] / total), -9.0)) for word in best]
+    counts = Counter({word: n for word, n in counts.items() if word.strip(SPACE).lower() not in spelled})
+    best = sorted(counts, key=lambda word: (-counts[word] * (len(word) - 1), word))[:room]
+    total = sum(counts.values())
+    return [(word, max(math.log(counts[word] / total), -9.0)) for word in best]
 
 
 def convert(source: Path, destination: Path) -> None:

@@ -83,19 +83,19 @@ def batches(sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, see
         step += 1
         length = 480 if step % 8 == 0 else 128
         rows = tokens_per_batch // length
-        made = torch.zeros(2, rows, length, dtype=torch.int64)
+        created = torch.zeros(2, rows, length, dtype=torch.int64)
         counts = torch.zeros(rows, length)
         for row in range(rows):
             at = owner = 0
             while at < length - 24:
                 tokens, weights = conversation(questions, sp, rng, length - at)
                 end = at + len(tokens)
-                made[0, row, at:end] = torch.tensor(tokens)
+                created[0, row, at:end] = torch.tensor(tokens)
                 counts[row, at:end] = torch.tensor(weights)
-                made[1, row, at:end] = owner
+                created[1, row, at:end] = owner
                 at, owner = end, owner + 1
-            made[1, row, at:] = owner
-        yield Batch(made[0], counts, made[1])
+            created[1, row, at:] = owner
+        yield Batch(created[0], counts, created[1])
 
 
 def accuracy(
@@ -119,7 +119,7 @@ def accuracy(
             best = model(tokens, torch.zeros_like(tokens)).argmax(-1)
         for row, (question, a, s) in enumerate(zip(part, asked, said, strict=True)):
             right[question.task].append(best[row, len(a) - 1 : len(a) + len(s) - 1].tolist() == s)
-    return {task: sum(found) / len(found) for task, found in right.items()}
+    return {task: sum(actual) / len(actual) for task, actual in right.items()}
 
 
 class Training:

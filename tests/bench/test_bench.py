@@ -49,15 +49,17 @@ def test_a_closed_loop(url: str, capsys: Out, tmp_path: Path) -> None:
     document = json.loads(stdout)
     one, three = document["loads"]
     assert (one["load"], three["load"]) == ("1 client", "3 clients")
-    for found in (one, three):
-        assert (found["requests"], found["failed"], found["errors"]) == (6, 0, {})
-        assert found["answer_tokens"] == 36, "ignore_eos makes answers as long as they were ordered"
-        assert 15 < found["prompt_tokens_mean"] < 50, "words were counted in tokens first"
-        assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["max"] < found["e2e"]["max"]
-        assert found["itl"]["mean"] == pytest.approx(found["tpot"]["mean"], rel=0.5)
-        assert found["goodput_per_second"] == 0, "no answer begins after 100 ns"
-        assert 0 < found["generator"]["cpu_share"] < 1
-    assert three["e2e"]["mean"] < found["seconds"] <= 6 * three["e2e"]["max"]
+    for actual in (one, three):
+        assert (actual["requests"], actual["failed"], actual["errors"]) == (6, 0, {})
+        assert actual["answer_tokens"] == 36, "ignore_eos makes answers as long as they were ordered"
+        assert 15 < actual["prompt_tokens_mean"] < 50, "words were counted in tokens first"
+        assert (
+            0 < actual["ttft"]["p50"] <= actual["ttft"]["p90"] <= actual["ttft"]["max"] < actual["e2e"]["max"]
+        )
+        assert actual["itl"]["mean"] == pytest.approx(actual["tpot"]["mean"], rel=0.5)
+        assert actual["goodput_per_second"] == 0, "no answer begins after 100 ns"
+        assert 0 < actual["generator"]["cpu_share"] < 1
+    assert three["e2e"]["mean"] < actual["seconds"] <= 6 * three["e2e"]["max"]
     ET.parse(picture)
     assert "3 clients" in picture.read_text()
 
@@ -90,16 +92,16 @@ def test_the_seconds_of_a_load(url: str, capsys: Out) -> None:
     """The last request begins before they have passed; without them, neither load would end."""
     for load in (("--clients", "2"), ("--rate", "20", "--arrivals", "constant")):
         stdout, _ = bench(capsys, 0, url, *SHORT, *load, "--seconds", "0.32", "--json")
-        (found,) = json.loads(stdout)["loads"]
-        assert found["failed"] == 0 < found["requests"]
+        (actual,) = json.loads(stdout)["loads"]
+        assert actual["failed"] == 0 < actual["requests"]
         if "--rate" in load:
-            assert found["requests"] == 7
+            assert actual["requests"] == 7
 
 
 def test_prompts_of_token_ids(url: str, capsys: Out) -> None:
     exact = ("--prompt-tokens", "33", "--token-ids", "300", "--requests", "2", "--json")
-    (found,) = json.loads(bench(capsys, 0, url, *SHORT, *exact)[0])["loads"]
-    assert found["prompt_tokens_mean"] == 33
+    (actual,) = json.loads(bench(capsys, 0, url, *SHORT, *exact)[0])["loads"]
+    assert actual["prompt_tokens_mean"] == 33
 
 
 def test_a_server_that_wants_a_key(url: str, capsys: Out) -> None:
@@ -114,10 +116,10 @@ def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
     """Prompts of any length up to twice the context."""
     long = ("--prompt-tokens", "uniform:10,600", "--requests", "12", "--warmup", "0", "--json")
     stdout, stderr = bench(capsys, 0, url, "--api-key", "key", "--tokens", "2", *long)
-    (found,) = json.loads(stdout)["loads"]
-    assert found["errors"] == {"http 400": found["failed"]}
-    assert 0 < found["failed"] < 12
-    assert f"1 client: {found['failed']} x http 400: the prompt has " in stderr
+    (actual,) = json.loads(stdout)["loads"]
+    assert actual["errors"] == {"http 400": actual["failed"]}
+    assert 0 < actual["failed"] < 12
+    assert f"1 client: {actual['failed']} x http 400: the prompt has " in stderr
     assert stderr.count("\n") == 1
 
 
@@ -195,8 +197,8 @@ def test_a_server_that_counts_nothing(capsys: Out) -> None:
     answers = [MODELS, plain(b"{}"), stream({"choices": [{"text": ""}]}, SAID, SAID, SAID)]
     with scripted(answers) as url:
         stdout, _ = bench(capsys, 0, url, "--warmup", "0", "--requests", "1", "--json")
-    (found,) = json.loads(stdout)["loads"]
-    assert (found["answer_tokens"], found["prompt_tokens_mean"]) == (3, None)
+    (actual,) = json.loads(stdout)["loads"]
+    assert (actual["answer_tokens"], actual["prompt_tokens_mean"]) == (3, None)
 
 
 @pytest.mark.parametrize(
@@ -261,10 +263,10 @@ def test_the_speed_of_a_bundle(tiny_bundles: Path, capsys: Out) -> None:
     short = ("--prompt-tokens", "20", "--tokens", "4", "--threads", "1")
     assert main(["bench", bundle, *short, "--json"]) == 0
     wall = time.monotonic() - start
-    found = json.loads(capsys.readouterr().out)
-    assert found["threads"] == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["threads"] == 1
     for name, tokens in (("prefill", 20), ("decode 1", 4), ("decode 8", 32)):
-        figure = found[name]
+        figure = document[name]
         assert figure["tokens"] == tokens
         assert figure["slowest"] <= figure["tokens_per_second"] <= figure["fastest"]
         assert tokens / figure["slowest"] < wall
@@ -286,6 +288,6 @@ def test_a_bundle_that_cannot_be_measured(tiny_bundles: Path, tmp_path: Path, ca
 def test_the_scripts_for_long_measurements_start(script: str) -> None:
     """All that they import is there: they run by hand only."""
     command = [sys.executable, str(ROOT / "ci" / "bench" / script), "--help"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stderr) == (0, ""), found.stderr
-    assert found.stdout.startswith("usage: ")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    assert result.stdout.startswith("usage: ")

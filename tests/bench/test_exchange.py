@@ -21,8 +21,13 @@ def test_events_may_come_in_any_pieces() -> None:
     data = body.partition(b"\r\n\r\n")[2]
     for size in (1, 2, 3, 17, 1000):
         pieces = [(float(i), data[i : i + size]) for i in range(0, len(data), size)]
-        found = sample(0.0, 0.0, 99.0, TimedReply(200, tuple(pieces)))
-        assert (found.error, found.prompt_tokens, found.answer_tokens, len(found.texts)) == (None, 7, 2, 1)
+        actual = sample(0.0, 0.0, 99.0, TimedReply(200, tuple(pieces)))
+        assert (actual.error, actual.prompt_tokens, actual.answer_tokens, len(actual.texts)) == (
+            None,
+            7,
+            2,
+            1,
+        )
 
 
 def test_urls() -> None:

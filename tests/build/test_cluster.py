@@ -40,13 +40,13 @@ TEXT = "tests.actions:text"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yields a cluster with the workers `one` to `four`, the last two of them to be killed."""
-    with started(tmp_path_factory.mktemp("cluster")) as found:
-        found.worker("one", "--labels", "first")
-        found.worker("two", "--labels", "fast, gpu=1")
-        found.worker("three", "--labels", "mortal")
-        found.worker("four", "--labels", "mortal")
-        found.wait("one", "two", "three", "four")
-        yield found
+    with started(tmp_path_factory.mktemp("cluster")) as actual:
+        actual.worker("one", "--labels", "first")
+        actual.worker("two", "--labels", "fast, gpu=1")
+        actual.worker("three", "--labels", "mortal")
+        actual.worker("four", "--labels", "mortal")
+        actual.wait("one", "two", "three", "four")
+        yield actual
 
 
 class Run:
@@ -120,8 +120,8 @@ def test_one_two_and_four_workers_give_the_same_bytes_as_this_machine(two: Clust
         assert result.ok and result.count("built") == 12
         remote = place / "remote"
         assert (trees(remote), files(remote)) == whole
-        wanted = {path: data for path, data in whole[1].items() if b"2/" in data}
-        assert files(run.store.root) == wanted, "only the last steps' files came here"
+        expected = {path: data for path, data in whole[1].items() if b"2/" in data}
+        assert files(run.store.root) == expected, "only the last steps' files came here"
         assert verify(run.store).ok
         used[count] = {worker for step in result.steps for worker in [step.worker]}
         again = run(chosen)
@@ -264,9 +264,9 @@ def test_what_no_worker_can_do_is_said_before_anything_runs(two: Cluster, tmp_pa
         Step("other", TEXT, {"text": "other"}, {"of": Input("good")}, needs=("moonshine",)),
         Step("unlinked", TEXT, {"text": "u"}, {}, tools={"linker": "none"}),
     ]
-    with pytest.raises(SetupError) as told:
+    with pytest.raises(SetupError) as output:
         run(nodes)
-    lines = str(told.value).splitlines()
+    lines = str(output.value).splitlines()
     assert lines[0].startswith(
         "step large: it needs 1000000.0 GB of memory, and the most that a worker has is 2.0 GB"
     )
@@ -294,8 +294,8 @@ def test_labels_choose_the_worker_and_progress_comes_back(two: Cluster, tmp_path
     result = run([slow, Step("here", "tests.actions:random", {}, {}, shared=False)])
     assert result.ok, [step.error for step in result.steps]
     assert {step.name: step.worker for step in result.steps} == {"slow": "two", "here": ""}
-    found = [(e.done, e.total, e.unit) for e in run.events if isinstance(e, StepProgress)]
-    assert found[-1] == (3, 3, "layers") and found == sorted(found)
+    results = [(e.done, e.total, e.unit) for e in run.events if isinstance(e, StepProgress)]
+    assert results[-1] == (3, 3, "layers") and results == sorted(results)
 
 
 def test_an_error_comes_back_with_its_class_and_log(two: Cluster, tmp_path: Path) -> None:
@@ -317,31 +317,31 @@ def test_an_error_comes_back_with_its_class_and_log(two: Cluster, tmp_path: Path
 
 
 def test_exit_codes_of_a_worker(tmp_path: Path) -> None:
-    with started(tmp_path / "cluster") as found:
-        address, found.address = found.address, "dask://127.0.0.1:1"
-        absent = found.worker("absent")
-        found.address = address
-        process = found.worker("interrupted")
-        lonely = found.worker("lonely")
-        found.wait("interrupted", "lonely")
+    with started(tmp_path / "cluster") as actual:
+        address, actual.address = actual.address, "dask://127.0.0.1:1"
+        absent = actual.worker("absent")
+        actual.address = address
+        process = actual.worker("interrupted")
+        lonely = actual.worker("lonely")
+        actual.wait("interrupted", "lonely")
         process.send_signal(signal.SIGINT)
         assert process.wait(200) == 130
-        found.processes[0].kill()
+        actual.processes[0].kill()
         assert lonely.wait(200) == 1
-        assert "the scheduler dask://127.0.0.1:" in found.said("lonely")
+        assert "the scheduler dask://127.0.0.1:" in actual.said("lonely")
         assert absent.wait(200) == 3
-        assert "no scheduler answers at dask://127.0.0.1:1" in found.said("absent")
-        assert "Traceback" not in found.said("absent") + found.said("lonely")
+        assert "no scheduler answers at dask://127.0.0.1:1" in actual.said("absent")
+        assert "Traceback" not in actual.said("absent") + actual.said("lonely")
 
 
 def test_encryption(tmp_path: Path) -> None:
     """With TLS a run needs the certificate, and a connection without is turned away."""
     certificates(tmp_path / "cluster" / "tls")
     tls = str(tmp_path / "cluster" / "tls")
-    with started(tmp_path / "cluster", "--tls", tls) as found:
-        found.worker("safe")
-        found.wait("safe")
-        run = Run(found, tmp_path)
+    with started(tmp_path / "cluster", "--tls", tls) as actual:
+        actual.worker("safe")
+        actual.wait("safe")
+        run = Run(actual, tmp_path)
         assert run([Step("a", TEXT, {"text": "secret"}, {})], tls=tls).ok
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(client, "_CONNECT", 1.0)
@@ -362,10 +362,16 @@ def certificates(place: Path) -> None:
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("ours", "worker")]
     for index, file in enumerate(("ca.pem", "cert.pem")):
-        made = x509.CertificateBuilder(names[0], names[index], keys[index].public_key(), 1 + index)
-        made = made.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
-        made = made.add_extension(x509.BasicConstraints(ca=index == 0, path_length=None), critical=True)
-        signed = made.sign(keys[0], hashes.SHA256())
+        certificate_builder = x509.CertificateBuilder(
+            names[0], names[index], keys[index].public_key(), 1 + index
+        )
+        certificate_builder = certificate_builder.not_valid_before(
+            now - datetime.timedelta(1)
+        ).not_valid_after(now + datetime.timedelta(1))
+        certificate_builder = certificate_builder.add_extension(
+            x509.BasicConstraints(ca=index == 0, path_length=None), critical=True
+        )
+        signed = certificate_builder.sign(keys[0], hashes.SHA256())
         (place / file).write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     pem = keys[1].private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -381,8 +387,8 @@ def test_a_scheduler_without_workers_and_none_at_all(tmp_path: Path, monkeypatch
     with pytest.raises(SetupError, match=r"no scheduler answers at dask://127.0.0.1:1: .*`dask scheduler`"):
         Run(nowhere, tmp_path)([step])
     lonely = pytest.raises(SetupError, match="has no worker: start one with `mlcbuild worker dask://127")
-    with started(tmp_path / "cluster") as found, lonely:
-        Run(found, tmp_path)([step])
+    with started(tmp_path / "cluster") as actual, lonely:
+        Run(actual, tmp_path)([step])
 
 
 def test_without_dask_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,9 +431,9 @@ def test_orders_and_answers_are_text_and_come_back_whole(tmp_path: Path) -> None
         Order.decode(order.encode().replace(wire.FORMAT, "mlcbuild-job/0"))
     record = Store(tmp_path / "s").record("0" * 64)
     answer = Answer("w", record, "k", error=StepError("words"), lacking=("a", "b"), unsent=("u",))
-    found = Answer.decode(answer.encode())
-    assert (type(found.error), str(found.error)) == (StepError, "words")
-    assert replace(found, error=None) == replace(answer, error=None)
+    actual = Answer.decode(answer.encode())
+    assert (type(actual.error), str(actual.error)) == (StepError, "words")
+    assert replace(actual, error=None) == replace(answer, error=None)
     placed = Answer.decode(Answer("w", error=InputError([Problem("f", 1, 2, "m")])).encode())
     assert (type(placed.error), str(placed.error)) == (StepError, "f:1:2: m")
 
@@ -506,8 +512,8 @@ def attempt(order: Order, place: Path) -> Answer:
     store = Store(place / "store")
     here = site.Site("w", store, store.staging())
     try:
-        told: list[object] = []
-        return site._Attempt(here, order, lambda: True, told.append).run()
+        output: list[object] = []
+        return site._Attempt(here, order, lambda: True, output.append).run()
     finally:
         here.close()
 

@@ -38,11 +38,11 @@ def test_a_recipe_is_built_by_a_cluster_and_used_without_it(
         ):
             monkeypatch.setenv(f"HF_{name}", value)
         checked(mlcbuild("lock", recipe, store=here))
-        with started(tmp_path / "cluster") as found:
+        with started(tmp_path / "cluster") as actual:
             for name in ("one", "two"):
-                found.worker(name)
-            found.wait("one", "two")
-            said = mlcbuild("run", recipe, "--executor", found.address, "--json", store=here)
+                actual.worker(name)
+            actual.wait("one", "two")
+            said = mlcbuild("run", recipe, "--executor", actual.address, "--json", store=here)
             document = json.loads(checked(said))
     assert {step["status"] for step in document["steps"]} == {"built"} and "warning" not in said.stderr
     kinds = {step["name"].partition("/")[0] for step in document["steps"]}
@@ -52,8 +52,8 @@ def test_a_recipe_is_built_by_a_cluster_and_used_without_it(
     local, remote = trees(common_store), trees(cache)
     shared = local.keys() & remote.keys()
     assert {key: remote[key] for key in shared} == {key: local[key] for key in shared}
-    known = {step["name"].partition("/")[0] for step in document["steps"] if step["key"] in shared}
-    assert known >= {"config", "tokenizer", "weights", "library", "reference"}
+    names = {step["name"].partition("/")[0] for step in document["steps"] if step["key"] in shared}
+    assert names >= {"config", "tokenizer", "weights", "library", "reference"}
     assert all(verify(Store(place)).ok for place in (here, tmp_path / "cluster" / "one"))
     other = json.loads(checked(mlcbuild("run", recipe, "--json", store=tmp_path / "other")))
     assert {step["status"] for step in other["steps"]} == {"reused"}

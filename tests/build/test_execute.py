@@ -117,7 +117,7 @@ def test_a_run_stops_where_results_come_out_as_before(store: Store) -> None:
 
 def test_inputs_hold_what_they_select(store: Store, tmp_path: Path) -> None:
     (tmp_path / "source.txt").write_text("user's")
-    made = Step(
+    created = Step(
         "made", "tests.actions:files", {"files": {"a.json": "1", "b.bin": "2", "deep/c.json": "3"}}, {}
     )
     inputs = {
@@ -126,7 +126,7 @@ def test_inputs_hold_what_they_select(store: Store, tmp_path: Path) -> None:
         "whole": Input("s"),
     }
     graph = Graph(
-        [made, Source("s", tmp_path, ("source.txt",)), Step("names", "tests.actions:names", {}, inputs)]
+        [created, Source("s", tmp_path, ("source.txt",)), Step("names", "tests.actions:names", {}, inputs)]
     )
     result = execute(graph, store, INLINE)
     expected = "rest/b.bin\nrest/deep/c.json\nsome/a.json\nwhole/"
@@ -369,7 +369,7 @@ def test_cores_and_memory_bound_what_runs_at_once(
 def test_a_step_that_measures_runs_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     steps = [step(f"s{n}", "interval", text=str(n), log=str(log)) for n in range(4)]
-    graph = Graph([replace(found, alone=True) for found in steps])
+    graph = Graph([replace(actual, alone=True) for actual in steps])
     assert execute(graph, Store(tmp_path / "store"), Options(jobs=4)).ok
     assert overlaps(log) == 1
 
@@ -394,9 +394,9 @@ def test_progress_reaches_the_reporter_and_nobody_outside_a_worker(store: Store)
     progress.report(1, 2, "layers")
     events: list[Event] = []
     execute(Graph([step("p", "slow_progress")]), store, None, events.append)
-    seen = [event for event in events if isinstance(event, StepProgress)]
-    assert seen[-1] == StepProgress("p", 3, 3, "layers")
-    assert len(seen) >= 3
+    observed = [event for event in events if isinstance(event, StepProgress)]
+    assert observed[-1] == StepProgress("p", 3, 3, "layers")
+    assert len(observed) >= 3
 
 
 def test_peak_memory_and_time_are_recorded_and_estimated(store: Store) -> None:
@@ -429,11 +429,11 @@ def test_this_machine_has_something_to_share() -> None:
 
 
 def test_a_run_in_a_thread_works_without_signals(store: Store) -> None:
-    found: list[RunResult] = []
-    thread = threading.Thread(target=lambda: found.append(execute(Graph([step("a")]), store)))
+    results: list[RunResult] = []
+    thread = threading.Thread(target=lambda: results.append(execute(Graph([step("a")]), store)))
     thread.start()
     thread.join()
-    assert found[0].ok
+    assert results[0].ok
 
 
 def test_an_inline_run_stops_at_a_signal(store: Store) -> None:
@@ -469,8 +469,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 200.0) -> None:
 
 def gone(pid: int) -> bool:
     """Returns True if a process has ended; one that only waits to be reaped has."""
-    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return found.stdout.strip()[:1] in {"", "Z"}
+    result = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip()[:1] in {"", "Z"}
 
 
 def test_two_processes_build_each_step_once(tmp_path: Path) -> None:
@@ -555,9 +557,9 @@ def test_a_full_disk_is_told_and_leaves_a_usable_store(tmp_path: Path) -> None:
     )
     store = tmp_path / "store"
     command = [sys.executable, "-c", code, str(store), "100000"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.stderr == ""
-    assert found.stdout == (
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stderr == ""
+    assert result.stdout == (
         f"built StoreError the store at {store} cannot be written: no space is left; free some, run "
         "`mlcbuild cache gc`, or set MLCBUILD_STORE elsewhere\n"
     )

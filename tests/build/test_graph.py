@@ -141,5 +141,5 @@ def test_a_graph_in_order_needs_no_networkx() -> None:
         "Graph([Step('a', 'm:f', {}, {})])\n"
         "print([m for m in ('networkx', 'rich', 'sqlite3', 'multiprocessing') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

@@ -26,11 +26,11 @@ class Requests:
     """A stand-in for `Transfers`, which records the requested downloads."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[str, list[str]]] = []
+        self.started: list[tuple[str, list[str]]] = []
 
     def fetch(self, step: str, files: Sequence[Entry]) -> int:
-        self.made.append((step, [entry.path for entry in files]))
-        return len(self.made)
+        self.started.append((step, [entry.path for entry in files]))
+        return len(self.started)
 
 
 class Place:
@@ -58,9 +58,9 @@ class Place:
         self.requests = Requests()
         self.session = self.store.staging()
         self.fetcher = InputFetcher(self.planner, self.steps, cast(Transfers, self.requests), self.session)
-        made = self.record("a")
-        self.planner.results["a"] = made
-        self.steps["a"].remote = Planned("a", "remote", made.key, "from r", made, "r")
+        created = self.record("a")
+        self.planner.results["a"] = created
+        self.steps["a"].remote = Planned("a", "remote", created.key, "from r", created, "r")
 
     def record(self, name: str) -> Record:
         record = self.records[name]
@@ -102,9 +102,9 @@ def test_a_request_is_noted_with_the_step_that_waits(place: Place) -> None:
     files = place.fetcher.missing_inputs(place.graph.step("c"))["a"]
     event = place.fetcher.fetch("a", files, "c")
     assert (event.name, event.origin, event.size) == ("a", "r", 1)
-    assert place.requests.made == [("a", ["one.txt"])] and place.steps["c"].requests == {1}
+    assert place.requests.started == [("a", ["one.txt"])] and place.steps["c"].requests == {1}
     place.fetcher.fetch_all("a")
-    assert place.requests.made[1] == ("a", ["one.txt", "two.bin"]) and place.steps["a"].requests == {2}
+    assert place.requests.started[1] == ("a", ["one.txt", "two.bin"]) and place.steps["a"].requests == {2}
     source, user = place.fetcher.end(Fetched(1, ""))
     assert (source.name, user.name, user.requests) == ("a", "c", frozenset())
     assert place.steps["a"].requests == {2}, "another request goes on"

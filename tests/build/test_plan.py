@@ -51,23 +51,23 @@ def test_a_first_plan_knows_what_runs_and_what_waits(store: Store) -> None:
             Step("c", TEXT, {}, {"x": Input("b")}),
         ]
     )
-    found = plan(graph, store)
-    assert [(step.name, step.state, step.reason) for step in found.steps] == [
+    actual = plan(graph, store)
+    assert [(step.name, step.state, step.reason) for step in actual.steps] == [
         ("a", "run", "never built"),
         ("b", "pending", "waits for a"),
         ("c", "pending", "waits for b"),
     ]
-    assert found["a"].key is not None and found["b"].key is None
-    assert found.count("pending") == 2
+    assert actual["a"].key is not None and actual["b"].key is None
+    assert actual.count("pending") == 2
     assert not store.root.exists()  # a plan writes nothing
 
 
 def test_a_plan_after_a_run_is_all_hits(store: Store) -> None:
     graph = Graph([Step("a", TEXT, {}, {}), Step("b", TEXT, {}, {"x": Input("a")})])
     execute(graph, store, INLINE)
-    found = plan(graph, Store(store.root))
-    assert [(step.state, step.reason) for step in found.steps] == [("hit", "")] * 2
-    assert all(step.record is not None for step in found.steps)
+    actual = plan(graph, Store(store.root))
+    assert [(step.state, step.reason) for step in actual.steps] == [("hit", "")] * 2
+    assert all(step.record is not None for step in actual.steps)
 
 
 def test_the_key_is_made_of_the_documented_parts(store: Store, tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_force_and_only(store: Store) -> None:
         [Step("a", TEXT, {}, {}), Step("b", TEXT, {}, {"x": Input("a")}), Step("c", TEXT, {"c": 1}, {})]
     )
     execute(graph, store, INLINE)
-    found = plan(graph, store, force=["a"])
-    assert [(step.name, step.state, step.reason) for step in found.steps] == [
+    actual = plan(graph, store, force=["a"])
+    assert [(step.name, step.state, step.reason) for step in actual.steps] == [
         ("a", "run", "forced"),
         ("c", "hit", ""),
         ("b", "pending", "waits for a"),

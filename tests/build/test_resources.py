@@ -26,8 +26,8 @@ class Machine:
     memory: int = 100
     capacity: int = 8
 
-    def grant(self, step: Step, wanted: int) -> int:
-        return wanted
+    def grant(self, step: Step, expected: int) -> int:
+        return expected
 
 
 def step(name: str, cores: int = 1, memory: int = 1, alone: bool = False) -> Step:

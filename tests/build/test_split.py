@@ -48,14 +48,14 @@ def test_every_step_is_owned_once_whatever_the_order(
     nodes: list[Node], count: int, rng: random.Random
 ) -> None:
     graph = Graph(nodes)
-    found = splits.split(graph, (), count, {})
-    assert len(found.shards) == count
-    assert sorted(n for shard in found.shards for n in shard.steps) == sorted(s.name for s in graph.steps())
-    assert all(set(shard.first) <= set(shard.steps) for shard in found.shards)
+    parts = splits.split(graph, (), count, {})
+    assert len(parts.shards) == count
+    assert sorted(n for shard in parts.shards for n in shard.steps) == sorted(s.name for s in graph.steps())
+    assert all(set(shard.first) <= set(shard.steps) for shard in parts.shards)
     shuffled = [nodes[0], *rng.sample(nodes[1:], len(nodes) - 1)]
     again = splits.split(Graph(shuffled), (), count, {})
-    assert again.identity == found.identity
-    assert [set(shard.steps) for shard in again.shards] == [set(shard.steps) for shard in found.shards]
+    assert again.identity == parts.identity
+    assert [set(shard.steps) for shard in again.shards] == [set(shard.steps) for shard in parts.shards]
 
 
 @settings(deadline=None)
@@ -99,8 +99,8 @@ def test_durations_balance_and_enter_the_identity() -> None:
 
 def test_only_limits_what_is_split() -> None:
     graph = Graph(product(2, 2))
-    found = splits.split(graph, ("verify/0-1",), 3, {})
-    assert {n for part in found.shards for n in part.steps} == {
+    parts = splits.split(graph, ("verify/0-1",), 3, {})
+    assert {n for part in parts.shards for n in part.steps} == {
         "config/0",
         "reference/0",
         "weights/0/1",

@@ -46,13 +46,13 @@ class Remotes:
     writers: tuple[str, ...] = ("one", "two")
     store: Store = field(default_factory=lambda: cast(Store, _Whole()))
 
-    def fetch(self, wanted: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
+    def fetch(self, expected: Entry, stop: threading.Event, output: Callable[[int], None]) -> str:
         self._wait(stop)
-        self.fetched.append(wanted.digest)
-        why = self.missing.get(wanted.digest, "")
+        self.fetched.append(expected.digest)
+        why = self.missing.get(expected.digest, "")
         if why == "defect":
             raise ZeroDivisionError("no")
-        told(wanted.size)
+        output(expected.size)
         return why
 
     def send(self, sent: Record, stop: threading.Event) -> tuple[str, ...]:

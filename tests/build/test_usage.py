@@ -25,8 +25,8 @@ def store(tmp_path: Path) -> Store:
     store = Store(tmp_path / "store")
     assert execute(GRAPH, store, Options(executor="inline")).ok
     path = record_path(store)
-    seen = path.stat().st_mtime - HOUR
-    os.utime(path, (seen, seen))
+    observed = path.stat().st_mtime - HOUR
+    os.utime(path, (observed, observed))
     return Store(store.root)
 
 

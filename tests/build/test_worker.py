@@ -29,20 +29,31 @@ def area(store: Store) -> Iterator[StagingArea]:
 
 
 def job(
-    store: Store, area: StagingArea, function: str = "text", given: tuple[JobInput, ...] = (), **params: Json
+    store: Store,
+    area: StagingArea,
+    function: str = "text",
+    job_inputs: tuple[JobInput, ...] = (),
+    **params: Json,
 ) -> Job:
-    inputs = {item.argument: Tree.of(item.files) for item in given}
+    inputs = {item.argument: Tree.of(item.files) for item in job_inputs}
     preimage = Preimage(f"tests.actions:{function}", params, {}, {}, inputs)
     return Job(
-        "a/step", preimage.key(), preimage, given, 1, store.root, area.subdirectory(), store.log("a/step")
+        "a/step",
+        preimage.key(),
+        preimage,
+        job_inputs,
+        1,
+        store.root,
+        area.subdirectory(),
+        store.log("a/step"),
     )
 
 
 def source(path: Path) -> JobInput:
     """Returns a file of the user as an argument."""
-    found = path.stat()
-    entry = Entry(path.name, bytes_digest(path.read_bytes()), found.st_size)
-    return JobInput("in", (entry,), path.parent, {path.name: (found.st_size, found.st_mtime_ns)})
+    file_stat = path.stat()
+    entry = Entry(path.name, bytes_digest(path.read_bytes()), file_stat.st_size)
+    return JobInput("in", (entry,), path.parent, {path.name: (file_stat.st_size, file_stat.st_mtime_ns)})
 
 
 def test_a_result_is_published_with_what_it_cost(store: Store, area: StagingArea) -> None:
@@ -60,7 +71,7 @@ def test_a_result_is_published_with_what_it_cost(store: Store, area: StagingArea
 def test_an_artifact_of_another_step_is_linked_into_place(store: Store, area: StagingArea) -> None:
     first = perform(job(store, area, text="one")).record
     assert first is not None
-    second = perform(job(store, area, given=(JobInput("in", first.files),), text="two")).record
+    second = perform(job(store, area, job_inputs=(JobInput("in", first.files),), text="two")).record
     assert second is not None
     assert store.read_blob(second.files[0]) == b"two\none"
 
@@ -69,7 +80,7 @@ def test_a_source_is_read_where_it_lies(store: Store, area: StagingArea, tmp_pat
     path = tmp_path / "user" / "data.txt"
     path.parent.mkdir()
     path.write_text("mine")
-    outcome = perform(job(store, area, given=(source(path),), text="x"))
+    outcome = perform(job(store, area, job_inputs=(source(path),), text="x"))
     assert outcome.record is not None and store.read_blob(outcome.record.files[0]) == b"x\nmine"
 
 
@@ -78,9 +89,9 @@ def test_a_source_that_changed_since_it_was_hashed_is_refused(
 ) -> None:
     path = tmp_path / "data.txt"
     path.write_text("mine")
-    given = source(path)
+    inputs = source(path)
     path.write_text("changed")
-    work = job(store, area, given=(given,), text="x")
+    work = job(store, area, job_inputs=(inputs,), text="x")
     outcome = perform(work)
     assert (
         str(outcome.error) == f"step a/step: {path} changed while the step ran; nothing was kept, run again"

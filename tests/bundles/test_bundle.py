@@ -30,8 +30,8 @@ def tokenizer(directory: Path, **documents: object) -> Path:
 
 
 def serving(out: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((out / assemble.SERVING).read_bytes())
-    return found
+    document: dict[str, object] = json.loads((out / assemble.SERVING).read_bytes())
+    return document
 
 
 def test_tokenizer_files_are_copied_not_linked(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_tokenizer_files_are_copied_not_linked(tmp_path: Path) -> None:
 
 def test_serving_defaults_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 3], "bos_token_id": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 20}
-    found = serving(tokenizer(tmp_path, generation_config=generation))
-    assert found == {
+    actual = serving(tokenizer(tmp_path, generation_config=generation))
+    assert actual == {
         "eos_token_ids": [2, 3],
         "bos_token_id": 1,
         "temperature": 0.5,
@@ -56,8 +56,8 @@ def test_serving_defaults_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_config_json_speaks_where_generation_config_is_silent(tmp_path: Path) -> None:
     config = {**json.loads((TINY / "config.json").read_bytes()), "eos_token_id": 5, "bos_token_id": 4}
-    found = serving(tokenizer(tmp_path, generation_config=None, config=config))
-    assert found == {"eos_token_ids": [5], "bos_token_id": 4}
+    actual = serving(tokenizer(tmp_path, generation_config=None, config=config))
+    assert actual == {"eos_token_ids": [5], "bos_token_id": 4}
 
 
 def test_a_greedy_checkpoint_serves_greedily(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_broken_documents(documents: dict[str, object], words: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("document", "wanted"),
+    ("document", "expected"),
     [
         ({"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}, "mean"),
         ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
@@ -88,10 +88,10 @@ def test_broken_documents(documents: dict[str, object], words: str, tmp_path: Pa
     ],
 )
 def test_pooling_is_that_of_sentence_transformers(
-    document: dict[str, object], wanted: str | None, tmp_path: Path
+    document: dict[str, object], expected: str | None, tmp_path: Path
 ) -> None:
-    found = serving(tokenizer(tmp_path, **{"1_Pooling/config": document}))
-    assert found.get("pooling") == wanted
+    actual = serving(tokenizer(tmp_path, **{"1_Pooling/config": document}))
+    assert actual.get("pooling") == expected
     assert "pooling" not in serving(tokenizer(tmp_path / "without"))
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_the_runtime_library_is_found_without_importing_the_compiler() -> None:
-    found = assemble.tvm_runtime()
-    assert found is not None
-    assert found.is_file()
-    assert found.name.startswith("libtvm_runtime.")
+    actual = assemble.tvm_runtime()
+    assert actual is not None
+    assert actual.is_file()
+    assert actual.name.startswith("libtvm_runtime.")

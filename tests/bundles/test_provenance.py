@@ -53,12 +53,12 @@ def test_a_statement_is_the_same_bytes_for_the_same_build(key: keyfile.Signer) -
 
 
 def test_an_envelope_is_what_dsse_says(key: keyfile.Signer) -> None:
-    found = json.loads(provenance.envelope(made(), key))
-    assert found["payloadType"] == "application/vnd.in-toto+json"
-    assert base64.b64decode(found["payload"]) == made()
+    document = json.loads(provenance.envelope(made(), key))
+    assert document["payloadType"] == "application/vnd.in-toto+json"
+    assert base64.b64decode(document["payload"]) == made()
     # The pre-authentication encoding of the DSSE specification, written out.
     signed = b"DSSEv1 28 application/vnd.in-toto+json " + str(len(made())).encode() + b" " + made()
-    (signature,) = found["signatures"]
+    (signature,) = document["signatures"]
     raw = base64.urlsafe_b64decode(signature["keyid"].removeprefix("ed25519:") + "=")
     Ed25519PublicKey.from_public_bytes(raw).verify(base64.b64decode(signature["sig"]), signed)
 

@@ -73,9 +73,9 @@ def test_the_artifact_is_what_the_format_says(
     tiny_bundles: Path, registry_server: Server, repository: str
 ) -> None:
     bundle = tiny_bundles / "dist" / VARIANT
-    found = publish(bundle, registry_server.url(f"{repository}:v1"))
+    actual = publish(bundle, registry_server.url(f"{repository}:v1"))
     data = registry_server.get(f"{repository}/manifests/v1")
-    assert found.url == registry_server.url(f"{repository}@sha256:{hashlib.sha256(data).hexdigest()}")
+    assert actual.url == registry_server.url(f"{repository}@sha256:{hashlib.sha256(data).hexdigest()}")
     manifest = json.loads(data)
     assert manifest["schemaVersion"] == 2
     assert manifest["mediaType"] == "application/vnd.oci.image.manifest.v1+json"
@@ -92,7 +92,7 @@ def test_the_artifact_is_what_the_format_says(
         assert registry_server.get(f"{repository}/blobs/{layer['digest']}") == data
     assert publish(bundle, registry_server.url(f"{repository}:v1")).sent == 0
     other = publish(bundle, registry_server.url(f"{repository}:v2"))
-    assert other.url == found.url, "no time and no place are in it"
+    assert other.url == actual.url, "no time and no place are in it"
 
 
 def test_another_client_pulls_a_bundle_that_can_be_served(
@@ -122,10 +122,10 @@ def test_another_client_pulls_a_bundle_that_can_be_served(
 def test_what_another_repository_has_is_mounted(
     tiny_bundles: Path, registry_server: Server, repository: str
 ) -> None:
-    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    observed: dict[tuple[str, str], tuple[str, str]] = {}
     bundle = tiny_bundles / "dist" / VARIANT
-    first = publish(bundle, registry_server.url(f"{repository}/a:v1"), seen)
-    second = publish(bundle, registry_server.url(f"{repository}/b:v1"), seen)
+    first = publish(bundle, registry_server.url(f"{repository}/a:v1"), observed)
+    second = publish(bundle, registry_server.url(f"{repository}/b:v1"), observed)
     assert first.sent > 0 and second.sent == 0
     assert first.url.partition("@")[2] == second.url.partition("@")[2]
 
@@ -133,7 +133,7 @@ def test_what_another_repository_has_is_mounted(
 def test_a_pull_goes_on_where_it_broke_off(
     tiny_bundles: Path, registry_server: Server, repository: str, tmp_path: Path
 ) -> None:
-    found = publish(tiny_bundles / "dist" / VARIANT, registry_server.url(f"{repository}:v1"))
+    actual = publish(tiny_bundles / "dist" / VARIANT, registry_server.url(f"{repository}:v1"))
     weights = "weights-00001-of-00001.safetensors"
     whole = (tiny_bundles / "dist" / VARIANT / weights).read_bytes()
     for begun in (whole[:100_000], b"wrong" * 1000, whole + b"more"):
@@ -141,14 +141,14 @@ def test_a_pull_goes_on_where_it_broke_off(
         part.mkdir()
         (part / weights).write_bytes(begun)
         (part / "left by another version").write_text("x")
-        assert pull(found.url, tmp_path / "pulled")[0] == found.url
+        assert pull(actual.url, tmp_path / "pulled")[0] == actual.url
         assert contents(tmp_path / "pulled") == contents(tiny_bundles / "dist" / VARIANT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pulled"]
-    assert pull(found.url, tmp_path / "pulled")[0] == found.url, "again, over what is there"
+    assert pull(actual.url, tmp_path / "pulled")[0] == actual.url, "again, over what is there"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
     with pytest.raises(PublishError, match="it exists and is not a bundle: name another directory"):
-        pull(found.url, tmp_path / "mine")
+        pull(actual.url, tmp_path / "mine")
 
 
 def layers(data: bytes) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -158,21 +158,21 @@ def layers(data: bytes) -> tuple[dict[str, object], list[dict[str, object]]]:
 
 def swapped(data: bytes) -> bytes:
     """Returns two files under each other's names: each right by its digest, the bundle wrong."""
-    manifest, found = layers(data)
-    one, two = [layer for layer in found if str(layer["annotations"]).find("tokenizer") > 0][:2]
+    manifest, actual = layers(data)
+    one, two = [layer for layer in actual if str(layer["annotations"]).find("tokenizer") > 0][:2]
     one["annotations"], two["annotations"] = two["annotations"], one["annotations"]
     return json.dumps(manifest).encode()
 
 
 def escaping(data: bytes) -> bytes:
-    manifest, found = layers(data)
-    found[-1]["annotations"] = {TITLE: "../escaped"}
+    manifest, actual = layers(data)
+    actual[-1]["annotations"] = {TITLE: "../escaped"}
     return json.dumps(manifest).encode()
 
 
 def lacking(data: bytes) -> bytes:
-    manifest, found = layers(data)
-    manifest["layers"] = [layer for layer in found if "safetensors" not in str(layer)]
+    manifest, actual = layers(data)
+    manifest["layers"] = [layer for layer in actual if "safetensors" not in str(layer)]
     return json.dumps(manifest).encode()
 
 
@@ -245,8 +245,8 @@ def test_what_cannot_be_reached_or_found_is_told(
     ],
 )
 def test_addresses_are_checked(url: str, writing: bool, words: str) -> None:
-    found = fault(url, writing=writing)
-    assert words in found if words else found == ""
+    actual = fault(url, writing=writing)
+    assert words in actual if words else actual == ""
 
 
 def test_the_command_line_says_what_is_missing(tiny_bundles: Path, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with Hub() as found:
-        found.write_token = "hf_secret"
-        yield found
+    with Hub() as actual:
+        actual.write_token = "hf_secret"
+        yield actual
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     metadata = header.pop("__metadata__", {})
-    found: dict[str, Array] = {}
+    by_name: dict[str, Array] = {}
     for name, entry in header.items():
         first, last = entry["data_offsets"]
         raw = data[start + first : start + last]
@@ -41,8 +41,8 @@ def tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
             value = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
         else:
             value = np.frombuffer(raw, {"F32": "<f4", "I64": "<i8"}[entry["dtype"]])
-        found[name] = value.reshape(entry["shape"])
-    return found, metadata
+        by_name[name] = value.reshape(entry["shape"])
+    return by_name, metadata
 
 
 def logits(model: Reference, tokens: Any) -> Array:
@@ -75,24 +75,24 @@ def golden(variant: str) -> tuple[Reference, Array, Array]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(variant: str, dtype: type[np.float32] | type[np.float64]) -> None:
     model, tokens, expected = golden(variant)
-    found = logits(replace(model, dtype=dtype), tokens)
-    assert found.dtype == dtype
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() < 3e-5
+    logits_read = logits(replace(model, dtype=dtype), tokens)
+    assert logits_read.dtype == dtype
+    assert logits_read.shape == expected.shape
+    assert np.abs(logits_read - expected).max() < 3e-5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pieces_with_a_cache_give_what_the_whole_gives(variant: str) -> None:
     model, tokens, _ = golden(variant)
     model = replace(model, dtype=np.float64)
-    past, found, start = EMPTY, [], 0
+    past, actual, start = EMPTY, [], 0
     for count in (17, 1, 1, 22, 20):
         states, past = hidden(model, tokens[start : start + count], past)
         start += count
         assert past.length == start
-        found.append(head(model, states))
+        actual.append(head(model, states))
     assert start == len(tokens)
-    assert np.abs(np.concatenate(found) - logits(model, tokens)).max() < 1e-12
+    assert np.abs(np.concatenate(actual) - logits(model, tokens)).max() < 1e-12
 
 
 def without_long(rope: Rope) -> Rope:
@@ -172,11 +172,11 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_greedy_follows_the_largest_logit() -> None:
     model, tokens, _ = golden("llama-llama3-gqa")
     prompt = [int(token) for token in tokens[:5]]
-    found = greedy(model, prompt, 12)
-    for i, token in enumerate(found):
-        assert token == int(logits(model, prompt + found[:i])[-1].argmax())
-    stop = found[3]
-    assert greedy(model, prompt, 12, {stop}) == found[: found.index(stop) + 1]
+    actual = greedy(model, prompt, 12)
+    for i, token in enumerate(actual):
+        assert token == int(logits(model, prompt + actual[:i])[-1].argmax())
+    stop = actual[3]
+    assert greedy(model, prompt, 12, {stop}) == actual[: actual.index(stop) + 1]
     assert greedy(model, prompt, 0) == []
 
 
@@ -190,11 +190,11 @@ class Lazy(Mapping[str, Array]):
         self.alive = 0
 
     def __getitem__(self, name: str) -> Array:
-        found = self.weights[name].copy()
-        self.handed = [ref for ref in self.handed if ref() is not None] + [weakref.ref(found)]
+        actual = self.weights[name].copy()
+        self.handed = [ref for ref in self.handed if ref() is not None] + [weakref.ref(actual)]
         self.alive = max(self.alive, len(self.handed))
         self.reads.append(name)
-        return found
+        return actual
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.weights)
@@ -206,8 +206,8 @@ class Lazy(Mapping[str, Array]):
 def test_weights_are_read_when_needed_and_not_kept() -> None:
     model, tokens, expected = golden("gemma2")
     lazy = Lazy(model.weights)
-    found = logits(replace(model, weights=lazy), tokens)
-    assert np.abs(found - expected).max() < 3e-5
+    logits_read = logits(replace(model, weights=lazy), tokens)
+    assert np.abs(logits_read - expected).max() < 3e-5
     assert lazy.alive <= 3
     assert sorted(lazy.reads) == sorted([*model.weights, "embed.weight"])  # tied: also the output matrix
 
@@ -215,9 +215,9 @@ def test_weights_are_read_when_needed_and_not_kept() -> None:
 def test_weights_may_come_in_another_dtype() -> None:
     model, tokens, expected = golden("llama-mha-tied")
     half = {name: value.astype(np.float16) for name, value in model.weights.items()}
-    found = logits(replace(model, weights=half), tokens)
-    assert found.dtype == np.float32
-    assert 1e-5 < np.abs(found - expected).max() < 0.05
+    logits_read = logits(replace(model, weights=half), tokens)
+    assert logits_read.dtype == np.float32
+    assert 1e-5 < np.abs(logits_read - expected).max() < 0.05
 
 
 def test_without_a_context_window_the_models_own_counts() -> None:
@@ -257,10 +257,10 @@ def test_a_trained_model_is_sure_of_itself() -> None:
         name: value.shape for name, value in weights.items()
     }
     model = Reference(config, weights)
-    found = [1, *greedy(model, [1], 60)]
-    scores = logits(model, found).astype(np.float64)
+    results = [1, *greedy(model, [1], 60)]
+    scores = logits(model, results).astype(np.float64)
     chances = np.exp(scores - scores.max(-1, keepdims=True))
     chances /= chances.sum(-1, keepdims=True)
-    told = chances[np.arange(len(found) - 1), found[1:]]
+    output = chances[np.arange(len(results) - 1), results[1:]]
     # Random weights would give ln(2048) = 7.6.
-    assert -np.log(told).mean() < 2.0
+    assert -np.log(output).mean() < 2.0

@@ -68,10 +68,10 @@ def test_prompts_without_text_are_refused(tmp_path: Path) -> None:
 def test_figures_agree_with_a_plain_computation() -> None:
     rng = np.random.default_rng(1)
     expected = rng.normal(size=(7, 11)).astype(np.float32) * 3
-    found = expected + rng.normal(size=expected.shape).astype(np.float32) * 0.5
+    actual = expected + rng.normal(size=expected.shape).astype(np.float32) * 0.5
     tokens = rng.integers(0, 11, 7).tolist()
     sums = verify._Sums()
-    sums.add(tokens, expected, found)
+    sums.add(tokens, expected, actual)
     sums.decode_errors.append(0.0)
     figures = sums.figures()
 
@@ -81,7 +81,7 @@ def test_figures_agree_with_a_plain_computation() -> None:
 
     pairs = [
         (softmax(p.astype(np.float64)), softmax(q.astype(np.float64)))
-        for p, q in zip(expected, found, strict=True)
+        for p, q in zip(expected, actual, strict=True)
     ]
     kl = [sum(a * np.log(a / b) for a, b in zip(p, q, strict=True)) for p, q in pairs]
     assert figures["kl_mean"] == pytest.approx(np.mean(kl), rel=1e-3)
@@ -94,7 +94,7 @@ def test_figures_agree_with_a_plain_computation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"),
+    ("name", "inputs", "words"),
     [
         ("max_kl", "0.1", "the mean KL divergence is 0.2, max_kl is 0.1"),
         ("min_top1", "0.95", "top-1 agreement is 0.9, min_top1 is 0.95"),
@@ -105,9 +105,9 @@ def test_figures_agree_with_a_plain_computation() -> None:
         ),
     ],
 )
-def test_thresholds(name: str, given: str, words: str) -> None:
+def test_thresholds(name: str, inputs: str, words: str) -> None:
     figures = {"kl_mean": 0.2, "top1_agreement": 0.9, "perplexity": 11.0, "reference_perplexity": 10.0}
-    params = dict.fromkeys(verify.THRESHOLDS) | {name: given}
+    params = dict.fromkeys(verify.THRESHOLDS) | {name: inputs}
     assert verify._faults(figures, params) == [words]
     assert verify._faults(figures, dict.fromkeys(verify.THRESHOLDS)) == []
     lost = dict.fromkeys(figures, float("nan"))

@@ -134,14 +134,14 @@ def indexed(root: Path, change: Callable[[dict[str, object]], object]) -> None:
 
 def replaced(root: Path, name: str, stored: Entry | None, *, extra: str | None = None) -> None:
     """Writes a single-file checkpoint with one tensor changed, removed (None) or added."""
-    found = tensors()
+    actual = tensors()
     if extra is not None:
-        found[extra] = found[name]
+        actual[extra] = actual[name]
     elif stored is None:
-        del found[name]
+        del actual[name]
     else:
-        found[name] = stored
-    single(root, found)
+        actual[name] = stored
+    single(root, actual)
 
 
 def save_raw(path: Path, header: object, data: bytes = b"") -> None:
@@ -276,13 +276,13 @@ def test_faults_of_a_checkpoint(fault: str, tmp_path: Path) -> None:
 
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
-    found = tensors()
-    del found[NORM]
-    found[DOWN] = ("I64", ONES.astype(np.int64))
-    found["lm_head.weight"] = entry(ONES, "F32")
-    found["model.extra"] = entry(ONES, "F16")
+    actual = tensors()
+    del actual[NORM]
+    actual[DOWN] = ("I64", ONES.astype(np.int64))
+    actual["lm_head.weight"] = entry(ONES, "F32")
+    actual["model.extra"] = entry(ONES, "F16")
     with pytest.raises(CheckpointError) as caught:
-        locate(single(tmp_path / "hf", found), CONFIG, parsing.tensor_names(CONFIG))
+        locate(single(tmp_path / "hf", actual), CONFIG, parsing.tensor_names(CONFIG))
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
     assert all(any(name in line for line in lines) for name in (NORM, DOWN, "lm_head.weight", "model.extra"))
@@ -360,12 +360,12 @@ def test_a_damaged_header_is_refused_or_describes_the_file(
         data[place % len(data)] = value
     path.write_bytes(data[:cut] if cut < len(data) else data)
     try:
-        found = headers.read_header(path).tensors
+        actual = headers.read_header(path).tensors
     except CheckpointError:
         return
     start = 8 + int.from_bytes(data[:8], "little")
     document = json.loads(data[8:start])
-    assert [[tensor.start - start, tensor.start - start + tensor.size] for tensor in found] == [
-        document[tensor.name]["data_offsets"] for tensor in found
+    assert [[tensor.start - start, tensor.start - start + tensor.size] for tensor in actual] == [
+        document[tensor.name]["data_offsets"] for tensor in actual
     ]
-    assert found[-1].start + found[-1].size == path.stat().st_size
+    assert actual[-1].start + actual[-1].size == path.stat().st_size

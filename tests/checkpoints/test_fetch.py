@@ -68,10 +68,10 @@ def refusal(client: Client, function: str, *arguments: object) -> str:
     ],
 )
 def test_a_hub_source_is_parsed_and_written_back(text: str, source: HubSource | None) -> None:
-    found = parse_source(text)
-    assert found is not None and (source is None or found == source)
-    assert parse_source(str(found)) == found
-    assert found.is_pinned == ("c1899de2" in text)
+    actual = parse_source(text)
+    assert actual is not None and (source is None or actual == source)
+    assert parse_source(str(actual)) == actual
+    assert actual.is_pinned == ("c1899de2" in text)
 
 
 @pytest.mark.parametrize("text", ["./models/tiny", "/data/models", "tiny", "a@b"])
@@ -280,17 +280,17 @@ def test_a_failed_download_says_which_file_and_what_to_do(
     repo = f"org/{fault.kind}-{fault.status}"
     commit = hub.add(repo, FILES)
     hub.repos[repo].faults["config.json"] = fault
-    found = refusal(client, "fetch", repo, commit, pins("config.json"), str(tmp_path / "out"))
-    assert found.startswith(f"hf://{repo}@{commit}: config.json: ")
-    assert message.format(hub=hub.address, repo=repo) in found
+    actual = refusal(client, "fetch", repo, commit, pins("config.json"), str(tmp_path / "out"))
+    assert actual.startswith(f"hf://{repo}@{commit}: config.json: ")
+    assert message.format(hub=hub.address, repo=repo) in actual
 
 
 def test_a_missing_repository_and_revision_are_told_apart(hub: Hub, client: Client, tmp_path: Path) -> None:
     hub.add("org/there", FILES)
-    found = refusal(client, "fetch", "org/absent", "0" * 40, pins(), str(tmp_path / "out"))
-    assert f"{hub.address} has no such repository, or it is private" in found
-    found = refusal(client, "fetch", "org/there", "0" * 40, pins(), str(tmp_path / "out"))
-    assert "there is no such revision" in found
+    message = refusal(client, "fetch", "org/absent", "0" * 40, pins(), str(tmp_path / "out"))
+    assert f"{hub.address} has no such repository, or it is private" in message
+    message = refusal(client, "fetch", "org/there", "0" * 40, pins(), str(tmp_path / "out"))
+    assert "there is no such revision" in message
 
 
 def test_a_busy_hub_is_asked_three_times(hub: Hub, client: Client, tmp_path: Path) -> None:
@@ -298,17 +298,17 @@ def test_a_busy_hub_is_asked_three_times(hub: Hub, client: Client, tmp_path: Pat
     hub.repos["org/busy"].faults["config.json"] = Fault("status", times=2, status=503)
     client.call("fetch", "org/busy", commit, pins("config.json"), str(tmp_path / "out"))
     hub.repos["org/busy"].faults["tokenizer.json"] = Fault("status", times=3, status=503)
-    found = refusal(client, "fetch", "org/busy", commit, pins("tokenizer.json"), str(tmp_path / "out"))
-    assert "tokenizer.json: the hub cannot answer now (HTTP 503); try again later" in found
+    message = refusal(client, "fetch", "org/busy", commit, pins("tokenizer.json"), str(tmp_path / "out"))
+    assert "tokenizer.json: the hub cannot answer now (HTTP 503); try again later" in message
 
 
 def test_wrong_bytes_are_refused_and_named(hub: Hub, client: Client, tmp_path: Path) -> None:
     commit = hub.add("org/wrong", FILES)
     hub.repos["org/wrong"].faults["model.safetensors"] = Fault("wrong")
-    found = refusal(client, "fetch", "org/wrong", commit, pins(), str(tmp_path / "out"))
+    message = refusal(client, "fetch", "org/wrong", commit, pins(), str(tmp_path / "out"))
     pinned = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
-    assert found.startswith(f"hf://org/wrong@{commit}: model.safetensors: its sha256 is ")
-    assert f"the lock says {pinned}" in found and "`mlcbuild lock`" in found
+    assert message.startswith(f"hf://org/wrong@{commit}: model.safetensors: its sha256 is ")
+    assert f"the lock says {pinned}" in message and "`mlcbuild lock`" in message
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -323,8 +323,8 @@ def test_a_damaged_cache_is_replaced(hub: Hub, client: Client, tmp_path: Path) -
 def test_a_file_of_another_size_is_refused(hub: Hub, client: Client, tmp_path: Path) -> None:
     commit = hub.add("org/size", FILES)
     wrong = {"config.json": {"size": 7, "sha256": "0" * 64}}
-    found = refusal(client, "fetch", "org/size", commit, wrong, str(tmp_path / "out"))
-    assert f"config.json: it has {len(FILES['config.json'])} bytes, the lock says 7" in found
+    message = refusal(client, "fetch", "org/size", commit, wrong, str(tmp_path / "out"))
+    assert f"config.json: it has {len(FILES['config.json'])} bytes, the lock says 7" in message
 
 
 @pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", "a/../../b.json", "tokenizer\\..\\x.json"])
@@ -332,22 +332,22 @@ def test_a_name_that_leaves_the_directory_is_refused(
     hub: Hub, client: Client, tmp_path: Path, name: str
 ) -> None:
     entry = {name: {"size": 1, "sha256": "0" * 64}}
-    found = refusal(client, "fetch", "org/evil", "0" * 40, entry, str(tmp_path / "out"))
-    assert found.startswith(f"hf://org/evil@{'0' * 40}: the file name {name!r} is no plain path")
+    message = refusal(client, "fetch", "org/evil", "0" * 40, entry, str(tmp_path / "out"))
+    assert message.startswith(f"hf://org/evil@{'0' * 40}: the file name {name!r} is no plain path")
     assert not hub.asked("HEAD", "org/evil")
 
 
 def test_a_name_too_long_for_a_disk_is_refused(client: Client, tmp_path: Path) -> None:
     entry = {f"tokenizer{'x' * 300}.json": {"size": 1, "sha256": "0" * 64}}
-    found = refusal(client, "fetch", "org/long", "0" * 40, entry, str(tmp_path / "out"))
-    assert "...' is longer than 255 bytes; it cannot be written" in found
+    message = refusal(client, "fetch", "org/long", "0" * 40, entry, str(tmp_path / "out"))
+    assert "...' is longer than 255 bytes; it cannot be written" in message
 
 
 def test_a_path_too_long_for_a_disk_is_refused(hub: Hub, client: Client, tmp_path: Path) -> None:
     commit = hub.add("org/deep", FILES)
     deep = tmp_path.joinpath(*["d" * 200] * 30)
-    found = refusal(client, "fetch", "org/deep", commit, pins("config.json"), str(deep))
-    assert found.startswith(f"hf://org/deep@{commit}: config.json: the path is too long to write")
+    message = refusal(client, "fetch", "org/deep", commit, pins("config.json"), str(deep))
+    assert message.startswith(f"hf://org/deep@{commit}: config.json: the path is too long to write")
 
 
 def test_offline_uses_the_cache_and_names_all_that_is_missing(hub: Hub, tmp_path: Path) -> None:
@@ -356,16 +356,18 @@ def test_offline_uses_the_cache_and_names_all_that_is_missing(hub: Hub, tmp_path
         online.call("fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "one"))
     with Client(tmp_path / "home", "http://127.0.0.1:9", HF_HUB_OFFLINE="1") as offline:
         offline.call("fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "two"))
-        found = refusal(offline, "fetch", "org/offline", commit, pins(), str(tmp_path / "three"))
-        assert "HF_HUB_OFFLINE is set, and the cache" in found
-        assert "lacks model.safetensors, tokenizer.json, tokenizer.model; unset it" in found
+        message = refusal(offline, "fetch", "org/offline", commit, pins(), str(tmp_path / "three"))
+        assert "HF_HUB_OFFLINE is set, and the cache" in message
+        assert "lacks model.safetensors, tokenizer.json, tokenizer.model; unset it" in message
         # A damaged copy cannot be replaced offline: it is named.
         cached = next((tmp_path / "home").rglob("blobs/*"))
         cached.write_bytes(b"x" * len(FILES["config.json"]))
-        found = refusal(offline, "fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "four"))
-        assert "config.json: its sha256 is" in found
-        found = refusal(offline, "lock", ["hf://org/offline"])
-        assert found == "hf://org/offline@main: HF_HUB_OFFLINE is set, and the hub must be asked; unset it"
+        message = refusal(
+            offline, "fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "four")
+        )
+        assert "config.json: its sha256 is" in message
+        message = refusal(offline, "lock", ["hf://org/offline"])
+        assert message == "hf://org/offline@main: HF_HUB_OFFLINE is set, and the hub must be asked; unset it"
 
 
 @pytest.mark.parametrize(
@@ -378,24 +380,24 @@ def test_offline_uses_the_cache_and_names_all_that_is_missing(hub: Hub, tmp_path
 )
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, endpoint: str, message: str) -> None:
     with Client(tmp_path / "home", endpoint) as client:
-        found = refusal(client, "fetch", "org/name", "0" * 40, pins("config.json"), str(tmp_path / "out"))
-    assert found.startswith(f"hf://org/name@{'0' * 40}: config.json: {message}")
+        actual = refusal(client, "fetch", "org/name", "0" * 40, pins("config.json"), str(tmp_path / "out"))
+    assert actual.startswith(f"hf://org/name@{'0' * 40}: config.json: {message}")
 
 
 def test_a_hub_that_does_not_answer_in_time_is_named(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add("org/slow", FILES)
     hub.repos["org/slow"].faults["config.json"] = Fault("slow")
     with Client(tmp_path / "home", hub.address, HF_HUB_ETAG_TIMEOUT="1") as client:
-        found = refusal(client, "fetch", "org/slow", commit, pins("config.json"), str(tmp_path / "out"))
-    assert f"{hub.address} does not answer in time; try again, or raise HF_HUB_ETAG_TIMEOUT" in found
+        message = refusal(client, "fetch", "org/slow", commit, pins("config.json"), str(tmp_path / "out"))
+    assert f"{hub.address} does not answer in time; try again, or raise HF_HUB_ETAG_TIMEOUT" in message
 
 
 def test_a_cache_that_cannot_be_written_is_named(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add("org/home", FILES)
     (tmp_path / "home").write_text("a file where a directory should be")
     with Client(tmp_path / "home", hub.address) as client:
-        found = refusal(client, "fetch", "org/home", commit, pins("config.json"), str(tmp_path / "out"))
-    assert "Not a directory; check it, or set HF_HOME to a directory you can write" in found
+        message = refusal(client, "fetch", "org/home", commit, pins("config.json"), str(tmp_path / "out"))
+    assert "Not a directory; check it, or set HF_HOME to a directory you can write" in message
 
 
 def test_a_killed_download_is_completed_by_the_next(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def test_frequencies_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -
     write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
     own, expected = read_config(tmp_path / "m.gguf"), model(variant)
     assert replace(own, ropes=()) == replace(expected, ropes=())
-    for rope, wanted in zip(own.ropes, expected.ropes, strict=True):
-        np.testing.assert_allclose(rope.inv_freq, wanted.inv_freq, rtol=1e-6)
-        np.testing.assert_allclose(rope.inv_freq_long or 0, wanted.inv_freq_long or 0, rtol=1e-6)
-        np.testing.assert_allclose(rope.attention_factor, wanted.attention_factor, rtol=1e-6)
+    for rope, expectation in zip(own.ropes, expected.ropes, strict=True):
+        np.testing.assert_allclose(rope.inv_freq, expectation.inv_freq, rtol=1e-6)
+        np.testing.assert_allclose(rope.inv_freq_long or 0, expectation.inv_freq_long or 0, rtol=1e-6)
+        np.testing.assert_allclose(rope.attention_factor, expectation.attention_factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize("variant", [*SAME, *ROUNDED, "gemma2"])

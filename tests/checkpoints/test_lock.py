@@ -103,14 +103,14 @@ LOCKS = st.builds(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(LOCKS)
-def test_every_lock_is_read_back_and_is_plain_yaml(tmp_path: Path, made: Lock) -> None:
+def test_every_lock_is_read_back_and_is_plain_yaml(tmp_path: Path, created: Lock) -> None:
     path = tmp_path / lock.NAME
-    lock.write(path, made)
-    assert lock.read(path) == made
-    assert lock.text(Lock(dict(reversed(list(made.sources.items()))))) == lock.text(made)
+    lock.write(path, created)
+    assert lock.read(path) == created
+    assert lock.text(Lock(dict(reversed(list(created.sources.items()))))) == lock.text(created)
     plain = yaml.safe_load(path.read_text())
     assert {source: entry["commit"] for source, entry in plain["sources"].items()} == {
-        str(source): locked.commit for source, locked in made.sources.items()
+        str(source): locked.commit for source, locked in created.sources.items()
     }
 
 
@@ -209,21 +209,21 @@ def test_a_branch_is_pinned_to_a_commit_and_every_needed_file_to_its_digest(
     hub: Hub, client: Client, tmp_path: Path
 ) -> None:
     commit = hub.add("org/model", FILES)
-    found = resolved(client, tmp_path / "a.lock", "hf://org/model")
+    actual = resolved(client, tmp_path / "a.lock", "hf://org/model")
     needed = ("config.json", "model.safetensors", "tokenizer.json")
-    assert found.sources[HubSource("org/model")] == Locked(
+    assert actual.sources[HubSource("org/model")] == Locked(
         commit, {name: Pinned(len(FILES[name]), hashlib.sha256(FILES[name]).hexdigest()) for name in needed}
     )
     # The digest of a large file is the hub's word; only small files are downloaded.
     assert not hub.asked("GET", "org/model/resolve/" + commit + "/model.safetensors")
     same = resolved(client, tmp_path / "b.lock", f"hf://org/model@{commit}")
-    assert same.sources[HubSource("org/model", commit)] == found.sources[HubSource("org/model")]
+    assert same.sources[HubSource("org/model", commit)] == actual.sources[HubSource("org/model")]
 
 
 def test_only_the_shards_of_the_index_are_pinned(hub: Hub, client: Client, tmp_path: Path) -> None:
     hub.add("org/shards", SHARDS)
-    found = resolved(client, tmp_path / "a.lock", "hf://org/shards")
-    files = set(found.sources[HubSource("org/shards")].files)
+    actual = resolved(client, tmp_path / "a.lock", "hf://org/shards")
+    files = set(actual.sources[HubSource("org/shards")].files)
     assert files == set(SHARDS) - {"model-00003-of-00002.safetensors"}
 
 
@@ -287,8 +287,8 @@ def test_a_small_file_that_is_not_what_the_hub_lists_is_refused(
 ) -> None:
     commit = hub.add("org/forged", FILES)
     hub.repos["org/forged"].faults["config.json"] = Fault("wrong")
-    found = refusal(client, "lock", ["hf://org/forged"])
-    assert found.startswith(f"hf://org/forged@{commit}: config.json: the 23 bytes that came are not the 23")
+    message = refusal(client, "lock", ["hf://org/forged"])
+    assert message.startswith(f"hf://org/forged@{commit}: config.json: the 23 bytes that came are not the 23")
     hub.repos["org/forged"].faults["config.json"] = Fault("wrong", times=0)
     resolved(client, tmp_path / "a.lock", "hf://org/forged")
 
@@ -305,15 +305,15 @@ def test_an_unusable_listing_is_refused(hub: Hub, client: Client, names: list[st
     repo = f"org/odd{len(names[0])}"
     files = {name: FILES[name] for name in ("config.json", "tokenizer.json")}
     hub.add(repo, files | {"weights.safetensors": b""} | dict.fromkeys(names, b"x"))
-    found = refusal(client, "lock", [f"hf://{repo}"])
-    assert found.startswith(f"hf://{repo}@main: ") and message in found
+    actual = refusal(client, "lock", [f"hf://{repo}"])
+    assert actual.startswith(f"hf://{repo}@main: ") and message in actual
 
 
 def test_something_that_is_no_hub_is_refused(hub: Hub, client: Client) -> None:
     hub.add("org/portal", FILES)
     hub.repos["org/portal"].faults[None] = Fault("not_a_hub")
-    found = refusal(client, "lock", ["hf://org/portal"])
-    assert found == (
+    message = refusal(client, "lock", ["hf://org/portal"])
+    assert message == (
         f"hf://org/portal@main: {hub.address} does not answer like a hub; check HF_ENDPOINT and the proxy"
     )
 
@@ -321,5 +321,5 @@ def test_something_that_is_no_hub_is_refused(hub: Hub, client: Client) -> None:
 def test_a_moved_check_that_cannot_ask_is_reported(tmp_path: Path) -> None:
     lock.write(tmp_path / lock.NAME, LOCK)
     with Client(tmp_path / "home", "http://127.0.0.1:9") as client:
-        found = refusal(client, "moved", str(tmp_path / lock.NAME))
-    assert found.startswith("hf://org/tiny@main: http://127.0.0.1:9 cannot be reached (Connection refused)")
+        message = refusal(client, "moved", str(tmp_path / lock.NAME))
+    assert message.startswith("hf://org/tiny@main: http://127.0.0.1:9 cannot be reached (Connection refused)")

@@ -101,8 +101,8 @@ def test_pieces_of_different_dtypes(tmp_path: Path) -> None:
     mixed[name] = entry(wide(mixed[name]), "F16")
     plain = {**mixed, name: entry(wide(mixed[name]), "F32")}
     scheme = SCHEMES["q4a8_1"]
-    found = content(write(single(tmp_path / "a", mixed), tmp_path / "out-a", scheme))
-    assert found == content(write(single(tmp_path / "b", plain), tmp_path / "out-b", scheme))
+    actual = content(write(single(tmp_path / "a", mixed), tmp_path / "out-a", scheme))
+    assert actual == content(write(single(tmp_path / "b", plain), tmp_path / "out-b", scheme))
 
 
 @EVERY
@@ -110,11 +110,13 @@ def test_files_follow_the_contract(scheme: Storage, tmp_path: Path) -> None:
     out = write(single(tmp_path / "hf", tensors()), tmp_path / "out", scheme)
     (path,) = out.iterdir()
     assert path.name == "weights-00001-of-00001.safetensors"
-    wanted = quant.stored_parameters(models.parameters(CONFIG), scheme)
+    expected = quant.stored_parameters(models.parameters(CONFIG), scheme)
     header = headers.read_header(path)
     assert header.metadata == {
         "format": "mlcbuild-weights/1",
-        "signature": signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in wanted),
+        "signature": signature(
+            (tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in expected
+        ),
         "scheme": scheme.name,
     }
     start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -128,8 +130,8 @@ def test_files_follow_the_contract(scheme: Storage, tmp_path: Path) -> None:
     by_name = {tensor.name: tensor for tensor in read_header(path).tensors}
     ours = conversion.read(out)
     with safe_open(path, "numpy") as file:
-        assert set(file.keys()) == set(by_name) == set(ours) == {tensor.name for tensor in wanted}
-        for tensor in wanted:
+        assert set(file.keys()) == set(by_name) == set(ours) == {tensor.name for tensor in expected}
+        for tensor in expected:
             assert (by_name[tensor.name].dtype, by_name[tensor.name].shape) == (tensor.dtype, tensor.shape)
             array = file.get_tensor(tensor.name)
             assert array.dtype == tensor.dtype
@@ -150,19 +152,19 @@ def test_files_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for path in paths:
         sizes = [tensor.size for tensor in headers.read_header(path).tensors]
         assert sum(sizes) <= 3000 or len(sizes) == 1
-    found = conversion.read(out)
-    assert set(found) == set(whole)
-    assert all(np.array_equal(found[name], whole[name]) for name in whole)
+    actual = conversion.read(out)
+    assert set(actual) == set(whole)
+    assert all(np.array_equal(actual[name], whole[name]) for name in whole)
     paths[-1].unlink()
     with pytest.raises(CheckpointError, match=rf"of its weights files only {len(paths) - 1} are there"):
         conversion.read(out)
 
 
 def test_arrays_are_aligned_and_read_only(tmp_path: Path) -> None:
-    found = conversion.read(write(single(tmp_path / "hf", tensors()), tmp_path / "out", SCHEMES["q4f16_1"]))
-    assert all(array.flags.aligned for array in found.values())
+    actual = conversion.read(write(single(tmp_path / "hf", tensors()), tmp_path / "out", SCHEMES["q4f16_1"]))
+    assert all(array.flags.aligned for array in actual.values())
     with pytest.raises(ValueError, match="read-only"):
-        found["embed.q_weight"][0, 0] = 1
+        actual["embed.q_weight"][0, 0] = 1
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -198,10 +200,10 @@ def test_every_family_converts(root: Path, tmp_path: Path) -> None:
     convert(root, SCHEMES["q8f16_1"], tmp_path / "out")
     config = models.from_json(json.loads((tmp_path / "config" / "config.json").read_bytes()))
     original = exact_weights.checkpoint(root, config, parsing.tensor_names(config))
-    found = conversion.unpacked(tmp_path / "out", config, SCHEMES["q8f16_1"])
-    assert list(found) == list(original)
+    actual = conversion.unpacked(tmp_path / "out", config, SCHEMES["q8f16_1"])
+    assert list(actual) == list(original)
     for name, array in original.items():
-        assert np.abs(found[name] - array).max() <= np.abs(array).max() * 0.0041
+        assert np.abs(actual[name] - array).max() <= np.abs(array).max() * 0.0041
 
 
 @pytest.mark.skipif(not STORY.is_dir(), reason="../shared/models/story is not there")
@@ -210,9 +212,9 @@ def test_a_trained_model_converts(tmp_path: Path) -> None:
         convert(STORY, scheme, tmp_path / scheme.name)
         config = models.from_json(json.loads((tmp_path / "config" / "config.json").read_bytes()))
         original = exact_weights.checkpoint(STORY, config, parsing.tensor_names(config))
-        found = conversion.unpacked(tmp_path / scheme.name, config, scheme)
+        actual = conversion.unpacked(tmp_path / scheme.name, config, scheme)
         worst = max(
-            float(np.sqrt(np.mean((found[name] - array) ** 2) / np.mean(array**2)))
+            float(np.sqrt(np.mean((actual[name] - array) ** 2) / np.mean(array**2)))
             for name, array in original.items()
         )
         # Root mean square error relative to the weights', of the worst parameter.
@@ -225,16 +227,16 @@ def test_progress_and_granted_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MLCBUILD_CORES", "3")
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 1)
     monkeypatch.setattr(progress, "_PERIOD", 0)
-    seen: list[tuple[int, int, str]] = []
-    progress.listen(lambda *report: seen.append(report))
+    observed: list[tuple[int, int, str]] = []
+    progress.listen(lambda *report: observed.append(report))
     try:
         convert(root, SCHEMES["q4f16_1"], tmp_path / "out")
     finally:
         progress.listen(None)
     size = sum(array.nbytes for _, array in tensors().values())
-    assert seen == sorted(seen)
-    assert seen[-1] == (size, size, "B")
-    assert len(seen) > 40
+    assert observed == sorted(observed)
+    assert observed[-1] == (size, size, "B")
+    assert len(observed) > 40
 
 
 def test_the_checkpoint_is_only_read(tmp_path: Path) -> None:
@@ -301,12 +303,12 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 @EVERY
 def test_weights_that_no_format_can_hold_are_all_named(scheme: Storage, tmp_path: Path) -> None:
-    found = tensors("F32")
+    actual = tensors("F32")
     for name, value in (("model.layers.1.self_attn.v_proj.weight", np.nan), (NORM, np.inf)):
-        found[name][1].reshape(-1)[-1] = value
-    found["model.layers.0.self_attn.q_proj.bias"][1][3] = -7e4
+        actual[name][1].reshape(-1)[-1] = value
+    actual["model.layers.0.self_attn.q_proj.bias"][1][3] = -7e4
     with pytest.raises(CheckpointError) as caught:
-        write(single(tmp_path / "hf", found), tmp_path / "out", scheme, cores=2)
+        write(single(tmp_path / "hf", actual), tmp_path / "out", scheme, cores=2)
     lines = str(caught.value).splitlines()
     if scheme.dtype == "float16":
         assert lines.pop(0) == (
@@ -321,9 +323,9 @@ def test_weights_that_no_format_can_hold_are_all_named(scheme: Storage, tmp_path
 
 
 def test_a_float32_override_holds_what_float16_cannot(tmp_path: Path) -> None:
-    found = tensors("F32")
-    found[NORM][1][3] = 1e6
-    root = single(tmp_path / "hf", found)
+    actual = tensors("F32")
+    actual[NORM][1][3] = 1e6
+    root = single(tmp_path / "hf", actual)
     scheme = replace(SCHEMES["q4f16_1"], overrides=(("norm", SCHEMES["q0f32"]),))
     assert conversion.read(write(root, tmp_path / "out", scheme))["norm.weight"][3] == 1e6
 
@@ -364,12 +366,12 @@ def test_a_limit_on_file_size_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     root = single(tmp_path / "hf", tensors())
-    found = locate(root, CONFIG, parsing.tensor_names(CONFIG))
+    sources = locate(root, CONFIG, parsing.tensor_names(CONFIG))
     os.truncate(root / "model.safetensors", 20_000)
     with pytest.raises(
         CheckpointError, match=r"model.safetensors: it became shorter while it was read; run again"
     ):
-        conversion.write(found, SCHEMES["q0f32"], tmp_path / "out")
+        conversion.write(sources, SCHEMES["q0f32"], tmp_path / "out")
 
 
 def test_reading_what_is_no_weights_file(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def forget(store: Path, *patterns: str) -> set[str]:
 
 
 def jobs(recipe: Path, store: Path, *more: str) -> list[dict[str, str | None]]:
-    found = json.loads(checked(mlcbuild("matrix", recipe, *more, store=store)))
-    assert isinstance(found, list)
-    return found
+    document = json.loads(checked(mlcbuild("matrix", recipe, *more, store=store)))
+    assert isinstance(document, list)
+    return document
 
 
 # matrix
@@ -60,9 +60,9 @@ def test_a_matrix_holds_what_needs_work(recipe: Path, store: Path) -> None:
     assert jobs(recipe, store) == []
     assert [job["name"] for job in jobs(recipe, store, "--all")] == VARIANTS
     forget(store, r"weights/.*/q4a8_1/.*", r"verify/.*q0f32.*")
-    found = {job["name"]: job for job in jobs(recipe, store)}
-    assert set(found) == {VARIANTS[0], VARIANTS[2]}
-    first, last = found[VARIANTS[0]], found[VARIANTS[2]]
+    by_name = {job["name"]: job for job in jobs(recipe, store)}
+    assert set(by_name) == {VARIANTS[0], VARIANTS[2]}
+    first, last = by_name[VARIANTS[0]], by_name[VARIANTS[2]]
     assert re.fullmatch("[0-9a-f]{64}", str(first["key"]))
     assert str(first["reason"]).startswith("verify/tiny-q0f32-host: ")
     assert last["key"] is None, "its weights are not known"
@@ -83,14 +83,14 @@ def test_a_matrix_for_github_is_one_line(recipe: Path, store: Path) -> None:
 
 
 def test_a_matrix_for_gitlab_is_a_child_pipeline(recipe: Path, store: Path) -> None:
-    found = yaml.safe_load(checked(mlcbuild("matrix", recipe, "--format", "gitlab", store=store)))
-    assert list(found) == ["stages", "nothing to build"], "a pipeline must have a job"
+    actual = yaml.safe_load(checked(mlcbuild("matrix", recipe, "--format", "gitlab", store=store)))
+    assert list(actual) == ["stages", "nothing to build"], "a pipeline must have a job"
     forget(store, "bundle/.*q4a8_1.*")
-    found = yaml.safe_load(
+    actual = yaml.safe_load(
         checked(mlcbuild("matrix", recipe, "--format", "gitlab", "--label", "host=gpu box", store=store))
     )
-    job = found[VARIANTS[2]]
-    assert job["stage"] in found["stages"]
+    job = actual[VARIANTS[2]]
+    assert job["stage"] in actual["stages"]
     assert job["tags"] == ["gpu box"]
     assert job["script"][0].startswith(f"mlcbuild run {recipe} --only {VARIANTS[2]} ")
     assert job["artifacts"]["reports"] == {"junit": "junit.xml"}
@@ -144,11 +144,11 @@ def test_shards_do_each_step_once_and_the_last_run_nothing(recipe: Path, store: 
     for number, job in enumerate(listed):
         done = mlcbuild("run", *shlex.split(str(job["arguments"])), "--json", store=store)
         assert f"shard {number + 1}/2 of split {shown['split']}: " in done.stderr
-        found = json.loads(checked(done))
-        names = {step["name"] for step in found["steps"]}
+        document = json.loads(checked(done))
+        names = {step["name"] for step in document["steps"]}
         assert owned[number] <= names
-        built += [step["name"] for step in found["steps"] if step["status"] == "built"]
-        variants += [item["name"] for item in found["variants"]]
+        built += [step["name"] for step in document["steps"] if step["status"] == "built"]
+        variants += [item["name"] for item in document["variants"]]
     assert sorted(built) == sorted(set(built)), "once"
     assert set(built) <= gone
     assert {name for name in owned[0] | owned[1] if not name.startswith("library/")} == set(built)
@@ -158,9 +158,9 @@ def test_shards_do_each_step_once_and_the_last_run_nothing(recipe: Path, store: 
 
 def test_a_shard_alone_builds_what_it_needs(recipe: Path, store: Path) -> None:
     forget(store, "(weights|bundle|verify|reference|config|tokenizer)/.*")
-    found = json.loads(checked(mlcbuild("run", recipe, "--shard", "2/2", "--json", store=store)))
-    assert {step["status"] for step in found["steps"]} <= {"built", "reused"}
-    assert {item["status"] for item in found["variants"]} == {"built"}
+    document = json.loads(checked(mlcbuild("run", recipe, "--shard", "2/2", "--json", store=store)))
+    assert {step["status"] for step in document["steps"]} <= {"built", "reused"}
+    assert {item["status"] for item in document["variants"]} == {"built"}
 
 
 def test_more_shards_than_work_leave_some_idle(recipe: Path, store: Path) -> None:
@@ -231,8 +231,8 @@ def commit(home: Path, name: str, text: str | None) -> None:
 
 
 def names(home: Path, revisions: str, *more: str) -> list[str | None]:
-    found = jobs(home / "recipe.yaml", home / ".store", "--affected-by", revisions, *more)
-    return [job["name"] for job in found]
+    actual = jobs(home / "recipe.yaml", home / ".store", "--affected-by", revisions, *more)
+    return [job["name"] for job in actual]
 
 
 BOTH = ["tiny-q4a8_1-host", "other-q4a8_1-host"]
@@ -259,15 +259,15 @@ def test_variants_affected_by_commits(repository: Path) -> None:
 
 def test_plan_and_run_do_only_what_is_affected(repository: Path) -> None:
     arguments = (repository / "recipe.yaml", "--affected-by", "HEAD..HEAD")
-    found = json.loads(checked(mlcbuild("plan", *arguments, "--json", store=repository / ".store")))
-    assert found == {"steps": [], "variants": []}
+    document = json.loads(checked(mlcbuild("plan", *arguments, "--json", store=repository / ".store")))
+    assert document == {"steps": [], "variants": []}
     words = checked(mlcbuild("run", *arguments, store=repository / ".store"))
     assert words.startswith("0 built, 0 reused")
     commit(repository, "tiny/chat_template.jinja", "{{ messages }}")
     done = mlcbuild("plan", arguments[0], "--affected-by", "HEAD~1", "--json", store=repository / ".store")
-    found = json.loads(checked(done))
-    assert [item["name"] for item in found["variants"]] == BOTH[:1], done.stderr
-    assert not any("other" in step["name"] for step in found["steps"])
+    document = json.loads(checked(done))
+    assert [item["name"] for item in document["variants"]] == BOTH[:1], done.stderr
+    assert not any("other" in step["name"] for step in document["steps"])
     assert done.stderr == "affected tiny-q4a8_1-host: fetch/tiny/chat_template.jinja changed\n"
 
 

@@ -26,14 +26,16 @@ def failing() -> Iterator[Node]:
 
 def turned(tmp_path: Path, *names: tuple[str, ...] | None, keep_going: bool = False) -> dict[str, str]:
     options = Options(jobs=1, executor="inline", keep_going=keep_going, force=("a",))
-    found = run(tmp_path, options, names)
-    return {step.name: step.status for step in found.steps}
+    result = run(tmp_path, options, names)
+    return {step.name: step.status for step in result.steps}
 
 
 def run(tmp_path: Path, options: Options, names: tuple[tuple[str, ...] | None, ...]) -> RunResult:
-    told: list[object] = []
-    result = shard_phases.run(Graph(failing()), options, names, lambda: Sharing(Store(tmp_path)), told.append)
-    started = [event for event in told if type(event).__name__ == "StepStarted"]
+    output: list[object] = []
+    result = shard_phases.run(
+        Graph(failing()), options, names, lambda: Sharing(Store(tmp_path)), output.append
+    )
+    started = [event for event in output if type(event).__name__ == "StepStarted"]
     assert len(started) == len({getattr(event, "name", "") for event in started}), "nothing runs twice"
     assert len({step.name for step in result.steps}) == len(result.steps)
     return result
@@ -48,8 +50,8 @@ def test_after_a_failure_the_next_turn_is_left_out(tmp_path: Path) -> None:
 
 
 def test_keep_going_does_what_does_not_need_the_failed_step(tmp_path: Path) -> None:
-    found = turned(tmp_path, ("b",), ("b", "c", "d"), keep_going=True)
-    assert found == {"a": "built", "b": "failed", "c": "skipped", "d": "built"}
+    actual = turned(tmp_path, ("b",), ("b", "c", "d"), keep_going=True)
+    assert actual == {"a": "built", "b": "failed", "c": "skipped", "d": "built"}
 
 
 def test_no_names_mean_everything(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ FINDINGS = {
     "attribute": ('x = 1\n"""What it is."""\n', "2: a docstring must not begin with 'What'"),
     "name": ("found = 1\n", "1: the name 'found' does not say what the value is"),
     "parameter": ("def f(given):\n    pass\n", "1: the parameter 'given' does not say what the value is"),
+    "member": (
+        "class A:\n    pass\n\n\nA.seen = 1\n",
+        "5: the attribute 'seen' does not say what the value is",
+    ),
     "comparison": ('"""As the other one."""\n', "1: a docstring must not begin with 'As'"),
     "unit": ('x = 1\n"""Bytes."""\n', "2: a docstring must say what is measured, not only its unit"),
     "class": ("class One:\n    pass\n", "1: a class One is in mlcbuild/clean.py, too"),
@@ -112,13 +116,17 @@ def test_a_finding_has_a_place_and_a_reason(tree: Path, name: str) -> None:
     assert code == 1 and len(lines) == 1 and lines[0].startswith(f"mlcbuild/wrong.py:{sentence}")
 
 
-def test_programs_are_checked_for_docstrings(tree: Path) -> None:
+def test_programs_are_checked_for_docstrings_and_names(tree: Path) -> None:
     (tree / "tests").mkdir()
     (tree / "tests" / "test_one.py").write_text('"""What it does."""\n\nfound = 1\n')
     (tree / "ci" / "script").write_text('#!/usr/bin/env python3\n"""Of the thing."""\n')
     code, lines = style(tree)
     assert code == 1
-    assert [line.partition(":")[0] for line in lines] == ["tests/test_one.py", "ci/script"]
+    assert [line.partition(":")[0] for line in lines] == [
+        "tests/test_one.py",
+        "ci/script",
+        "tests/test_one.py",
+    ]
 
 
 def test_a_file_name_stands_once(tree: Path) -> None:

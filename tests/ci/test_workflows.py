@@ -33,14 +33,14 @@ def runners(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> tuple[Run
     return first, second
 
 
-def inputs(**given: object) -> dict[str, Any]:
+def inputs(**values: object) -> dict[str, Any]:
     defaults = {name: item.get("default") for name, item in TRIGGERS["workflow_call"]["inputs"].items()}
-    return {**defaults, "recipe": "recipe.yaml", "install": "true", **given}
+    return {**defaults, "recipe": "recipe.yaml", "install": "true", **values}
 
 
-def run_workflow(runners: tuple[Runner, Runner], **given: object) -> list[dict[str, Any]]:
+def run_workflow(runners: tuple[Runner, Runner], **values: object) -> list[dict[str, Any]]:
     """Runs it as GitHub would, jobs of the matrix on the two runners in turn; the matrix."""
-    jobs, context = WORKFLOW["jobs"], {"inputs": inputs(**given), "secrets": {"environment": ""}}
+    jobs, context = WORKFLOW["jobs"], {"inputs": inputs(**values), "secrets": {"environment": ""}}
     context["needs"] = {"plan": {"outputs": run_job(jobs["plan"], runners[0], context)}}
     entries: list[dict[str, Any]] = []
     if filled(jobs["build"]["if"], context):
@@ -99,10 +99,10 @@ def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
     runners[0].checkout()
     script = "\n".join(template["mlcbuild-plan"]["script"])
     assert runners[0].shell(script, settings) == 0, runners[0].log
-    (made,) = template["mlcbuild-plan"]["artifacts"]["paths"]
-    child = yaml.safe_load((runners[0].workspace / made).read_text())
+    (created,) = template["mlcbuild-plan"]["artifacts"]["paths"]
+    child = yaml.safe_load((runners[0].workspace / created).read_text())
     trigger = template["mlcbuild-build"]["trigger"]["include"][0]
-    assert (trigger["artifact"], trigger["job"]) == (made, "mlcbuild-plan")
+    assert (trigger["artifact"], trigger["job"]) == (created, "mlcbuild-plan")
     jobs = {name: job for name, job in child.items() if name != "stages"}
     assert list(jobs) == ["tiny-q4f16_1-host", "tiny-q4a8_1-host"]
     for runner, job in zip(runners, jobs.values(), strict=True):
@@ -113,7 +113,7 @@ def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
         for path in (*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]):
             assert (runner.workspace / path.replace("$MLCBUILD_ARTIFACTS", "dist")).exists(), path
     assert runners[0].shell("\n".join(template["mlcbuild-plan"]["script"]), settings) == 0
-    assert "nothing to build" in yaml.safe_load((runners[0].workspace / made).read_text())
+    assert "nothing to build" in yaml.safe_load((runners[0].workspace / created).read_text())
 
 
 def test_our_own_workflows_call_what_is_there() -> None:

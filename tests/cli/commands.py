@@ -12,8 +12,8 @@ BUNDLE = "dist/tiny-q4f16_1-host"
 
 def said(out: Out, code: int, *argv: str) -> tuple[str, str]:
     """Returns stdout and stderr of a command, after asserting that it ends with this exit code."""
-    found = main(argv)
+    actual = main(argv)
     stdout, stderr = out.readouterr()
-    assert found == code, stdout + stderr
+    assert actual == code, stdout + stderr
     assert "Traceback" not in stdout + stderr
     return stdout, stderr

@@ -90,10 +90,10 @@ def _other_facts(text: str) -> Callable[[Path], None]:
     def damage(bundle: Path) -> None:
         (bundle / "library.json").write_text(text)
         path = bundle / "bundle.json"
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
         digest = blake3(text.encode()).hexdigest()
-        found["files"]["library.json"] = {"blake3": digest, "size": len(text)}
-        path.write_text(json.dumps(found))
+        document["files"]["library.json"] = {"blake3": digest, "size": len(text)}
+        path.write_text(json.dumps(document))
 
     return damage
 

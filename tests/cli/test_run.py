@@ -37,19 +37,19 @@ def run_json(recipe: Path, store: Path, *more: str) -> dict[str, dict[str, str]]
     """Returns step name -> the entry of `run --json` for it; "" -> the statuses of the variants."""
     document = json.loads(checked(mlcbuild("run", recipe, "--json", *more, store=store)))
     assert set(document) == {"variants", "steps", "seconds"}
-    found = {step["name"]: step for step in document["steps"]}
-    found[""] = {variant["name"]: variant["status"] for variant in document["variants"]}
-    return found
+    by_name = {step["name"]: step for step in document["steps"]}
+    by_name[""] = {variant["name"]: variant["status"] for variant in document["variants"]}
+    return by_name
 
 
-def statuses(found: dict[str, dict[str, str]], kind: str) -> set[str]:
-    return {step["status"] for name, step in found.items() if name.startswith(kind + "/")}
+def statuses(actual: dict[str, dict[str, str]], kind: str) -> set[str]:
+    return {step["status"] for name, step in actual.items() if name.startswith(kind + "/")}
 
 
 def test_a_second_run_reuses_everything(tiny_bundles: Path, common_store: Path) -> None:
-    found = run_json(tiny_bundles / "recipe.yaml", common_store)
-    assert {step["status"] for name, step in found.items() if name} == {"reused"}
-    assert set(found[""].values()) == {"reused"}
+    actual = run_json(tiny_bundles / "recipe.yaml", common_store)
+    assert {step["status"] for name, step in actual.items() if name} == {"reused"}
+    assert set(actual[""].values()) == {"reused"}
 
 
 def test_the_last_line_says_what_and_where(tiny_bundles: Path, common_store: Path) -> None:
@@ -128,10 +128,10 @@ def test_a_fine_tune_reuses_the_library(tmp_path: Path, tiny_bundles: Path, comm
     path.write_bytes(bytes(data[:start]) + values.tobytes())
     config = tmp_path / "tiny" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_bytes()), "_name_or_path": "another"}))
-    found = run_json(recipe, common_store)
-    assert statuses(found, "library") == {"reused"}
-    assert statuses(found, "weights") == {"built"}
-    assert found[""] == {"tiny-q0f32-host": "built"}
+    actual = run_json(recipe, common_store)
+    assert statuses(actual, "library") == {"reused"}
+    assert statuses(actual, "weights") == {"built"}
+    assert actual[""] == {"tiny-q0f32-host": "built"}
 
 
 def test_the_speed_of_a_bundle_is_measured_once_on_a_machine_and_never_shared(
@@ -159,17 +159,17 @@ def test_changes_re_run_what_depends_on_them(tmp_path: Path, tiny_bundles: Path,
     recipe = project(tmp_path, QUICKSTART.replace("verify:", "#"))
     run_json(recipe, common_store)
     recipe.write_text(recipe.read_text().replace("q4a8_1", "q8a8_1"))
-    found = run_json(recipe, common_store)
-    assert {name for name, step in found.items() if name and step["status"] == "built"} == {
-        name for name in found if "q8a8_1" in name
+    actual = run_json(recipe, common_store)
+    assert {name for name, step in actual.items() if name and step["status"] == "built"} == {
+        name for name in actual if "q8a8_1" in name
     }
     recipe.write_text(recipe.read_text() + "verify: {prompts: ['What is 1 + 2?', 'copy abc']}\n")
-    found = run_json(recipe, common_store)
-    assert {name.split("/")[0] for name, step in found.items() if name and step["status"] == "built"} == {
+    actual = run_json(recipe, common_store)
+    assert {name.split("/")[0] for name, step in actual.items() if name and step["status"] == "built"} == {
         "reference",
         "verify",
     }
-    assert all("prompts" in step["reason"] for name, step in found.items() if name.startswith("reference/"))
+    assert all("prompts" in step["reason"] for name, step in actual.items() if name.startswith("reference/"))
     manifest = json.loads((tmp_path / "dist" / "tiny-q8a8_1-host" / "bundle.json").read_bytes())
     assert 0 < manifest["verification"]["kl_mean"] < 1e-3
 
@@ -194,8 +194,8 @@ def test_a_copied_store_serves_another_place(tmp_path: Path, tiny_bundles: Path,
     recipe = project(tmp_path / "a", QUICKSTART)
     shutil.copy(tiny_bundles / "prompts.txt", tmp_path / "a" / "prompts.txt")
     shutil.copytree(common_store, tmp_path / "store")
-    found = run_json(recipe, tmp_path / "store")
-    assert {step["status"] for name, step in found.items() if name} == {"reused"}
+    actual = run_json(recipe, tmp_path / "store")
+    assert {step["status"] for name, step in actual.items() if name} == {"reused"}
     assert checked(mlcbuild("cache", "verify", store=tmp_path / "store"))
 
 
@@ -280,8 +280,8 @@ def test_a_hub_model_is_locked_fetched_and_built(
         assert stale.returncode == 2
         assert "hf://org/tiny@main: now at" in stale.stderr
     # The hub is gone: everything is in the store.
-    found = json.loads(checked(mlcbuild("run", recipe, "--json", store=common_store, variables=there)))
-    assert {step["status"] for step in found["steps"]} == {"reused"}
+    document = json.loads(checked(mlcbuild("run", recipe, "--json", store=common_store, variables=there)))
+    assert {step["status"] for step in document["steps"]} == {"reused"}
     statement = json.loads((tmp_path / "dist" / "tiny-q0f32-host" / "provenance.json").read_bytes())
     sources = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
     weights = next(item for item in sources if item["name"] == "model.safetensors")
@@ -325,8 +325,8 @@ def answers(bundle: Path, questions: list[dict[str, str]]) -> list[bool]:
 def test_a_recipe_for_another_checkpoint(tmp_path: Path, common_store: Path) -> None:
     text = "version: 1\nmodels: {story: ./story}\nquantizations: [q0f32, q4a8_1]\ntargets: [x86-64-v3]\n"
     recipe = project(tmp_path, text, [STORY])
-    found = run_json(recipe, common_store)
-    assert set(found[""]) == {f"story-{scheme}-x86-64-v3" for scheme in ("q0f32", "q4a8_1")}
+    actual = run_json(recipe, common_store)
+    assert set(actual[""]) == {f"story-{scheme}-x86-64-v3" for scheme in ("q0f32", "q4a8_1")}
     exact = json.loads((tmp_path / "dist" / "story-q0f32-x86-64-v3" / "bundle.json").read_bytes())
     assert exact["verification"]["kl_mean"] < 1e-9
 

@@ -150,7 +150,7 @@ def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> t
         stderr=theirs,
     )
     os.close(theirs)
-    seen = b""
+    observed = b""
     while True:
         try:
             part = os.read(ours, 4096)
@@ -158,23 +158,23 @@ def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> t
             break
         if not part:
             break
-        seen += part
+        observed += part
     os.close(ours)
-    return process.wait(), seen.decode()
+    return process.wait(), observed.decode()
 
 
 @pytest.mark.parametrize("columns", [0, 10, 200])
 def test_a_terminal_of_any_width(place: Path, tmp_path: Path, columns: int) -> None:
-    code, seen = on_a_terminal(columns, place, tmp_path)
-    assert code == 0, seen
-    assert "\x1b[" in seen, "the live view moves the cursor"
-    flat = seen.replace("\r", "").replace("\n", "")
+    code, observed = on_a_terminal(columns, place, tmp_path)
+    assert code == 0, observed
+    assert "\x1b[" in observed, "the live view moves the cursor"
+    flat = observed.replace("\r", "").replace("\n", "")
     assert "config/tiny in" in flat
     assert "1 built, 0 reused in" in flat
 
 
 def test_lines_on_a_terminal_in_ci(place: Path, tmp_path: Path) -> None:
-    code, seen = on_a_terminal(80, place, tmp_path, CI="true")
+    code, observed = on_a_terminal(80, place, tmp_path, CI="true")
     assert code == 0
-    assert "\x1b[" not in seen
-    assert seen.startswith("start   config/tiny (never built)")
+    assert "\x1b[" not in observed
+    assert observed.startswith("start   config/tiny (never built)")

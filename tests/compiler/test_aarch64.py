@@ -99,10 +99,10 @@ def test_logits_are_those_of_this_machine(target: str, dist: Path, native: Path,
     done = emulated(CPUS[target], tmp_path, *(dist / f"tiny-{scheme}-{target}" for scheme in TOLERANCES))
     assert done.returncode == 0, done.stderr
     for scheme, tolerance in TOLERANCES.items():
-        found: NDArray[np.float32] = np.load(tmp_path / f"tiny-{scheme}-{target}.npy")
+        loaded: NDArray[np.float32] = np.load(tmp_path / f"tiny-{scheme}-{target}.npy")
         expected: NDArray[np.float32] = np.load(native / f"tiny-{scheme}-here.npy")
-        assert np.abs(found - expected).max() < tolerance, scheme
-        assert float(np.sqrt(((found - expected) ** 2).mean())) < tolerance / 8, scheme
+        assert np.abs(loaded - expected).max() < tolerance, scheme
+        assert float(np.sqrt(((loaded - expected) ** 2).mean())) < tolerance / 8, scheme
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def compiled(function: PrimFunc, target: str) -> Callable[..., None]:
     library = kernelbench.compiled(
         presets.resolve(target), [function.with_attr("global_symbol", "kernel")]
     ).library
-    made: Callable[..., None] = library["kernel"]
-    return made
+    created: Callable[..., None] = library["kernel"]
+    return created
 
 
 @cache
@@ -146,8 +146,8 @@ def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Real
     if case.window:
         scores[: max(0, len(scores) - case.window)] = -np.inf
     weights = np.exp(scores - scores.max())
-    found: Reals = weights @ values / weights.sum()
-    return found
+    actual: Reals = weights @ values / weights.sum()
+    return actual
 
 
 class World:
@@ -183,8 +183,8 @@ class World:
         slots = np.array([self.batch.slot(*row) for row in rows], np.int32)
         extras = [self.bias] * self.case.bias + self.norms * self.case.norm
         angles = np.stack([self.angles[position] for _, position in rows])
-        given = [angles, slots, np.array(forks, np.int32), *extras]
-        append(*map(device, given), share(qkv), share(self.cache), LAYER)
+        inputs = [angles, slots, np.array(forks, np.int32), *extras]
+        append(*map(device, inputs), share(qkv), share(self.cache), LAYER)
         return qkv
 
     def heads_of(self, sequence: int, position: int) -> tuple[Array, Array, Array]:
@@ -202,19 +202,21 @@ class World:
         return np.stack([turned(row, angles) for row in q]), np.stack([turned(row, angles) for row in k]), v
 
     def expected(self, rows: Sequence[tuple[int, int]]) -> Array:
-        heads, found = self.heads, []
+        heads, actual = self.heads, []
         tokens = {
             s: [self.heads_of(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)
         }
         for sequence, position in rows:
             for head in range(heads.query):
-                kv, seen = head // heads.group, tokens[sequence][: position + 1]
+                kv, observed = head // heads.group, tokens[sequence][: position + 1]
                 keys, values = (
-                    np.stack([token[which][kv] for token in seen]).astype(self.case.dtype).astype(np.float64)
+                    np.stack([token[which][kv] for token in observed])
+                    .astype(self.case.dtype)
+                    .astype(np.float64)
                     for which in (1, 2)
                 )
-                found.append(softmax_values(self.case, seen[-1][0][head], keys, values))
-        return np.array(found).reshape(len(rows), -1)
+                actual.append(softmax_values(self.case, observed[-1][0][head], keys, values))
+        return np.array(actual).reshape(len(rows), -1)
 
     def attend(
         self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
@@ -283,8 +285,8 @@ def test_append_then_attend(case: Case, target: str) -> None:
         if old:
             world.append(target, old)
         new = world.rows(lambda before, new: range(before, before + new))
-        found = world.attend(target, world.append(target, new), new)
-        assert np.abs(found - world.expected(new)).max() < (2e-3 if case.dtype == "float16" else 1e-5)
+        actual = world.attend(target, world.append(target, new), new)
+        assert np.abs(actual - world.expected(new)).max() < (2e-3 if case.dtype == "float16" else 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
@@ -336,8 +338,8 @@ def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
     world, rows, queries = prompts(case, [(20, 1), (50, 100), (129, 3)], 8)
     together = world.attend(AMX, queries, rows, prompt=1)
     for start, end in [(0, 1), (1, 8), (8, 60), (60, 101), (101, 104), (30, 31), (100, 101)]:
-        found = world.attend(AMX, aligned(queries[start:end]), rows[start:end], prompt=1)
-        np.testing.assert_array_equal(found, together[start:end])
+        actual = world.attend(AMX, aligned(queries[start:end]), rows[start:end], prompt=1)
+        np.testing.assert_array_equal(actual, together[start:end])
 
 
 def test_results_are_handed_on_as_tiles() -> None:
@@ -346,28 +348,28 @@ def test_results_are_handed_on_as_tiles() -> None:
     kernelbench.need(presets.resolve(AMX))
     case, columns, target = ROUNDED[0], 1184, presets.resolve(AMX)
     isa, heads, scheme = isa_for(target), shape(case), SCHEMES["q4a8_1"]
-    made, size = linear(isa, scheme, 40, heads.query * heads.dim), heads.dim**-0.5
+    created, size = linear(isa, scheme, 40, heads.query * heads.dim), heads.dim**-0.5
     functions = {
         "attend": attention(AttentionKernel(isa, heads, size, case.softcap, case.rounded, columns)),
-        "plain": product(made, Fusion()),
-        "packed": product(made, Fusion(Given(columns))),
+        "plain": product(created, Fusion()),
+        "packed": product(created, Fusion(Given(columns))),
     }
     named = [function.with_attr("global_symbol", name) for name, function in functions.items()]
     library = kernelbench.compiled(target, named).library
-    matrix = np.random.default_rng(3).standard_normal((made.n, made.k)).astype(np.float32)
+    matrix = np.random.default_rng(3).standard_normal((created.n, created.k)).astype(np.float32)
     stored = [device(tensor) for tensor in pack(matrix, scheme)]
     for seed, parts in enumerate([[(9, 1)], [(20, 7)], [(3, 8)], [(33, 20), (5, 1)], [(0, 70)]]):
         world, rows, queries = prompts(case, parts, seed)
         for prompt in (0, 1):
-            given = {
+            inputs = {
                 "plain": world.attend(AMX, queries, rows, prompt),
                 "packed": world.attend_by(library["attend"], queries, rows, prompt, columns),
             }
-            found = {name: aligned(np.full((len(rows), made.n), np.nan, np.float32)) for name in given}
-            for name, x in given.items():
-                library[name](share(x), *stored, prompt, share(found[name]))
-            assert np.isfinite(found["plain"]).all()
-            np.testing.assert_array_equal(found["packed"], found["plain"])
+            by_name = {name: aligned(np.full((len(rows), created.n), np.nan, np.float32)) for name in inputs}
+            for name, x in inputs.items():
+                library[name](share(x), *stored, prompt, share(by_name[name]))
+            assert np.isfinite(by_name["plain"]).all()
+            np.testing.assert_array_equal(by_name["packed"], by_name["plain"])
 
 
 def test_append_touches_its_layer_and_slots_only() -> None:
@@ -412,12 +414,12 @@ def functions(target: str) -> Callable[[Array], Array]:
     """Returns exp, tanh and rounding to float16 of a vector of 256 values, one row each."""
     machine = presets.resolve(target)
     floats = Floats.dividing(isa_for(machine), 256)
-    with kernel("functions") as made:
+    with kernel("functions") as created:
         rows = size_var("n")
-        x = made.tensor("x", (rows, 256))
-        wide = made.tensor("wide", (rows, 2, 256))
-        half = made.tensor("half", (rows, 256), "float16")
-        with made.body():
+        x = created.tensor("x", (rows, 256))
+        wide = created.tensor("wide", (rows, 2, 256))
+        half = created.tensor("half", (rows, 256), "float16")
+        with created.body():
             from tvm.script.ir_builder import tirx as T
 
             with T.serial(rows) as row, T.serial(256 // floats.lanes) as k:
@@ -425,7 +427,7 @@ def functions(target: str) -> Callable[[Array], Array]:
                 floats.store(wide, floats.exp(value), row, 0, k * floats.lanes)
                 floats.store(wide, floats.tanh(value), row, 1, k * floats.lanes)
                 floats.store(half, value, row, k * floats.lanes)
-    run = compiled(made.func, target)
+    run = compiled(created.func, target)
 
     def call(values: Array) -> Array:
         wide = aligned(np.zeros((len(values), 2, 256), np.float32))
@@ -447,10 +449,10 @@ def test_elementary_functions(target: str) -> None:
             np.linspace(-9, 9, 256),
         ]
     ).astype(np.float32)
-    found = functions(target)(values.reshape(-1, 256))
+    actual = functions(target)(values.reshape(-1, 256))
     exact = values.astype(np.float64).reshape(-1, 256)
-    assert np.abs(found[:, 0] / np.exp(exact) - 1).max() < 2.5e-7
-    assert np.abs(found[:, 1] - np.tanh(exact)).max() < 2e-7
+    assert np.abs(actual[:, 0] / np.exp(exact) - 1).max() < 2.5e-7
+    assert np.abs(actual[:, 1] - np.tanh(exact)).max() < 2e-7
 
 
 @pytest.mark.parametrize("target", RUNNABLE)

@@ -49,10 +49,10 @@ def built(*arguments: str) -> Any:
 
 
 def test_a_program_is_built_with_ops_of_another_device() -> None:
-    found = built()
-    assert set(found["functions"]) == FUNCTIONS
-    assert found["loaded"] == []
-    assert found["calls"] == {
+    actual = built()
+    assert set(actual["functions"]) == FUNCTIONS
+    assert actual["loaded"] == []
+    assert actual["calls"] == {
         "embed": 3,
         "angles": 2,  # one for each rope
         "copy": 1,
@@ -109,24 +109,24 @@ def steps(path: Path, device: str | None) -> dict[str, Step]:
     if device is not None:
         other = replace(read.targets["x86-64-v2"], device=device)
         read = replace(read, targets={**read.targets, "x86-64-v2": other})
-    made: Pipeline = pipeline.build(read, Lock())
-    return {step.name: step for step in made.graph.steps()}
+    created: Pipeline = pipeline.build(read, Lock())
+    return {step.name: step for step in created.graph.steps()}
 
 
 def test_a_backend_in_the_table_decides_the_steps_of_its_targets(toy: Backend, tmp_path: Path) -> None:
     path = project(tmp_path, TEXT)
-    plain, found = steps(path, None), steps(path, "toy")
+    plain, actual = steps(path, None), steps(path, "toy")
     scheme = quant.to_json(SCHEMES["q4a8_1"])
-    (library,) = (name for name in found if name.startswith("library/") and name.endswith("/x86-64-v2"))
-    assert found[library].action == toy.action
-    assert found[library].tools == {"toy": "1 for toy"}
-    assert found["weights/tiny/q4a8_1/row"].params["scheme"] == {**scheme, "layout": "row"}
-    bundle = found["bundle/tiny-q4a8_1-x86-64-v2"]
+    (library,) = (name for name in actual if name.startswith("library/") and name.endswith("/x86-64-v2"))
+    assert actual[library].action == toy.action
+    assert actual[library].tools == {"toy": "1 for toy"}
+    assert actual["weights/tiny/q4a8_1/row"].params["scheme"] == {**scheme, "layout": "row"}
+    bundle = actual["bundle/tiny-q4a8_1-x86-64-v2"]
     assert bundle.inputs["weights"].node == "weights/tiny/q4a8_1/row"
     assert "runtime" not in bundle.inputs
-    assert found["verify/tiny-q4a8_1-x86-64-v2"].needs == ("toy",)
+    assert actual["verify/tiny-q4a8_1-x86-64-v2"].needs == ("toy",)
     cpu = [name for name in plain if not name.endswith("x86-64-v2")]
-    assert cpu and all(found[name] == plain[name] for name in cpu), "steps for CPUs stay as they are"
+    assert cpu and all(actual[name] == plain[name] for name in cpu), "steps for CPUs stay as they are"
 
 
 def test_a_layout_that_the_format_lacks_is_refused_before_work(toy: Backend, tmp_path: Path) -> None:

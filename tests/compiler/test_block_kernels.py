@@ -99,14 +99,14 @@ def test_a_product_uses_the_values_of_the_checkpoint(isa: str, form: str) -> Non
     """One row, few and many of x; and a row has the same bits whatever stands beside it, up to 16 rows."""
     kernelbench.need(TARGETS[isa])
     stored, values = matrix(form)
-    exact, made = values.astype(np.float64), kernel(product(isa, form), Fusion())
+    exact, created = values.astype(np.float64), kernel(product(isa, form), Fusion())
     x = kernelbench.rows(np.random.default_rng(1), 65, COLUMNS)
-    alone = module(isa).run(made, (1, 50), x[:1], *stored)
+    alone = module(isa).run(created, (1, 50), x[:1], *stored)
     for m in (1, 3, 8, 9, 65):
-        actual = module(isa).run(made, (m, 50), x[:m], *stored)
-        seen = rounded(x[:m])
-        bound = 3e-6 * (np.abs(seen) @ np.abs(exact.T))
-        assert (np.abs(actual - seen @ exact.T) <= bound).all(), m
+        actual = module(isa).run(created, (m, 50), x[:m], *stored)
+        observed = rounded(x[:m])
+        bound = 3e-6 * (np.abs(observed) @ np.abs(exact.T))
+        assert (np.abs(actual - observed @ exact.T) <= bound).all(), m
         assert m > 16 or (actual[:1] == alone).all(), m
 
 

@@ -43,11 +43,11 @@ SURROUNDINGS = {"PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "LANG": "de_DE.UTF-8
 def request(
     scheme: str | quant.Storage = "q0f32", target: str | Target = "host", **limits: int
 ) -> dict[str, Json]:
-    found = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    actual = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     resolved = presets.resolve(target) if isinstance(target, str) else target
     defaults = {"context_window": 128, "prefill_chunk": 64, "max_batch": 4}
     return {
-        "scheme": cast(Json, quant.to_json(found)),
+        "scheme": cast(Json, quant.to_json(actual)),
         "target": cast(Json, targets.to_json(resolved)),
         "limits": cast(Json, {**defaults, **limits}),
     }
@@ -113,10 +113,10 @@ def test_what_tile_registers_cannot_take_is_named() -> None:
     def fallbacks(config: ModelConfig) -> dict[str, str]:
         return CpuOps(config, SCHEMES["q4a8_1"], target).kernel_names()[1]
 
-    found = fallbacks(SMALL)
-    assert set(found) == {"attention.prompt", "mlp.down.weight"}
-    assert found["attention.prompt"].startswith("heads of 16 values")
-    assert "too short" in found["mlp.down.weight"]
+    actual = fallbacks(SMALL)
+    assert set(actual) == {"attention.prompt", "mlp.down.weight"}
+    assert actual["attention.prompt"].startswith("heads of 16 values")
+    assert "too short" in actual["mlp.down.weight"]
     assert not fallbacks(with_feed_forward(with_attention(SMALL, head_dim=32), size=352))
     assert "bias" in fallbacks(with_feed_forward(SMALL, bias=True))["mlp.down.weight"]
 
@@ -249,12 +249,12 @@ def test_other_machines_are_compiled_for(target: Target, tmp_path: Path) -> None
         pytest.skip(f"no linker for {target.architecture} {target.system} is here")
     out = build(tmp_path, SMALL, request("q4a8_1", target))
     about = json.loads((out / "library.json").read_text())
-    made = (out / action.library_name(target)).read_bytes()
+    data = (out / action.library_name(target)).read_bytes()
     assert about["target"]["triple"] == target.triple
     if target.system == "linux":
-        assert int.from_bytes(made[18:20], "little") == {"aarch64": 183, "x86_64": 62}[target.architecture]
+        assert int.from_bytes(data[18:20], "little") == {"aarch64": 183, "x86_64": 62}[target.architecture]
     else:
-        assert made[:4] == b"\xcf\xfa\xed\xfe"
+        assert data[:4] == b"\xcf\xfa\xed\xfe"
 
 
 def refused(tmp_path: Path, params: Mapping[str, Json]) -> str:

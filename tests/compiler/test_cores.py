@@ -36,14 +36,14 @@ def test_every_number_is_done_once() -> None:
                         i64(percent),
                     )
 
-    made = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("numbers", body)]).library[
+    created = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("numbers", body)]).library[
         "numbers"
     ]
     for count in (1, 2, 3, 4, 5, 7, 64, 1000, 4099):
-        found = [tvm.runtime.tensor(np.zeros(count, np.int64)) for _ in percents]
+        results = [tvm.runtime.tensor(np.zeros(count, np.int64)) for _ in percents]
         for _ in range(3):
-            made(*found)
-        for out in found:
+            created(*results)
+        for out in results:
             np.testing.assert_array_equal(out.numpy(), 3 * np.arange(1, count + 1))
 
 
@@ -67,13 +67,13 @@ def test_nobody_waits_for_a_core_that_has_other_things_to_do(monkeypatch: pytest
             with one_launch():
                 shared(i64(64), own, emit)
 
-    made = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("sleeper", body)]).library[
+    created = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("sleeper", body)]).library[
         "sleeper"
     ]
     out = tvm.runtime.tensor(np.zeros(64, np.uint64))
     # TVM gives each thread that calls a pool of its own, of as many as this says then.
     monkeypatch.setenv("TVM_NUM_THREADS", "2")
-    caller = threading.Thread(target=made, args=(out,))
+    caller = threading.Thread(target=created, args=(out,))
     caller.start()
     caller.join()
     cores = out.numpy()

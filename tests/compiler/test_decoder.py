@@ -47,8 +47,8 @@ SMALL = with_windows(
 """A model whose sizes no tile and no group divides."""
 
 
-def worst(found: Floats, expected: Floats) -> float:
-    return float(np.abs(found - expected).max())
+def worst(actual: Floats, expected: Floats) -> float:
+    return float(np.abs(actual - expected).max())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -92,12 +92,12 @@ def test_chosen_rows_come_in_the_order_asked(tmp_path_factory: pytest.TempPathFa
         pack(case.config, scheme, case.weights),
     )
     embedded = session.embed(case.tokens[:5]).copy()
-    found = session.prefill((0, case.tokens), rows=[60, 3, 3])
-    assert worst(found, case.logits[[60, 3, 3]]) < TOLERANCE
+    actual = session.prefill((0, case.tokens), rows=[60, 3, 3])
+    assert worst(actual, case.logits[[60, 3, 3]]) < TOLERANCE
     # Results are the caller's: later calls leave them alone, and embeddings are not used up.
     assert np.array_equal(session.embed(case.tokens[:5]), embedded)
     again = session.prefill((1, case.tokens), rows=[60])
-    assert worst(again, case.logits[[60]]) < TOLERANCE and worst(found[:1], again) == 0
+    assert worst(again, case.logits[[60]]) < TOLERANCE and worst(actual[:1], again) == 0
 
 
 @pytest.mark.parametrize("variant", ["mistral-window", "qwen3", "llama-mha-tied"])
@@ -189,7 +189,7 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
     """All others keep each row, and so does who takes rows as tiles."""
     decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], presets.resolve(target)), Limits(64, 32, 2))
-    made = {
+    created = {
         name.name_hint: function
         for name, function in functions.build(decoder).functions.items()
         if isinstance(function, relax.Function)
@@ -201,13 +201,13 @@ def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[s
             for binding in block.bindings
             if isinstance(binding.value, relax.Call) and isinstance(binding.value.op, relax.GlobalVar)
         }
-        for name, function in made.items()
+        for name, function in created.items()
     }
-    assert {name for name in made if "trunk_to_rows" in called[name]} == ends
-    assert str(made["trunk"].ret_ty.shape[0]) == "n"
+    assert {name for name in created if "trunk_to_rows" in called[name]} == ends
+    assert str(created["trunk"].ret_ty.shape[0]) == "n"
     if ends:
         assert called["trunk_to_rows"] >= {"layer", "last_layer"}
-        assert str(made["last_layer"].ret_ty.shape[0]) == "q"
+        assert str(created["last_layer"].ret_ty.shape[0]) == "q"
 
 
 BASE = LayerSpec(Attention(6, 2, 32, 0.2, qk_norm=NORM), Dense(384), Norms(NORM))

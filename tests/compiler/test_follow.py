@@ -25,7 +25,7 @@ PAGE, COLUMNS, NUMBER = 16, 5, 4
 class Steps:
     tokens: list[int]
     lengths: list[int]
-    made: int
+    steps_done: int
     most: int
     stops_at_eos: list[int]
     eos_tokens: list[int]
@@ -51,13 +51,13 @@ class Steps:
 
     def expected(self) -> tuple[Steps, bool]:
         after = copy.deepcopy(self)
-        after.sampled_tokens[self.made] = self.tokens
-        after.made += 1
+        after.sampled_tokens[self.steps_done] = self.tokens
+        after.steps_done += 1
         ended = any(
             token in self.eos_tokens and stops
             for token, stops in zip(self.tokens, self.stops_at_eos, strict=True)
         )
-        if ended or min(self.tokens) < 0 or after.made >= self.most:
+        if ended or min(self.tokens) < 0 or after.steps_done >= self.most:
             return after, False
         after.positions = self.lengths
         after.lengths = [length + 1 for length in self.lengths]
@@ -65,8 +65,8 @@ class Steps:
             self.table[start + place // PAGE] for start, place in zip(self.starts, self.lengths, strict=False)
         ]
         after.slots = [PAGE * page + place % PAGE for page, place in zip(pages, self.lengths, strict=True)]
-        after.random_numbers = self.following(after.made)
-        return after, after.made < self.pause and not self.interrupt
+        after.random_numbers = self.following(after.steps_done)
+        return after, after.steps_done < self.pause and not self.interrupt
 
     def run(self) -> tuple[Steps, bool]:
         def ints(values: object) -> Any:
@@ -81,7 +81,7 @@ class Steps:
             ints(self.lengths),
             tvm.runtime.tensor(sampling_params),
         ]
-        changed += [ints(self.sampled_tokens), ints([self.made, self.pause, self.most])]
+        changed += [ints(self.sampled_tokens), ints([self.steps_done, self.pause, self.most])]
         fixed = [
             ints(self.tokens),
             ints(self.starts),
@@ -91,14 +91,14 @@ class Steps:
         fixed += [ints(self.stops_at_eos), ints(np.array(self.eos_tokens, np.int32)), ints([self.interrupt])]
         continues: Any = tvm.runtime.tensor(np.zeros((), np.bool_))
         module().library["follow"](*fixed, *changed, continues)
-        after, found = copy.deepcopy(self), [tensor.numpy() for tensor in changed]
-        after.positions, after.slots, after.lengths = (array.tolist() for array in found[:3])
-        after.random_numbers, after.sampled_tokens, after.made = (
-            found[3][:, NUMBER].tolist(),
-            found[4].tolist(),
-            int(found[5][0]),
+        after, actual = copy.deepcopy(self), [tensor.numpy() for tensor in changed]
+        after.positions, after.slots, after.lengths = (array.tolist() for array in actual[:3])
+        after.random_numbers, after.sampled_tokens, after.steps_done = (
+            actual[3][:, NUMBER].tolist(),
+            actual[4].tolist(),
+            int(actual[5][0]),
         )
-        assert (found[3][:, :NUMBER] == sampling_params[:, :NUMBER]).all() and found[5][1:].tolist() == [
+        assert (actual[3][:, :NUMBER] == sampling_params[:, :NUMBER]).all() and actual[5][1:].tolist() == [
             self.pause,
             self.most,
         ]
@@ -122,14 +122,14 @@ def steps(draw: st.DrawFn) -> Steps:
         tokens[draw(st.integers(0, size - 1))] = -1
     ends = numbers(0, 40, draw(st.integers(0, 3)))
     stop = draw(st.sampled_from([0, 0, 0, 1]))
-    made = draw(st.integers(0, most - 1))
-    pause = draw(st.sampled_from([made + 1, most, 99]))
-    return Steps(tokens, numbers(1, 70, size), made, most, numbers(0, 1, size), ends, stop, pause)
+    created = draw(st.integers(0, most - 1))
+    pause = draw(st.sampled_from([created + 1, most, 99]))
+    return Steps(tokens, numbers(1, 70, size), created, most, numbers(0, 1, size), ends, stop, pause)
 
 
 @given(steps())
-def test_it_does_what_it_says(given: Steps) -> None:
-    assert given.run() == given.expected()
+def test_it_does_what_it_says(inputs: Steps) -> None:
+    assert inputs.run() == inputs.expected()
 
 
 def test_nobody_has_to_have_an_end() -> None:

@@ -38,11 +38,11 @@ each_case = pytest.mark.parametrize(("scheme", "name"), CASES)
 
 
 def fusion(isa: str, name: str) -> Fusion:
-    made = isa_for(TARGETS[isa])
+    created = isa_for(TARGETS[isa])
     return {
-        "norm": Fusion(Normed(Norm(made, K, EPS, OFFSET, weight="float16"))),
-        "silu": Fusion(Gated(Gate(made, "silu", K), None), residual=True),
-        "gelu": Fusion(Gated(Gate(made, "gelu_tanh", K), "float32")),
+        "norm": Fusion(Normed(Norm(created, K, EPS, OFFSET, weight="float16"))),
+        "silu": Fusion(Gated(Gate(created, "silu", K), None), residual=True),
+        "gelu": Fusion(Gated(Gate(created, "gelu_tanh", K), "float32")),
         "add": Fusion(Given(), bias=True, residual=True),
     }[name]
 
@@ -57,24 +57,24 @@ def module(isa: str) -> Module:
 
 
 def silu(x: Floats) -> Floats:
-    found: Floats = x / (1 + np.exp(-x))
-    return found
+    actual: Floats = x / (1 + np.exp(-x))
+    return actual
 
 
 def gelu(x: Floats) -> Floats:
-    found: Floats = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return found
+    actual: Floats = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return actual
 
 
-def made_ready(name: str, given: list[Tensor]) -> Floats:
+def made_ready(name: str, inputs: list[Tensor]) -> Floats:
     """Returns what the source makes of its arguments."""
-    x = given[0].astype(np.float64)
+    x = inputs[0].astype(np.float64)
     if name == "norm":
         normed: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
-        return normed * (given[1].astype(np.float64) + OFFSET)
+        return normed * (inputs[1].astype(np.float64) + OFFSET)
     if name == "add":
         return x
-    pair = x + given[1] if name == "gelu" else x
+    pair = x + inputs[1] if name == "gelu" else x
     return (gelu if name == "gelu" else silu)(pair[:, :K]) * pair[:, K:]
 
 
@@ -88,20 +88,20 @@ def test_fused_product(isa: str, scheme: str, name: str) -> None:
         "norm": [rng.standard_normal(K).astype(np.float16)],
         "gelu": [rng.standard_normal(2 * K).astype(np.float32)],
     }
-    made, rounded = function(isa, scheme, name), SCHEMES[scheme].activation_bits
+    created, rounded = function(isa, scheme, name), SCHEMES[scheme].activation_bits
     ways = (False, True) if isa == "avx512amx" and rounded else (False,)
     for m, bfloat16 in [(m, way) for m in ROWS for way in ways]:
         x = rng.standard_normal((m, 2 * K if name in ("silu", "gelu") else K)).astype(np.float32)
-        given = [x, *extras.get(name, [])]
+        inputs = [x, *extras.get(name, [])]
         bias = [rng.standard_normal(N).astype(np.float32)] * fused.bias
         before = rng.standard_normal((m, N)).astype(np.float32)
         out = tvm.runtime.tensor(before if fused.residual else np.full_like(before, np.nan))
-        arrays = [tvm.runtime.tensor(array) for array in (*given, *stored, *bias)]
-        module(isa).library[kernelbench.symbol(made)](*arrays, *kernelbench.said(made, bfloat16), out)
-        ready = made_ready(name, given)
-        seen = ready if bfloat16 else kernelbench.activations(ready.astype(np.float32), SCHEMES[scheme])
-        wanted = seen @ matrix.T + (before if fused.residual else 0) + (bias[0] if bias else 0)
-        error = np.abs(out.numpy() - wanted)
+        arrays = [tvm.runtime.tensor(array) for array in (*inputs, *stored, *bias)]
+        module(isa).library[kernelbench.symbol(created)](*arrays, *kernelbench.said(created, bfloat16), out)
+        ready = made_ready(name, inputs)
+        observed = ready if bfloat16 else kernelbench.activations(ready.astype(np.float32), SCHEMES[scheme])
+        expected = observed @ matrix.T + (before if fused.residual else 0) + (bias[0] if bias else 0)
+        error = np.abs(out.numpy() - expected)
         tight = (2e-2 * max(1, np.abs(ready).std()) if bfloat16 else 1e-5) * np.sqrt(K)
         if rounded and not bfloat16:
             # A value half-way between two 8-bit levels goes up or down by its last bit: a few do.
@@ -127,12 +127,12 @@ def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tan
         before = rng.standard_normal((m, hidden)).astype(np.float32)
         pair = tvm.runtime.tensor(np.full((m, 2 * inner), np.nan, np.float32))
         out = tvm.runtime.tensor(before)
-        for function, given, stored, into in (
+        for function, inputs, stored, into in (
             (first, tvm.runtime.tensor(x), ups, pair),
             (second, pair, down, out),
         ):
             arrays = [tvm.runtime.tensor(array) for array in stored]
-            built[kernelbench.symbol(function)](given, *arrays, 1, into)
+            built[kernelbench.symbol(function)](inputs, *arrays, 1, into)
         both = x.astype(np.float64) @ matrix.T
         act = gelu if activation == "gelu_tanh" else silu
         ready = act(both[:, :inner]) * both[:, inner:]

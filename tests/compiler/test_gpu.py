@@ -99,8 +99,8 @@ def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> 
     following = FollowingSteps([[0.0] * 3] * 9, [False] * 3, ())
     assert model.steps(start, [GREEDY] * 3, following) == expected
     ended = FollowingSteps([[0.0] * 3] * 9, [False, True, False], {expected[2][1]})
-    found = model.steps(start, [GREEDY] * 3, ended)
-    assert found == expected[: next(i for i, row in enumerate(expected) if row[1] == expected[2][1]) + 1]
+    actual = model.steps(start, [GREEDY] * 3, ended)
+    assert actual == expected[: next(i for i, row in enumerate(expected) if row[1] == expected[2][1]) + 1]
     model.interrupt()
     assert len(model.steps(start, [GREEDY] * 3, following)) == 1, "an interrupted executor makes one step"
     model.resume()
@@ -148,8 +148,8 @@ def test_forks_copy_the_beginnings_of_pages(model: GpuExecutor) -> None:
     model.step(ModelStep.of([(tokens, 9, [0])]), [GREEDY])
     straight = forward(model, ModelStep.of([([3, 4, 5], 12, [0])], [3], prompt=False))
     branches = ModelStep.of([([3, 4], 11, [0]), ([5], 12, [1])], [2, 1], prompt=False)
-    found = forward(model, branches._replace(forks=[(0, 1, 11)]))
-    assert np.array_equal(found, straight)
+    actual = forward(model, branches._replace(forks=[(0, 1, 11)]))
+    assert np.array_equal(actual, straight)
 
 
 def test_hidden_states_are_those_before_the_logits(model: GpuExecutor) -> None:

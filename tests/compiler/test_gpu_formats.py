@@ -58,10 +58,10 @@ def activations(count: int) -> NDArray[np.float32]:
     return np.random.default_rng(count).standard_normal((count, COLUMNS)).astype(np.float32)
 
 
-def check(found: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float64]) -> None:
+def check(actual: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float64]) -> None:
     wide = x.astype(np.float64)
     limit = LIMIT * (np.abs(wide) @ np.abs(values.T)).max()
-    assert np.abs(found.reshape(len(x), -1) - wide @ values.T).max() < limit
+    assert np.abs(actual.reshape(len(x), -1) - wide @ values.T).max() < limit
 
 
 @HOSTS
@@ -88,9 +88,9 @@ def test_an_embedding_reads_exact_numbers(form: str, host: str) -> None:
     inputs[PLACES.tokens : PLACES.tokens + 5] = [49, 0, 3, 17, 30]
     buffers = {**tensors, "inputs": inputs, "x": np.zeros((5, COLUMNS), np.float32)}
     arguments = (stored_as(form), (ROWS, COLUMNS), 1.0, PLACES)
-    found = gpu_kernels.HOSTS[host](logits.embed, arguments, {"n": 5, "first": 0}, buffers)["x"]
+    actual = gpu_kernels.HOSTS[host](logits.embed, arguments, {"n": 5, "first": 0}, buffers)["x"]
     expected = values[[49, 0, 3, 17, 30]].ravel()
-    assert np.abs(found - expected).max() <= 2.0**-22 * np.abs(expected).max()
+    assert np.abs(actual - expected).max() <= 2.0**-22 * np.abs(expected).max()
 
 
 @HOSTS
@@ -104,10 +104,10 @@ def test_products_with_the_matrices_of_experts(form: str, host: str) -> None:
     buffers = {**tensors, "x": x, "y": y, "routes": routes}
     scalars = {"n": 2, "choices": 4, "first": 0}
     run = gpu_kernels.HOSTS[host]
-    found = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers)["y"].reshape(4, 10)
+    actual = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers)["y"].reshape(4, 10)
     for choice, expert in enumerate(routes):
         own = values[10 * expert : 10 * expert + 10]
-        check(found[choice], x[choice // 2 : choice // 2 + 1], own)
+        check(actual[choice], x[choice // 2 : choice // 2 + 1], own)
     # Tiles: (expert, first place in the order, number of choices).
     tiles = np.array([[0, 0, 1], [1, 1, 1], [4, 2, 2], [0, 0, 0]], np.int32)
     order = np.array([2, 1, 0, 3], np.int32)
@@ -115,4 +115,4 @@ def test_products_with_the_matrices_of_experts(form: str, host: str) -> None:
     del buffers["routes"]
     scalars["tile_count"] = 4
     again = run(expert_rows.expert_gemm, (spec, experts, 2), scalars, buffers)["y"].reshape(4, 10)
-    assert np.abs(again - found).max() < 1e-5 * np.abs(found).max()
+    assert np.abs(again - actual).max() < 1e-5 * np.abs(actual).max()

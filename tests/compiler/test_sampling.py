@@ -95,11 +95,11 @@ def module(isa: str) -> Module:
 
 
 def tokens(isa: str, logits: Floats, ways: list[tuple[float, ...]]) -> list[int]:
-    given = [tvm_ffi.from_dlpack(array) for array in (logits[None], np.array(ways, np.float64))]
+    inputs = [tvm_ffi.from_dlpack(array) for array in (logits[None], np.array(ways, np.float64))]
     out: Any = tvm.runtime.tensor(np.full(len(logits), -9, np.int32))
-    module(isa).library["sample"](*given, out)
-    found: list[int] = out.numpy().tolist()
-    return found
+    module(isa).library["sample"](*inputs, out)
+    actual: list[int] = out.numpy().tolist()
+    return actual
 
 
 def chosen(isa: str, logits: Floats, way: Way) -> int:
@@ -127,11 +127,11 @@ class Drawn:
     @property
     def logits(self) -> Floats:
         random = np.random.default_rng(self.seed)
-        found = (random.standard_normal(self.size) * self.spread).astype(np.float32)
-        found = np.round(found) if self.rounded else found
-        found[random.random(self.size) < self.masked] = -np.inf
-        found[random.integers(self.size)] = np.float32(0.5 * self.spread)
-        return found
+        actual = (random.standard_normal(self.size) * self.spread).astype(np.float32)
+        actual = np.round(actual) if self.rounded else actual
+        actual[random.random(self.size) < self.masked] = -np.inf
+        actual[random.integers(self.size)] = np.float32(0.5 * self.spread)
+        return actual
 
 
 ways = st.builds(
@@ -218,8 +218,8 @@ def test_extreme_logits_and_temperatures(isa: str) -> None:
     logits = np.array([-largest, largest, 0, -np.inf, 1e-45, largest], np.float32)
     for scale in (1e-30, 1.0, 1e30):
         for rest in ((-math.inf, 1.0, 0.0), (-math.inf, 0.9, 2.0), (-1 / scale, 0.5, 5.0)):
-            found = {tokens(isa, logits[None], [(scale, *rest, number)])[0] for number in (0.0, 0.9)}
-            assert found <= ({0, 1, 2, 4, 5} if scale < 1 else {1, 5})
+            names = {tokens(isa, logits[None], [(scale, *rest, number)])[0] for number in (0.0, 0.9)}
+            assert names <= ({0, 1, 2, 4, 5} if scale < 1 else {1, 5})
     close = np.array([1e-42, 2e-42, 0.0], np.float32)
     assert chosen(isa, close, Way(1e-30, top_p=0.5, top_k=2)) in {0, 1, 2}
 
@@ -273,13 +273,13 @@ def test_threads_do_not_show() -> None:
         "print(tokens('portable', logits, [way.columns for way in ways]))\n"
     )
     kernelbench.need(TARGETS["portable"])
-    found = []
+    results = []
     for count in ("1", "2"):
         path = os.pathsep.join(str(ROOT / part) for part in ("", "runtime"))
         own = {**os.environ, "TVM_NUM_THREADS": count, "TVM_BIND_THREADS": "0", "PYTHONPATH": path}
         command = [sys.executable, "-c", code]
-        found.append(subprocess.run(command, env=own, check=True, capture_output=True, text=True).stdout)
-    assert found[0] == found[1] and found[0].count(",") == 4
+        results.append(subprocess.run(command, env=own, check=True, capture_output=True, text=True).stdout)
+    assert results[0] == results[1] and results[0].count(",") == 4
 
 
 @pytest.mark.parametrize("width", [1, 31, 33, 260, 4103])
@@ -288,16 +288,16 @@ def test_masked_logits(isa: str, width: int) -> None:
     """Rows without a mask stay as they are; a mask may have more bits than there are logits."""
     kernelbench.need(TARGETS[isa])
     function = masked(isa_for(TARGETS[isa])).with_attr("global_symbol", "masked")
-    made = kernelbench.once(f"masks {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))
+    created = kernelbench.once(f"masks {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))
     rng = np.random.default_rng(width)
     for count in (0, 1, 3):
         logits = rng.standard_normal((4, width)).astype(np.float32)
         words = rng.integers(-(1 << 31), 1 << 31, (max(1, count), 2 + width // 32), dtype=np.int32)[:count]
         words[:, 0] = rows = rng.permutation(4)[:count]
-        wanted = logits.copy()
+        expected = logits.copy()
         for row, mask in zip(rows, words[:, 1:], strict=True):
             bits = np.unpackbits(mask.copy().view(np.uint8), count=width, bitorder="little")
-            wanted[row, bits == 0] = -np.inf
-        found: Any = tvm.runtime.tensor(logits)
-        made.library["masked"](tvm_ffi.from_dlpack(words), found)
-        assert np.array_equal(found.numpy(), wanted)
+            expected[row, bits == 0] = -np.inf
+        actual: Any = tvm.runtime.tensor(logits)
+        created.library["masked"](tvm_ffi.from_dlpack(words), actual)
+        assert np.array_equal(actual.numpy(), expected)

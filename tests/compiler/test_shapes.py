@@ -55,23 +55,23 @@ TOKENS = np.random.default_rng(3).integers(0, ODD.vocab_size, 52).tolist()
 def logits(session: Session) -> Floats:
     """Returns the logits of sequences of different lengths: prompts of 1 to 37 tokens one after the other and
     together, then steps of 3, 5, 7 and 1 sequences."""
-    found = [session.prefill((0, TOKENS[:37]))]
+    results = [session.prefill((0, TOKENS[:37]))]
     lengths = {1: 1, 2: 5, 3: 12, 4: 16, 5: 17, 6: 12}
-    found.append(session.prefill(*((s, TOKENS[:n]) for s, n in lengths.items())))
+    results.append(session.prefill(*((s, TOKENS[:n]) for s, n in lengths.items())))
     for batch in ((0, 1, 2), (4, 0, 2, 6, 5), (6, 5, 4, 3, 2, 1, 0), (3,)):
-        found.append(session.decode(*((s, TOKENS[session.lengths[s]]) for s in batch)))
-    return np.concatenate(found)
+        results.append(session.decode(*((s, TOKENS[session.lengths[s]]) for s in batch)))
+    return np.concatenate(results)
 
 
 def rows() -> list[int]:
     """Returns the position of each row of `logits`."""
     lengths = [37, 1, 5, 12, 16, 17, 12]
-    found = [position for length in lengths for position in range(length)]
+    results = [position for length in lengths for position in range(length)]
     for batch in ((0, 1, 2), (4, 0, 2, 6, 5), (6, 5, 4, 3, 2, 1, 0), (3,)):
         for sequence in batch:
-            found.append(lengths[sequence])
+            results.append(lengths[sequence])
             lengths[sequence] += 1
-    return found
+    return results
 
 
 @cache
@@ -140,13 +140,13 @@ def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> N
     model = reference.Reference(config, weights, np.float32)
     states = reference.hidden(model, tokens)[0]
     expected = reference.head(model, states[[length - 1 for length in BOUNDARIES]])
-    found = []
+    results = []
     for length in BOUNDARIES:
         done = session.lengths.get(0, 0)
         for start in range(done, length - 1, 64):
             session.prefill((0, tokens[start : min(start + 64, length - 1)]), rows=[0])
-        found.append(session.decode((0, tokens[length - 1])))
-    assert np.abs(np.concatenate(found) - expected).max() < 1e-4
+        results.append(session.decode((0, tokens[length - 1])))
+    assert np.abs(np.concatenate(results) - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("vocab", [49152, 151936])
@@ -164,6 +164,6 @@ def test_tables_of_large_vocabularies(vocab: int) -> None:
     np.testing.assert_allclose(module.run(table, (5, width), tokens, *arrays), matrix[tokens], rtol=1e-6)
     for m in (1, 7):
         x = kernelbench.rows(rng, m, width)
-        found = module.run(product, (m, vocab), x, *arrays)
-        wanted = kernelbench.activations(x, scheme) @ matrix.T
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.sqrt(width))
+        result = module.run(product, (m, vocab), x, *arrays)
+        expected = kernelbench.activations(x, scheme) @ matrix.T
+        np.testing.assert_allclose(result, expected, rtol=0, atol=8e-6 * np.sqrt(width))

@@ -48,7 +48,7 @@ def objects(directory: Path, calls: str = "") -> list[Path]:
     from mlcbuild.compiler.cpu.kernels.floats import kernel
 
     directory.mkdir(exist_ok=True)
-    made = []
+    created = []
     for name in ("first", "second"):
         with kernel(name) as function:
             x = function.tensor("x", (4,))
@@ -56,9 +56,9 @@ def objects(directory: Path, calls: str = "") -> list[Path]:
                 value = T.call_extern("float32", calls, x[0]) if calls else x[0] * T.float32(2)
                 T.buffer_store(x, value, [0])
         mod = tvm.IRModule({name: function.func.with_attr("global_symbol", name)})
-        made.append(directory / f"{name}.o")
-        tvm.tirx.build(mod, tvm_target(LINUX)).write_to_file(str(made[-1]))
-    return made
+        created.append(directory / f"{name}.o")
+        tvm.tirx.build(mod, tvm_target(LINUX)).write_to_file(str(created[-1]))
+    return created
 
 
 def test_a_library_is_the_same_wherever_it_is_linked(tmp_path: Path) -> None:

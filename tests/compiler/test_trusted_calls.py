@@ -35,9 +35,9 @@ ENTRIES = {
 def calls() -> dict[str, list[str]]:
     """Returns function of a small library -> the names of the runtime's functions that it calls."""
     target = presets.resolve("host")
-    made = Decoder(CpuOps(golden("qwen3").config, SCHEME, target), Limits(64, 32, 2))
+    decoder = Decoder(CpuOps(golden("qwen3").config, SCHEME, target), Limits(64, 32, 2))
     phases = (*pipeline.PLAN, *pipeline.LOWER)
-    mod = pipeline.run(functions.build(made), phases, tvm_target(target), lambda name: None)
+    mod = pipeline.run(functions.build(decoder), phases, tvm_target(target), lambda name: None)
     return {
         name.name_hint: [
             str(binding.value.op.global_symbol)
@@ -51,9 +51,10 @@ def calls() -> dict[str, list[str]]:
 
 
 def test_only_entries_check_types_and_nothing_checks_weights() -> None:
-    found = calls()
+    actual = calls()
     checks = {
-        name: sum(call.startswith("vm.builtin.check_") for call in made) for name, made in found.items()
+        name: sum(call.startswith("vm.builtin.check_") for call in created)
+        for name, created in actual.items()
     }
     assert {name for name, count in checks.items() if count} == ENTRIES
     assert checks["batch_decode"] == 8  # its tensors without the weights
@@ -70,8 +71,8 @@ def test_entries_refuse_wrong_tensors(tmp_path_factory: pytest.TempPathFactory) 
     session = Session(library, pack(case.config, SCHEME, case.weights))
     with pytest.raises(Exception, match="ErrorContext\\(fn=embed"):
         session.vm["embed"](tensor(np.zeros(3, np.int64)), session.params)
-    given = session._batch([(0, [1, 2])])
+    inputs = session._batch([(0, [1, 2])])
     embedded = tensor(session.embed([1, 2])[None])
-    given[1] = tensor(np.zeros(3, np.int32))  # one position too many
+    inputs[1] = tensor(np.zeros(3, np.int32))  # one position too many
     with pytest.raises(Exception, match="ErrorContext\\(fn=prefill"):
-        session.vm["prefill"](embedded, tensor(np.array([1], np.int32)), *given)
+        session.vm["prefill"](embedded, tensor(np.array([1], np.int32)), *inputs)

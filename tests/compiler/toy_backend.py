@@ -113,7 +113,7 @@ class ToyOps:
     def sample(self, logits: Any, params: Any, out: Any) -> Any:
         return self._made("sample", *logits.shape)
 
-    def next_inputs(self, given: Mapping[str, Any]) -> None:
+    def next_inputs(self, inputs: Mapping[str, Any]) -> None:
         self.calls["next_inputs"] += 1
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -147,8 +147,8 @@ def main() -> None:
         if function.attrs and "global_symbol" in function.attrs
     ]
     loaded = [name for name in sys.modules if name.startswith("mlcbuild.compiler.cpu")]
-    found = {"calls": toy.calls, "functions": sorted(public), "loaded": loaded}
-    sys.stdout.write(json.dumps(found) + "\n")
+    by_name = {"calls": toy.calls, "functions": sorted(public), "loaded": loaded}
+    sys.stdout.write(json.dumps(by_name) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ from tests.damage.places import (
 
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    found = Place(tmp_path_factory.mktemp("sound"))
-    product.make(found.root, 1, ("q4f16_1", "q4a8_1"), ("x86-64-v2",))
-    done = found.run()
+    actual = Place(tmp_path_factory.mktemp("sound"))
+    product.make(actual.root, 1, ("q4f16_1", "q4a8_1"), ("x86-64-v2",))
+    done = actual.run()
     assert done.returncode == 0, done.stderr
-    return found
+    return actual
 
 
 @pytest.fixture
 def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
     """Yields a copy with its hard links, in which the run after damage is the first."""
     subprocess.run(["cp", "-a", f"{sound.root}/.", tmp_path / "there"], check=True)
-    found = Place(tmp_path / "there")
-    shutil.rmtree(found.store / "receipts", ignore_errors=True)
-    yield found
-    for path in found.root.rglob("*"):
+    actual = Place(tmp_path / "there")
+    shutil.rmtree(actual.store / "receipts", ignore_errors=True)
+    yield actual
+    for path in actual.root.rglob("*"):
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o755)
 

@@ -45,11 +45,11 @@ class Place:
         return self.command("tests.product", "fill", "recipe.yaml", *words)
 
     def records(self, step: str) -> list[Path]:
-        found = []
+        results = []
         for path in sorted(self.store.glob("ac/*/*")):
             if json.loads(path.read_bytes().splitlines()[1])["step"].startswith(step):
-                found.append(path)
-        return found
+                results.append(path)
+        return results
 
     def blob(self, step: str) -> Path:
         """Returns the first file that a step made."""
@@ -100,8 +100,8 @@ def other_kind(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def bound(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(f"/tmp/{os.getpid()}.socket")  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as created:
+        created.bind(f"/tmp/{os.getpid()}.socket")  # names of sockets are short
     shutil.move(f"/tmp/{os.getpid()}.socket", path)
 
 

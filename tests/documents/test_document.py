@@ -108,9 +108,9 @@ def test_newlines_and_byte_order_marks(mark: bytes, newline: bytes) -> None:
     ],
 )
 def test_scalars(text: str, value: Data) -> None:
-    found = scalar(text)
-    assert found == value
-    assert type(found) is type(value)
+    actual = scalar(text)
+    assert actual == value
+    assert type(actual) is type(value)
 
 
 def test_quoted_and_block_text_stays_text() -> None:
@@ -179,9 +179,9 @@ def test_unreadable(data: bytes, expected: list[str]) -> None:
     "data", [b"{a: 1", b"[1, 2", b"a: 'x", b"a: 1\n b: 2", b"%FOO\n---\na", b"- a\nb: c"]
 )
 def test_broken_syntax_has_a_place(data: bytes) -> None:
-    (found,) = problems(data)
-    assert "this is not YAML: " in found or "': ' may not stand here" in found
-    assert all(part.isdigit() for part in found.split(":")[:2])
+    (actual,) = problems(data)
+    assert "this is not YAML: " in actual or "': ' may not stand here" in actual
+    assert all(part.isdigit() for part in actual.split(":")[:2])
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def make_ropes() -> None:
     rope_types = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
     llama = importlib.import_module("transformers.models.llama.modeling_llama").LlamaRotaryEmbedding
 
-    found = {}
+    by_name = {}
     for name, values in ROPES.items():
         config = auto.for_model(**values)
         kind = config.rope_parameters["rope_type"]
@@ -341,26 +341,26 @@ def make_ropes() -> None:
         for key, length in (("short", None), ("long", 1 << 20)):
             inv_freq, factor = compute(config, seq_len=length)
             entry[key] = {"bits": inv_freq.view(torch.int32).tolist(), "attention_factor": factor}
-        found[name] = entry
-    (HERE / "rope.json").write_text(json.dumps(found, sort_keys=True) + "\n")
+        by_name[name] = entry
+    (HERE / "rope.json").write_text(json.dumps(by_name, sort_keys=True) + "\n")
 
 
 def make_spellings() -> None:
     auto = importlib.import_module("transformers").AutoConfig
-    found = {}
+    by_name = {}
     for variant in VARIANTS:
         config = auto.from_pretrained(HERE / variant)
-        found[variant] = [json.loads(config.to_json_string(use_diff=diff)) for diff in (True, False)]
+        by_name[variant] = [json.loads(config.to_json_string(use_diff=diff)) for diff in (True, False)]
     # transformers notes where it read a config: no path of a machine belongs here.
-    text = json.dumps(found, sort_keys=True).replace(f"{HERE.parent.parent}/", "")
+    text = json.dumps(by_name, sort_keys=True).replace(f"{HERE.parent.parent}/", "")
     (HERE / "spellings.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*VARIANTS, "rope", "spellings"]:
-        if wanted == "rope":
+    for kind in sys.argv[1:] or [*VARIANTS, "rope", "spellings"]:
+        if kind == "rope":
             make_ropes()
-        elif wanted == "spellings":
+        elif kind == "spellings":
             make_spellings()
         else:
-            make(wanted)
+            make(kind)

@@ -18,8 +18,8 @@ Config = dict[str, Any]
 
 
 def golden(variant: str) -> Config:
-    found: Config = json.loads((GOLDEN / variant / "config.json").read_text())
-    return found
+    document: Config = json.loads((GOLDEN / variant / "config.json").read_text())
+    return document
 
 
 def attention(config: ModelConfig) -> Attention:

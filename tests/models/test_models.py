@@ -24,14 +24,14 @@ def test_sources_are_exactly_the_tensors_of_a_checkpoint(variant: str) -> None:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     header.pop("__metadata__")
     config = parse(golden(variant))
-    found = parsing.tensor_names(config).sources
+    actual = parsing.tensor_names(config).sources
     shapes = {param.name: param.shape for param in parameters(config)}
-    assert list(found) == list(shapes)
-    for name, parts in found.items():
+    assert list(actual) == list(shapes)
+    for name, parts in actual.items():
         own = [header[part.tensor]["shape"] for part in parts]
         assert [shape[0] for shape in own] == [part.rows for part in parts]
         assert (sum(shape[0] for shape in own), *own[0][1:]) == shapes[name]
-    assert sorted(part.tensor for parts in found.values() for part in parts) == sorted(header)
+    assert sorted(part.tensor for parts in actual.values() for part in parts) == sorted(header)
 
 
 def test_surplus_tensors_have_a_reason() -> None:
@@ -46,8 +46,8 @@ def test_surplus_tensors_have_a_reason() -> None:
 
 
 def bits(value: float) -> int:
-    found: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return found
+    actual: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return actual
 
 
 def test_inverse_frequencies_are_those_of_transformers_to_the_last_bits() -> None:

@@ -46,14 +46,14 @@ def test_a_family_is_one_file(root: Path, recipe: Path) -> None:
     refused = prospect(root, recipe)
     assert refused.returncode != 0 and 'model_type: "toy" is not a supported family' in refused.stderr
     (root / FILE).write_text(example("Extend: a model family"))
-    found = printed(prospect(root, recipe))
-    llama, toy = found["configs"]["tiny"], found["configs"]["toy"]
+    actual = printed(prospect(root, recipe))
+    llama, toy = actual["configs"]["tiny"], actual["configs"]["toy"]
     (plain,) = llama["layer_specs"]
     full = {**plain, "mixer": {**plain["mixer"], "qk_norm": llama["norm"]}}
     window = {**plain, "mixer": {**full["mixer"], "window": 8}}
     layers = [index % 2 for index in range(len(llama["layers"]))]
     assert toy == {**llama, "family": "toy", "layer_specs": [window, full], "layers": layers}
-    assert {name for name, parts in found["keys"].items() if FILE in parts["code"]} == {"config/toy"}
+    assert {name for name, parts in actual["keys"].items() if FILE in parts["code"]} == {"config/toy"}
 
 
 def test_its_tensors_have_the_usual_names(root: Path, recipe: Path) -> None:

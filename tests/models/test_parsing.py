@@ -32,8 +32,8 @@ def test_no_rope_fields_mean_ten_thousand() -> None:
 
 def change(variant: str, changes: Config) -> Config:
     """Returns a golden config.json with some fields replaced; `...` removes one."""
-    found = golden(variant) | changes
-    return {key: value for key, value in found.items() if value is not ...}
+    actual = golden(variant) | changes
+    return {key: value for key, value in actual.items() if value is not ...}
 
 
 @pytest.mark.parametrize(

@@ -206,31 +206,31 @@ def test_published_models_have_their_published_size(name: str) -> None:
 
 
 def test_published_models_are_read_in_full() -> None:
-    found = {name: parse(values) for name, (values, _) in PUBLISHED.items()}
-    assert attention(found["SmolLM2-135M"]).head_dim == 64
-    assert found["TinyLlama-1.1B"].ropes[0].inv_freq[1] == pytest.approx(10000 ** (-1 / 32))
-    assert found["Llama-3.2-1B"].ropes[0].inv_freq[-1] == pytest.approx(500000 ** (-62 / 64) / 32)
-    assert windows_of(found["Qwen2.5-0.5B"]) == (None,) * 24
-    assert attention(found["Qwen2.5-0.5B"]).qkv_bias
-    assert not attention(found["Qwen2.5-0.5B"]).output_bias
-    assert attention(found["Qwen3-0.6B"]).qk_norm == RmsNorm(1e-5)
-    assert windows_of(found["Mistral-7B-v0.1"]) == (4096,) * 32
-    gemma = found["gemma-2-2b"]
+    by_name = {name: parse(values) for name, (values, _) in PUBLISHED.items()}
+    assert attention(by_name["SmolLM2-135M"]).head_dim == 64
+    assert by_name["TinyLlama-1.1B"].ropes[0].inv_freq[1] == pytest.approx(10000 ** (-1 / 32))
+    assert by_name["Llama-3.2-1B"].ropes[0].inv_freq[-1] == pytest.approx(500000 ** (-62 / 64) / 32)
+    assert windows_of(by_name["Qwen2.5-0.5B"]) == (None,) * 24
+    assert attention(by_name["Qwen2.5-0.5B"]).qkv_bias
+    assert not attention(by_name["Qwen2.5-0.5B"]).output_bias
+    assert attention(by_name["Qwen3-0.6B"]).qk_norm == RmsNorm(1e-5)
+    assert windows_of(by_name["Mistral-7B-v0.1"]) == (4096,) * 32
+    gemma = by_name["gemma-2-2b"]
     assert windows_of(gemma) == (4096, None) * 13
     assert (attention(gemma).scale, attention(gemma).softcap) == (1 / 16, 50.0)
     assert gemma.layers[0].norms == Norms(gemma.norm, gemma.norm) and gemma.norm.offset == 1.0
     assert (gemma.embedding_scale, gemma.logit_softcap, gemma.tie_embeddings) == (48.0, 30.0, True)
-    assert windows_of(found["Phi-3-mini-4k"]) == (2047,) * 32
-    long = found["Phi-3-mini-128k"].ropes[0]
+    assert windows_of(by_name["Phi-3-mini-4k"]) == (2047,) * 32
+    long = by_name["Phi-3-mini-128k"].ropes[0]
     assert long.attention_factor == pytest.approx(1.1902380714238083, rel=1e-7)
     assert frequencies(long, 4096)[0][0] == pytest.approx(1 / 1.05)
     assert frequencies(long, 4097)[0][0] == pytest.approx(1 / 1.03)
-    assert found["Phi-4-mini"].ropes[0].dim == 96
+    assert by_name["Phi-4-mini"].ropes[0].dim == 96
 
 
 def modern(values: Config) -> Config:
     """Returns the same config as transformers 5 spells it."""
-    found = {
+    by_name = {
         key: value
         for key, value in values.items()
         if key not in ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype")
@@ -240,7 +240,7 @@ def modern(values: Config) -> Config:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in values:
             inner[key] = values[key]
-    return found | {"rope_parameters": inner, "dtype": values["torch_dtype"]}
+    return by_name | {"rope_parameters": inner, "dtype": values["torch_dtype"]}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

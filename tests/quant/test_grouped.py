@@ -76,15 +76,15 @@ def test_x16_takes_the_positive_one_of_two_equal_extremes() -> None:
 def test_layouts_of_a_format_hold_the_same_numbers(bits: int) -> None:
     """A backend may choose either."""
     weight = normal(33, 100) * np.float32(0.02)
-    found = []
+    results = []
     for layout in ("x16", "row"):
         scheme = Storage(f"q{bits}a8_1", f"q{bits}s", layout, 8)
         tensors = pack(weight, scheme)
         assert [part.shape for part in tensors] == [
             tensor.shape(*weight.shape) for tensor in scheme.definition.tensors
         ]
-        found.append(unpack(tensors, scheme, weight.shape))
-    assert np.array_equal(found[0], found[1])
+        results.append(unpack(tensors, scheme, weight.shape))
+    assert np.array_equal(results[0], results[1])
 
 
 def test_scales_may_have_another_dtype() -> None:

@@ -141,9 +141,9 @@ def test_the_reference_computes_with_the_format(
         else back[name].astype(np.float64)
         for name, weight in original.items()
     }
-    found = reference.logits(config, back, TOKENS)
+    logits_read = reference.logits(config, back, TOKENS)
     expected = reference.logits(config, exact, TOKENS, dtype=np.float64)
-    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.abs(logits_read - expected).max() < 1e-3 * np.abs(expected).max()
     untouched = reference.logits(config, original, TOKENS, dtype=np.float64)
     assert 1e-3 < np.abs(expected - untouched).max() < 0.5 * np.abs(untouched).max()
 
@@ -163,8 +163,8 @@ def test_a_backend_that_reads_the_format_builds_with_it(toy: None, tmp_path: Pat
     try:
         read = recipe.load(project(tmp_path, RECIPE.replace("[q4f16_1, q4a8_1]", "[q4m]")))
         target = replace(read.targets["x86-64-v3"], device="toy")
-        made = pipeline.build(replace(read, targets={"x86-64-v3": target}), Lock())
-        steps = {step.name: step for step in made.graph.steps()}
+        created = pipeline.build(replace(read, targets={"x86-64-v3": target}), Lock())
+        steps = {step.name: step for step in created.graph.steps()}
     finally:
         del BACKENDS["toy"], LOADERS["toy"]
     assert steps["weights/tiny/q4m/row"].params == {"scheme": quant.to_json(Storage("q4m", "toy", "row"))}

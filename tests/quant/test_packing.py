@@ -170,8 +170,8 @@ def test_block_size_changes_no_bit(scheme: Storage, block: int, monkeypatch: pyt
     weight = normal(101, 300)
     expected = pack(weight, scheme)
     monkeypatch.setattr(packing, "BLOCK", block)
-    found = pack(weight, scheme)
-    assert [part.tobytes() for part in found] == [part.tobytes() for part in expected]
+    actual = pack(weight, scheme)
+    assert [part.tobytes() for part in actual] == [part.tobytes() for part in expected]
 
 
 @EVERY
@@ -189,8 +189,8 @@ def test_other_dtypes_are_widened_exactly(scheme: Storage, dtype: str) -> None:
         with pytest.raises(TypeError, match="cannot pack float64"):
             pack(weight.astype(np.float64), scheme)
         return
-    expected, found = pack(wide, scheme), pack(narrowed, scheme)
-    assert [part.tobytes() for part in found] == [part.tobytes() for part in expected]
+    expected, actual = pack(wide, scheme), pack(narrowed, scheme)
+    assert [part.tobytes() for part in actual] == [part.tobytes() for part in expected]
 
 
 def unit(scheme: Storage) -> int:
@@ -215,12 +215,12 @@ def test_a_group_whose_scale_underflows_becomes_zero_or_multiples_of_the_least(s
     weight = np.full((1, 64), unit(scheme), np.float32)
     weight[0, :32] = 1e-7 if scheme.dtype == "float16" else 1e-45
     q_weight, q_scale = pack(weight, scheme)
-    found = unpack((q_weight, q_scale), scheme, (1, 64))
+    actual = unpack((q_weight, q_scale), scheme, (1, 64))
     if scheme.layout == "x16":
-        assert (q_scale != 0).all() and (found[0, :32] == 2.0**-23).all()  # 1.7 * 2**-24
+        assert (q_scale != 0).all() and (actual[0, :32] == 2.0**-23).all()  # 1.7 * 2**-24
     else:
-        assert (found[0, :32] == 0).all()
-    assert (found[0, 32:] == unit(scheme)).all()
+        assert (actual[0, :32] == 0).all()
+    assert (actual[0, 32:] == unit(scheme)).all()
 
 
 @EVERY

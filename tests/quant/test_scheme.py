@@ -47,10 +47,12 @@ def test_overrides_decide_in_order() -> None:
 
 
 def test_overrides_without_effect_are_reported() -> None:
-    found = quant.check_overrides(mixed(("lmhead", "q0f16"), ("lm_*", "q0f16"), ("lm_head", "q0f32")), PARAMS)
-    assert len(found) == 2
-    assert "the override 'lmhead' matches no parameter of the model; did you mean 'lm_head'?" in found[0]
-    assert "the override 'lm_head' has no effect, because earlier overrides match all it matches" in found[1]
+    actual = quant.check_overrides(
+        mixed(("lmhead", "q0f16"), ("lm_*", "q0f16"), ("lm_head", "q0f32")), PARAMS
+    )
+    assert len(actual) == 2
+    assert "the override 'lmhead' matches no parameter of the model; did you mean 'lm_head'?" in actual[0]
+    assert "the override 'lm_head' has no effect, because earlier overrides match all it matches" in actual[1]
 
 
 def test_sizes() -> None:
@@ -106,9 +108,9 @@ def test_importing_the_module_loads_no_numpy() -> None:
 
 def test_the_backend_chooses_the_layout_of_overrides_too() -> None:
     scheme = replace(BUILT_IN["q4f16_1"], overrides=(("embed", BUILT_IN["q8a8_1"]),))
-    found = storage(scheme, _layout)
-    assert (found.layout, found.overrides[0][1].layout) == ("row", "x16")
-    assert found.formats == ("q4f16", "q8s")
+    actual = storage(scheme, _layout)
+    assert (actual.layout, actual.overrides[0][1].layout) == ("row", "x16")
+    assert actual.formats == ("q4f16", "q8s")
 
 
 def _layout(scheme: Scheme) -> str:

@@ -21,8 +21,8 @@ def test_weights_that_lie_on_the_levels_are_kept(scheme: Storage, extreme: int) 
     levels = rng.integers(-top, top, (64, 4, 32), endpoint=extreme != 0).astype(np.float32)
     levels[:, :, 3] = {-1: -top - 1, 0: -top, 1: top}[extreme]
     weight = (levels * scale * rng.choice((1, -1), scale.shape)).astype(np.float32).reshape(64, 128)
-    found = unpack(pack(weight, scheme), scheme, weight.shape)
-    np.testing.assert_allclose(found, weight, rtol=0 if scheme.dtype == "float16" else 3e-7, atol=0)
+    actual = unpack(pack(weight, scheme), scheme, weight.shape)
+    np.testing.assert_allclose(actual, weight, rtol=0 if scheme.dtype == "float16" else 3e-7, atol=0)
 
 
 @FEW
@@ -36,9 +36,9 @@ def test_squared_error_of_few_bits(scheme: Storage) -> None:
     def error(scale: NDArray[np.float64], least: int, most: int) -> float:
         return float(((np.clip(np.rint(groups / scale), least, most) * scale - groups) ** 2).mean())
 
-    found = float(((unpack(pack(weight, scheme), scheme, weight.shape) - weight) ** 2).mean())
-    assert found < {4: 0.915, 5: 0.925}[scheme.bits] * error(extreme / -top, -top, top - 1)
-    assert found < {4: 0.72, 5: 0.82}[scheme.bits] * error(np.abs(extreme) / (top - 1), 1 - top, top - 1)
+    actual = float(((unpack(pack(weight, scheme), scheme, weight.shape) - weight) ** 2).mean())
+    assert actual < {4: 0.915, 5: 0.925}[scheme.bits] * error(extreme / -top, -top, top - 1)
+    assert actual < {4: 0.72, 5: 0.82}[scheme.bits] * error(np.abs(extreme) / (top - 1), 1 - top, top - 1)
     steps = np.arange(top - 2, top + 3, 0.05)
     finest = np.min(
         [
@@ -47,4 +47,4 @@ def test_squared_error_of_few_bits(scheme: Storage) -> None:
         ],
         axis=0,
     )
-    assert found < {4: 1.04, 5: 1.1}[scheme.bits] * finest.mean(), "an exhaustive search is hardly better"
+    assert actual < {4: 1.04, 5: 1.1}[scheme.bits] * finest.mean(), "an exhaustive search is hardly better"

@@ -58,8 +58,8 @@ def document(name: str, key: str, value: object) -> Callable[[Path], None]:
 
     def edit(home: Path) -> None:
         path = home / "tiny" / name
-        found = json.loads(path.read_bytes())
-        path.write_text(json.dumps({**found, key: value}, indent=2))
+        actual = json.loads(path.read_bytes())
+        path.write_text(json.dumps({**actual, key: value}, indent=2))
 
     return edit
 
@@ -135,9 +135,9 @@ def test_an_edit_runs_what_depends_on_it(name: str, done: Path, tmp_path: Path) 
     edit, expected = EDITS[name]
     home = shutil.copytree(done / "project", tmp_path / "project", ignore=shutil.ignore_patterns("dist"))
     edit(home)
-    made = pipeline.build(recipe.load(home / "recipe.yaml"), Lock())
-    found = plan(made.graph, Store(done / "store"))
-    assert {step.name.partition("/")[0] for step in found.steps if step.state != "hit"} == expected
+    created = pipeline.build(recipe.load(home / "recipe.yaml"), Lock())
+    actual = plan(created.graph, Store(done / "store"))
+    assert {step.name.partition("/")[0] for step in actual.steps if step.state != "hit"} == expected
 
 
 def test_an_edit_without_effect_stops_where_that_shows(done: Path, tmp_path: Path) -> None:

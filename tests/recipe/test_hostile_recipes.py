@@ -271,9 +271,9 @@ def test_variables_make_no_more_than_a_file_may_hold(project: Path) -> None:
     size = MAX_BYTES // 4
     models = ", ".join(f"m{i}: '${{a}}'" for i in range(1000))
     text = f"{changed(models=f'{{{models}}}')}vars: {{a: {'x' * size}}}\n"
-    found = faults(text)
-    assert len(found) == 4  # three sources that are too long themselves, and this
-    assert found[-1] == (
+    actual = faults(text)
+    assert len(actual) == 4  # three sources that are too long themselves, and this
+    assert actual[-1] == (
         f"2:50: up to here variables make more than {MAX_BYTES} letters, the limit: 'a' stands for {size}; "
         "shorten it, or use it less often"
     )
@@ -298,8 +298,8 @@ def test_a_source_of_many_models_is_looked_at_once(project: Path, monkeypatch: p
     assert len(read(changed(models=f"{{{models}}}")).models) == 50
     assert looks == ["models/tiny"]
     models = ", ".join(f"m{i}: models/none" for i in range(3))
-    found = faults(changed(models=f"{{{models}}}"))
-    assert len(found) == 3 and all("there is no directory 'models/none'" in line for line in found)
+    actual = faults(changed(models=f"{{{models}}}"))
+    assert len(actual) == 3 and all("there is no directory 'models/none'" in line for line in actual)
 
 
 def test_references_of_a_schema_are_resolved_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +308,8 @@ def test_references_of_a_schema_are_resolved_once(project: Path, monkeypatch: py
 
     monkeypatch.setattr("referencing._core.Resolver.lookup", lookup)
     assert len(read(changed(models="{a: models/tiny, b: {source: models/tiny}}")).models) == 2
-    found = faults(changed(models="{a: models/tiny, b: {source: models/tiny, revision: 2}}"))
-    assert "the key 'revision' is unknown" in found[0]
+    actual = faults(changed(models="{a: models/tiny, b: {source: models/tiny, revision: 2}}"))
+    assert "the key 'revision' is unknown" in actual[0]
 
 
 def test_settings_of_combinations_are_bounded(project: Path) -> None:
@@ -358,18 +358,18 @@ def test_lists_have_limits(project: Path, section: str, limit: str) -> None:
 
 
 def test_a_thousand_problems_are_listed() -> None:
-    found = Problems(Problem("f", i, 1, "wrong") for i in range(1, MOST_PROBLEMS + 1))
+    problems = Problems(Problem("f", i, 1, "wrong") for i in range(1, MOST_PROBLEMS + 1))
     with pytest.raises(InputError) as caught:
-        found.append(Problem("f", 9999, 1, "wrong"))
+        problems.append(Problem("f", 9999, 1, "wrong"))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"f: it has more than {MOST_PROBLEMS} problems; correct these, and check it again"
     assert len(lines) == MOST_PROBLEMS + 1
 
 
 def test_known_names_are_listed_and_compared_within_bounds() -> None:
-    known = [f"name{i:05}" for i in range(20_000)]
-    assert did_you_mean("x", known).endswith(" and 19970 more")
-    assert did_you_mean("name00001x", known) == "did you mean 'name00001'?"
+    entries = [f"name{i:05}" for i in range(20_000)]
+    assert did_you_mean("x", entries).endswith(" and 19970 more")
+    assert did_you_mean("name00001x", entries) == "did you mean 'name00001'?"
     assert did_you_mean("y" * 100_000, ["y" * 100_000 + "z"]) == f"known: {'y' * 100}..."
 
 

@@ -99,10 +99,10 @@ def test_own_schemes_are_named_by_what_they_hold(project: Path) -> None:
 
 def test_targets_have_the_recipes_names(project: Path) -> None:
     text = changed(targets="{a: x86-64-v3, b: {extends: x86-64-v3, features: [+avxvnni]}, c: host}")
-    found = read(text).targets
-    assert found["a"] == replace(resolve("x86-64-v3"), name="a")
-    assert found["b"].features == ("+avxvnni",)
-    assert found["c"] == Target("c", *this_machine.host())
+    actual = read(text).targets
+    assert actual["a"] == replace(resolve("x86-64-v3"), name="a")
+    assert actual["b"].features == ("+avxvnni",)
+    assert actual["c"] == Target("c", *this_machine.host())
     assert [variant.target.name for variant in expand(read(text))] == ["a", "b", "c"]
 
 

@@ -30,7 +30,7 @@ def documented(
         if not any(all(combination.get(key) == value for key, value in entry.items()) for entry in exclude)
     ]
     grown = [dict(combination) for combination in original]
-    made: list[Combination] = []
+    created: list[Combination] = []
     for entry in include:
         fits = [
             i
@@ -40,38 +40,38 @@ def documented(
         for i in fits:
             grown[i].update(entry)
         if not fits:
-            made.append(dict(entry))
-    return grown, made
+            created.append(dict(entry))
+    return grown, created
 
 
-def entries(given: list[Combination]) -> list[MatrixEntry]:
+def entries(inputs: list[Combination]) -> list[MatrixEntry]:
     return [
         MatrixEntry(i, (entry.get("model"), entry.get("quantization"), entry.get("target")))
-        for i, entry in enumerate(given)
+        for i, entry in enumerate(inputs)
     ]
 
 
 def settings(cell: Cell, include: list[Combination]) -> Combination:
     """Returns a cell with what its include entries set, in order: what is not an axis."""
-    found = dict(zip(AXES, cell.names, strict=True))
+    actual = dict(zip(AXES, cell.names, strict=True))
     for i in cell.includes:
-        found.update(include[i])
-    return found
+        actual.update(include[i])
+    return actual
 
 
 def agree(axes: dict[str, list[str]], exclude: list[Combination], include: list[Combination]) -> None:
     axes = {axis: axes[axis] for axis in AXES}
-    grown, made = documented(axes, exclude, include)
-    found = expand(list(axes.values()), entries(exclude), entries(include))
-    whole = [entry for entry in made if all(axis in entry for axis in AXES)]
+    grown, created = documented(axes, exclude, include)
+    variants = expand(list(axes.values()), entries(exclude), entries(include))
+    whole = [entry for entry in created if all(axis in entry for axis in AXES)]
     first = list({tuple(entry[axis] for axis in AXES): entry for entry in reversed(whole)}.values())[::-1]
-    cells = [settings(cell, include) for cell in found.cells]
+    cells = [settings(cell, include) for cell in variants.cells]
     assert cells[: len(grown)] == grown
     assert sorted(map(_items, cells[len(grown) :])) == sorted(map(_items, first))
     # What GitHub would build otherwise is reported here.
-    assert len(found.loose) == len(made) - len(whole)
-    assert len(found.repeated) == len(whole) - len(first)
-    assert [exclude[i] for i in found.idle] == [
+    assert len(variants.loose) == len(created) - len(whole)
+    assert len(variants.repeated) == len(whole) - len(first)
+    assert [exclude[i] for i in variants.idle] == [
         entry
         for entry in exclude
         if not any(
@@ -113,9 +113,9 @@ def test_the_example_of_the_documentation() -> None:
         {"model": "banana", "quantization": "cat"},
         {"model": "banana", "quantization": "cat", "target": "t"},
     ]
-    found = expand(list(axes.values()), [], entries(include))
+    variants = expand(list(axes.values()), [], entries(include))
     rest = {"target": "t"}
-    assert [settings(cell, include) for cell in found.cells] == [
+    assert [settings(cell, include) for cell in variants.cells] == [
         {"model": "apple", "quantization": "cat", "color": "pink", "shape": "circle", **rest},
         {"model": "apple", "quantization": "dog", "color": "green", "shape": "circle", **rest},
         {"model": "pear", "quantization": "cat", "color": "pink", **rest},
@@ -123,31 +123,31 @@ def test_the_example_of_the_documentation() -> None:
         {"model": "banana", "quantization": "cat", "target": "t"},
     ]
     # A job may lack a value of the matrix; a bundle may not lack its quantization or target.
-    assert found.loose == (3, 4)
+    assert variants.loose == (3, 4)
     agree(axes, [], include)
 
 
 def test_include_brings_back_what_exclude_dropped() -> None:
     axes = {"model": ["a", "b"], "quantization": ["q"], "target": ["t"]}
     whole = {"model": "a", "quantization": "q", "target": "t"}
-    found = expand(list(axes.values()), entries([{"model": "a"}]), entries([{"x": "1"}, whole]))
-    assert found.cells == (Cell(("b", "q", "t"), (0,)), Cell(("a", "q", "t"), (1,)))
+    variants = expand(list(axes.values()), entries([{"model": "a"}]), entries([{"x": "1"}, whole]))
+    assert variants.cells == (Cell(("b", "q", "t"), (0,)), Cell(("a", "q", "t"), (1,)))
 
 
 def test_an_exclude_hidden_by_another_is_not_idle() -> None:
-    found = expand(
+    variants = expand(
         [["a"], ["q", "r"], ["t"]], entries([{"model": "a"}, {"quantization": "q"}, {"target": "u"}]), []
     )
-    assert found.cells == ()
-    assert found.idle == (2,)
+    assert variants.cells == ()
+    assert variants.idle == (2,)
 
 
 @pytest.mark.parametrize("empty", range(3))
 def test_an_empty_axis_leaves_only_includes(empty: int) -> None:
     axes = [["a"], ["q"], ["t"]]
     axes[empty] = []
-    found = expand(axes, [], entries([{"model": "a", "quantization": "q", "target": "t"}]))
-    assert found.cells == (Cell(("a", "q", "t"), (0,)),)
+    variants = expand(axes, [], entries([{"model": "a", "quantization": "q", "target": "t"}]))
+    assert variants.cells == (Cell(("a", "q", "t"), (0,)),)
 
 
 def _items(combination: Combination) -> list[tuple[str, str]]:

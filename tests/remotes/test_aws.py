@@ -26,8 +26,8 @@ LOGIN = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
     ],
 )
 def test_addresses_are_checked(url: str, words: str) -> None:
-    found = fault(url)
-    assert (words in found if words else found == "") and "secret@" not in found.replace(url, "")
+    actual = fault(url)
+    assert (words in actual if words else actual == "") and "secret@" not in actual.replace(url, "")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_credentials_are_where_other_tools_have_them(
     (tmp_path / ".aws").mkdir()
     for name, text in files.items():
         (tmp_path / ".aws" / name).write_text(text)
-    found = aws.settings("s3://bucket", environ)
-    assert found == {"access_key_id": "me", "secret_access_key": "secret", **expected}
+    actual = aws.settings("s3://bucket", environ)
+    assert actual == {"access_key_id": "me", "secret_access_key": "secret", **expected}
     assert aws.settings("s3://bucket?region=mine", environ)["region"] == "mine"
     assert aws.settings("s3://b", {"AWS_SKIP_SIGNATURE": "true", **environ}).get("access_key_id") is None

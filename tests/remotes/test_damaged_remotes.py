@@ -52,12 +52,12 @@ def copy_of(url: str, tmp_path: Path, cache: Cache) -> None:
     user = User(tmp_path / "copier", url)
     outputs = Options(executor="inline", outputs=("*",))
     result = user.run(options=outputs)
-    for found in result.steps:
-        assert found.record is not None
-        data = link._small(f"ac/{found.record.key}")
+    for actual in result.steps:
+        assert actual.record is not None
+        data = link._small(f"ac/{actual.record.key}")
         assert data is not None
-        cache.content[f"/ac/{found.record.key}"] = data
-        for _, digest, _ in found.record.rows:
+        cache.content[f"/ac/{actual.record.key}"] = data
+        for _, digest, _ in actual.record.rows:
             cache.content[f"/cas/{digest}"] = user.store.blob(digest).read_bytes()
 
 

@@ -34,7 +34,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Shelves:
     module = types.ModuleType("toy_publisher")
 
     def push(
-        bundle: Path, manifest: object, files: Mapping[str, int], to: str, seen: object
+        bundle: Path, manifest: object, files: Mapping[str, int], to: str, observed: object
     ) -> tuple[str, int]:
         shelves[to] = {name: (bundle / name).read_bytes() for name in files}
         return f"{to}#1", sum(files.values())

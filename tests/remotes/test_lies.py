@@ -78,8 +78,8 @@ class Proxy:
         connection = http.client.HTTPConnection(self.address)
         body = handler.body() if handler.command in ("PUT", "POST", "PATCH") else None
         connection.request(handler.command, handler.path, body, dict(handler.headers))
-        found = connection.getresponse()
-        answer = Answer(found.status, dict(found.getheaders()), found.read())
+        actual = connection.getresponse()
+        answer = Answer(actual.status, dict(actual.getheaders()), actual.read())
         connection.close()
         return answer
 
@@ -272,7 +272,7 @@ def test_a_lie_costs_a_warning_and_no_more(
     finally:
         proxy.lie = None
         proxy.dropped.set()
-    assert result.ok, [found.error for found in result.steps]
+    assert result.ok, [actual.error for actual in result.steps]
     assert user.text(result, "c") == "C\nB\nA" and verify(user.store).ok
     assert all(path.stat().st_size for path in user.store.root.glob("partial/*"))
     healed = statuses(result) == REUSED

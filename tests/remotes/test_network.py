@@ -147,15 +147,15 @@ class Proxy:
 @contextmanager
 def proxy(login: str = "") -> Iterator[Proxy]:
     """Tunnels for CONNECT, and passes on requests with a whole address."""
-    found = Proxy("", login=login)
+    actual = Proxy("", login=login)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def allowed(self) -> bool:
-            found.asked.append(f"{self.command} {self.path}")
-            expected = "Basic " + base64.b64encode(found.login.encode()).decode()
-            if not found.login or self.headers.get("Proxy-Authorization") == expected:
+            actual.asked.append(f"{self.command} {self.path}")
+            expected = "Basic " + base64.b64encode(actual.login.encode()).decode()
+            if not actual.login or self.headers.get("Proxy-Authorization") == expected:
                 return True
             self.send_response(407)
             self.send_header("Content-Length", "0")
@@ -208,11 +208,11 @@ def proxy(login: str = "") -> Iterator[Proxy]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    actual.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield found
+        yield actual
     finally:
         server.shutdown()
         thread.join()

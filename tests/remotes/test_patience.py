@@ -248,10 +248,10 @@ def test_a_name_that_is_looked_up_without_end(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_stalls(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tunnel's answer comes drop by drop, as do those that the proxy passes on."""
-    with endless("header") as (cache, given):
+    with endless("header") as (cache, inputs):
 
         def tunnel(handler: Handler) -> None:
-            given(handler)
+            inputs(handler)
 
         monkeypatch.setattr(Handler, "do_CONNECT", tunnel, raising=False)
         monkeypatch.setenv(f"{scheme}_proxy", cache.url)

@@ -108,8 +108,8 @@ def test_an_upload_goes_on_where_it_broke_off() -> None:
     data = os.urandom(2500)
     uploads = Uploads(1000)
     with serving(uploads) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
-        found = repository.send(io.BytesIO(data), len(data))
-    assert found == digest_of(data) and uploads.data == data
+        actual = repository.send(io.BytesIO(data), len(data))
+    assert actual == digest_of(data) and uploads.data == data
     assert uploads.pieces[0] == "0-2499" and uploads.pieces[-1] == "2000-2499"
 
 
@@ -209,8 +209,8 @@ def test_tokens_are_fetched_from_the_service_that_the_registry_names(
     ],
 )
 def test_addresses_are_checked(url: str, words: str) -> None:
-    found = fault(url)
-    assert words in found if words else found == ""
+    actual = fault(url)
+    assert words in actual if words else actual == ""
 
 
 def test_http_is_spoken_where_that_is_safe_or_wanted() -> None:

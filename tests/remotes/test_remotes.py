@@ -38,11 +38,11 @@ def test_what_one_user_builds_another_gets(url: str, tmp_path: Path) -> None:
     assert statuses(first.run()) == BUILT, first.warnings()
     assert first.warnings() == []
     planned = plan(CHAIN, second.store, sharing=second.sharing())
-    assert [found.state for found in planned.steps] == ["remote"] * 3
+    assert [actual.state for actual in planned.steps] == ["remote"] * 3
     assert not (tmp_path / "two").exists(), "a plan writes nothing"
     result = second.run()
     assert statuses(result) == REUSED
-    assert {found.reason for found in result.steps} == {f"from {url}"}
+    assert {actual.reason for actual in result.steps} == {f"from {url}"}
     assert second.text(result, "c") == "C\nB\nA"
     assert second.fetched() == ["c"], "nobody here reads the files of a and b"
     assert first.warnings() == second.warnings() == []
@@ -58,11 +58,11 @@ def test_a_second_run_needs_no_remote(url: str, tmp_path: Path) -> None:
 
 
 def test_a_step_that_runs_gets_the_files_it_reads_and_no_others(url: str, tmp_path: Path) -> None:
-    made = step("made", "files", files={"a.json": "1", "b.bin": "2" * 1000})
+    created = step("made", "files", files={"a.json": "1", "b.bin": "2" * 1000})
 
     def graph(text: str) -> Graph:
         names = Step("names", "tests.actions:text", {"text": text}, {"some": Input("made", ("*.json",))})
-        return Graph([made, names])
+        return Graph([created, names])
 
     User(tmp_path / "one", url).run(graph("x"))
     second = User(tmp_path / "two", url)
@@ -118,7 +118,7 @@ def test_several_remotes_are_asked_in_order(tmp_path: Path) -> None:
     with serving() as near, serving() as far:
         User(tmp_path / "one", far.url).run()
         second = User(tmp_path / "two", near.url, far.url)
-        assert {found.reason for found in second.run().steps} == {f"from {far.url}"}
+        assert {actual.reason for actual in second.run().steps} == {f"from {far.url}"}
         assert {path for _, path in near.requests} == {
             path for method, path in far.requests if "GET" in method
         }

@@ -376,12 +376,12 @@ def test_where_credentials_come_from_is_asked_and_told(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    given: list[bool] = []
+    inputs: list[bool] = []
 
     def guard(handler: Handler) -> bool:
         if "/login" not in handler.path:
             return False
-        if given:
+        if inputs:
             document = {
                 "AccessKeyId": "me",
                 "SecretAccessKey": "hunter2",
@@ -401,7 +401,7 @@ def test_where_credentials_come_from_is_asked_and_told(
         with pytest.raises(RemoteError) as caught:
             connect(cache.bucket).size(NAME)
         assert "hunter2" not in str(caught.value)
-        given.append(True)
+        inputs.append(True)
         assert connect(cache.bucket).size(NAME) is None
 
 

@@ -60,12 +60,12 @@ def test_no_secret_is_in_anything_that_a_run_leaves(
         recipe = product.make(work, 1, ("q4f16_1", "q0f32"), ("x86-64-v2", "aarch64-linux"))
         recipe.write_text(recipe.read_text() + f"cache: {{remotes: [{{url: {cache.url}}}]}}\n")
         common = ["recipe.yaml", "--store", str(work / "store")]
-        told = ["--junit", "junit.xml", "--summary", "summary.md"]
-        assert main(["run", *common, *told, "--executor", "inline"]) == 0
+        output = ["--junit", "junit.xml", "--summary", "summary.md"]
+        assert main(["run", *common, *output, "--executor", "inline"]) == 0
         assert cache.names("ac") and cache.names("cas"), "the login was used"
         refuses.append("from now on")
         product.tiny_weights(work / "models" / "m000" / "model.safetensors", "other weights")
-        assert main(["run", *common, *told, "--executor", "inline"]) == 0
+        assert main(["run", *common, *output, "--executor", "inline"]) == 0
         assert main(["run", *common, "--json"]) == 0
         assert main(["report", *common, "--output", "report.html"]) == 0
         assert main(["cache", "push", "recipe.yaml", cache.url, "--store", str(work / "store")]) == 1

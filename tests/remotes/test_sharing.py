@@ -40,21 +40,21 @@ def states(recipe: Path, store: Path) -> set[str]:
 
 def by_step(recipe: Path, store: Path) -> dict[str, str]:
     document = json.loads(checked(mlcbuild("plan", recipe, "--no-remote", "--json", store=store)))
-    return {found["name"]: found["status"] for found in document["steps"]}
+    return {actual["name"]: actual["status"] for actual in document["steps"]}
 
 
 def test_a_recipe_is_pushed_and_pulled(tiny_bundles: Path, common_store: Path, tmp_path: Path) -> None:
     recipe, url = tiny_bundles / "recipe.yaml", (tmp_path / "shared").as_uri()
     (tmp_path / "shared").mkdir()
     said = checked(mlcbuild("cache", "push", recipe, url, store=common_store))
-    found = re.fullmatch(rf"{url}: sent \d+ records with [\d.]+ \w+; (\d+) of (\d+) are there\n", said)
-    assert found is not None and found[1] == found[2]
+    match = re.fullmatch(rf"{url}: sent \d+ records with [\d.]+ \w+; (\d+) of (\d+) are there\n", said)
+    assert match is not None and match[1] == match[2]
     here = tmp_path / "here"
     said = checked(mlcbuild("cache", "pull", recipe, url, store=here))
-    assert said == f"{found[1]} fetched, 0 were here, 0 are in no remote\n"
+    assert said == f"{match[1]} fetched, 0 were here, 0 are in no remote\n"
     assert states(recipe, here) == {"hit"} and verify(Store(here)).ok
     again = checked(mlcbuild("cache", "push", "--all", url, store=here))
-    assert again.startswith(f"{url}: sent 0 records with 0 B; {found[1]} of ")
+    assert again.startswith(f"{url}: sent 0 records with 0 B; {match[1]} of ")
 
 
 def test_one_variant_is_pushed_with_all_that_it_needs(
@@ -66,8 +66,8 @@ def test_one_variant_is_pushed_with_all_that_it_needs(
     here = tmp_path / "here"
     said = checked(mlcbuild("cache", "pull", recipe, url, store=here))
     assert re.fullmatch(r"7 fetched, 0 were here, \d+ are in no remote\n", said)
-    found = by_step(recipe, here)
-    assert found["verify/tiny-q4f16_1-host"] == "hit" and found["weights/tiny/q0f32/plain"] != "hit"
+    actual = by_step(recipe, here)
+    assert actual["verify/tiny-q4f16_1-host"] == "hit" and actual["weights/tiny/q0f32/plain"] != "hit"
     wrong = mlcbuild("cache", "push", recipe, url, "--only", "nothing", store=common_store)
     assert wrong.returncode == 2 and "nothing" in wrong.stderr
 
@@ -137,7 +137,7 @@ def test_a_store_is_mended_from_a_remote(kind: str, request: pytest.FixtureReque
     elif kind == "oci":
         url = request.getfixturevalue("registry_server").url(f"b{secrets.token_hex(8)}")
     user = User(tmp_path / "one", url)
-    digests = {found.name: found.record.rows[0][1] for found in user.run().steps if found.record}
+    digests = {actual.name: actual.record.rows[0][1] for actual in user.run().steps if actual.record}
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
     def verified(code: int, *urls: str) -> str:
@@ -160,7 +160,7 @@ def test_what_no_remote_has_right_is_built_again(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     url = (tmp_path / "shared").as_uri()
     user = User(tmp_path / "one", url)
-    digests = {found.name: found.record.rows[0][1] for found in user.run().steps if found.record}
+    digests = {actual.name: actual.record.rows[0][1] for actual in user.run().steps if actual.record}
     rot(user.store, digests["c"])
     lie = tmp_path / "shared" / "cas" / digests["c"]
     lie.chmod(0o644)
@@ -251,18 +251,18 @@ def test_one_blob_is_downloaded_once(tmp_path: Path) -> None:
     entry = Entry("blob", file_digest(tmp_path / "blob"), 5_000_000)
     (tmp_path / "blob").rename(tmp_path / "shared" / "cas" / entry.digest)
     store = Store(tmp_path / "store")
-    told: list[int] = []
+    output: list[int] = []
     with store.staging():
         sharing = Sharing(store, [Link(Remote((tmp_path / "shared").as_uri()))])
         work = [
-            threading.Thread(target=sharing.fetch, args=(entry, threading.Event(), told.append))
+            threading.Thread(target=sharing.fetch, args=(entry, threading.Event(), output.append))
             for _ in range(5)
         ]
         for thread in work:
             thread.start()
         for thread in work:
             thread.join()
-    assert sum(told) == entry.size and store.holds(entry.digest, entry.size)
+    assert sum(output) == entry.size and store.holds(entry.digest, entry.size)
 
 
 def test_records_are_pushed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,11 +300,11 @@ def test_a_shared_directory_needs_no_locks_and_no_links(
         link(source, target, **options)
 
     def no_lock(descriptor: int, operation: int) -> None:
-        found = os.fstat(descriptor)
+        actual = os.fstat(descriptor)
         for directory, _, names in os.walk(shared):  # in which others make and remove files meanwhile
             for path in (Path(directory), *(Path(directory) / name for name in names)):
                 with suppress(FileNotFoundError):
-                    if os.path.samestat(path.stat(), found):
+                    if os.path.samestat(path.stat(), actual):
                         raise OSError(errno.ENOLCK, "no locks here")
         lock(descriptor, operation)
 

@@ -62,11 +62,11 @@ class User:
 
 
 def by_name(result: RunResult) -> dict[str, StepResult]:
-    return {found.name: found for found in result.steps}
+    return {actual.name: actual for actual in result.steps}
 
 
 def statuses(result: RunResult) -> dict[str, str]:
-    return {found.name: found.status for found in result.steps}
+    return {actual.name: actual.status for actual in result.steps}
 
 
 BUILT = {"a": "built", "b": "built", "c": "built"}

@@ -48,8 +48,8 @@ def planned(tmp_path: Path) -> tuple[Graph, Plan]:
 def test_svg_shows_every_node_with_its_state_and_reason(planned: tuple[Graph, Plan]) -> None:
     root = ElementTree.fromstring(svg(*planned))
     boxes = root.findall(f"{NAMESPACE}g/{NAMESPACE}g")
-    told = {box.findtext(f"{NAMESPACE}text"): box.findtext(f"{NAMESPACE}title") for box in boxes}
-    assert told == {
+    output = {box.findtext(f"{NAMESPACE}text"): box.findtext(f"{NAMESPACE}title") for box in boxes}
+    assert output == {
         "s": "s: source",
         'weights/"a" <&>': 'weights/"a" <&>: runs, never built',
         "library/a": "library/a: stored",
@@ -132,8 +132,8 @@ def test_boxes_never_overlap_and_edges_go_to_the_right(count: int, density: floa
 def test_spreading_keeps_order_and_distance_and_moves_no_more_than_needed(
     wish: list[float], pitch: float
 ) -> None:
-    found = _spread(wish, pitch)
-    assert all(b - a >= pitch - 1e-9 for a, b in pairwise(found))
+    actual = _spread(wish, pitch)
+    assert all(b - a >= pitch - 1e-9 for a, b in pairwise(actual))
     if all(b - a >= pitch for a, b in pairwise(wish)):
-        assert found == pytest.approx(wish)
-    assert sum(found) == pytest.approx(sum(wish), abs=1e-6)  # least squares leaves the mean where it is
+        assert actual == pytest.approx(wish)
+    assert sum(actual) == pytest.approx(sum(wish), abs=1e-6)  # least squares leaves the mean where it is

@@ -25,8 +25,8 @@ times = st.floats(0, 1000, allow_nan=False)
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(times, st.floats(0.001, 100)), max_size=30))
-def test_lanes_hold_each_bar_once_and_none_overlaps(found: list[tuple[float, float]]) -> None:
-    bars = [Bar(f"weights/{i}", start, seconds) for i, (start, seconds) in enumerate(found)]
+def test_lanes_hold_each_bar_once_and_none_overlaps(actual: list[tuple[float, float]]) -> None:
+    bars = [Bar(f"weights/{i}", start, seconds) for i, (start, seconds) in enumerate(actual)]
     rows = chart.lanes(bars)
     assert sorted(bar.name for row in rows for bar in row) == sorted(bar.name for bar in bars)
     for row in rows:
@@ -39,10 +39,10 @@ def test_lanes_hold_each_bar_once_and_none_overlaps(found: list[tuple[float, flo
 @settings(deadline=None)
 @given(st.floats(0.001, 1e7))
 def test_ticks_are_few_and_within(total: float) -> None:
-    found = chart.ticks(total)
-    assert found[0] == 0
-    assert 1 <= len(found) <= 10
-    assert found[-1] <= total * (1 + 1e-6)
+    actual = chart.ticks(total)
+    assert actual[0] == 0
+    assert 1 <= len(actual) <= 10
+    assert actual[-1] <= total * (1 + 1e-6)
 
 
 @settings(deadline=None)
@@ -55,11 +55,11 @@ def test_ticks_are_few_and_within(total: float) -> None:
         max_size=12,
     )
 )
-def test_a_plot_is_svg_with_every_point_inside(found: list[tuple[str, int, float]]) -> None:
-    root = ElementTree.fromstring(chart.scatter([Point(*item, item[0]) for item in found]))
+def test_a_plot_is_svg_with_every_point_inside(actual: list[tuple[str, int, float]]) -> None:
+    root = ElementTree.fromstring(chart.scatter([Point(*item, item[0]) for item in actual]))
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
     dots = root.findall(f".//{SVG}circle")
-    assert len(dots) == len(found)
+    assert len(dots) == len(actual)
     for dot in dots:
         assert 0 < float(dot.get("cx", -1)) < width
         assert 0 < float(dot.get("cy", -1)) < height
@@ -104,16 +104,16 @@ class Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: set[str] = set()
+        self.tags: set[str] = set()
         self.text: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.add(tag)
+        self.tags.add(tag)
         if tag not in self.VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
-        self.seen.add(tag)
+        self.tags.add(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -150,7 +150,7 @@ def test_names_are_no_markup() -> None:
             replace(v, name=nasty, quantization=nasty, model=nasty, words=nasty) for v in LOG.variants
         ),
     )
-    assert "script" not in read(page.html(log, LOG)).seen
+    assert "script" not in read(page.html(log, LOG)).tags
 
 
 def test_what_changed_since_the_last_run() -> None:

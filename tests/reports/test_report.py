@@ -147,8 +147,8 @@ def test_the_summary_of_an_interrupted_run_says_what_was_kept() -> None:
 
 def test_the_document_has_the_documented_form(tmp_path: Path) -> None:
     variants = [{"name": "a-q4", "bundle": "dist/a-q4", "status": "built"}]
-    found = document(RESULT, variants)
-    assert found == {
+    actual = document(RESULT, variants)
+    assert actual == {
         "variants": variants,
         "steps": [
             {"name": "library/a", "key": "33" * 32, "status": "reused", "seconds": 0.0, "reason": ""},

@@ -100,9 +100,9 @@ def test_logs_are_kept_and_bounded(tmp_path: Path) -> None:
     assert runlog.latest(store, recipe) == []
     for n in range(runlog.KEPT + 5):
         runlog.save(store, recipe, replace(LOG, time=LOG.time + n))
-    found = runlog.latest(store, recipe)
-    assert len(found) == runlog.KEPT
-    assert found[0] == replace(LOG, time=LOG.time + runlog.KEPT + 4)
+    actual = runlog.latest(store, recipe)
+    assert len(actual) == runlog.KEPT
+    assert actual[0] == replace(LOG, time=LOG.time + runlog.KEPT + 4)
     assert runlog.latest(store, tmp_path / "other.yaml") == []
     (first, *others) = sorted((store.root / "runs").rglob("*.json"))
     first.write_text("{}")

@@ -58,7 +58,7 @@ def _with_tool_tokens() -> Tokenizer:
 TOKENIZERS = {**_tokenizers(), "tools": _with_tool_tokens()}
 
 
-GRAMMARS = {name: Grammars(found.vocabulary, SIZE, found.eos) for name, found in TOKENIZERS.items()}
+GRAMMARS = {name: Grammars(each.vocabulary, SIZE, each.eos) for name, each in TOKENIZERS.items()}
 
 
 RULES = "\n".join(f'r{i}: "a{i}" start?' for i in range(8000))

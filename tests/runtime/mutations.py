@@ -94,15 +94,15 @@ NUMBERS = [0, 1, 7, 0xFFF, 0x1000, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 
 def library(rng: random.Random, data: bytes) -> bytes:
     """Returns the headers of a shared library, and the tables that the system's loader reads."""
-    found = bytearray(data)
+    actual = bytearray(data)
     for _ in range(rng.randint(1, 2)):
         place, width = rng.choice(_fields(data))
-        (old,) = struct.unpack_from({1: "<B", 2: "<H", 4: "<I", 8: "<Q"}[width], found, place)
+        (old,) = struct.unpack_from({1: "<B", 2: "<H", 4: "<I", 8: "<Q"}[width], actual, place)
         new = rng.choice(
             [*NUMBERS, old + 1, old - 1, old + 0x1000, old * 2, old ^ 1 << rng.randrange(8 * width)]
         )
-        found[place : place + width] = (new % (1 << 8 * width)).to_bytes(width, "little")
-    return bytes(found)
+        actual[place : place + width] = (new % (1 << 8 * width)).to_bytes(width, "little")
+    return bytes(actual)
 
 
 def _fields(data: bytes) -> list[tuple[int, int]]:

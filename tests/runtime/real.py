@@ -39,7 +39,7 @@ def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
     kept = {
         name: tensor
         for name, tensor in tensors.items()
-        if (found := re.search(r"layers\.(\d+)\.", name)) is None or int(found[1]) < layers
+        if (match := re.search(r"layers\.(\d+)\.", name)) is None or int(match[1]) < layers
     }
     numpy.save_file(kept, out / "model.safetensors")
 

@@ -52,9 +52,9 @@ def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Non
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the environment of a child process that uses the runtime of this checkout, with one thread,
     since other tests run beside."""
-    found = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
+    by_name = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
     own = {"PYTHONPATH": str(ROOT / "runtime"), "PYTHONUNBUFFERED": "1", "TVM_NUM_THREADS": "1"}
-    return {**found, **own, **(extra or {})}
+    return {**by_name, **own, **(extra or {})}
 
 
 def run(
@@ -81,18 +81,18 @@ class Server:
     name: str
 
     def health(self) -> dict[str, int | str | bool]:
-        found: dict[str, int | str | bool] = httpx.get(
+        document: dict[str, int | str | bool] = httpx.get(
             f"{self.url}/health", timeout=WAIT, verify=PLAIN
         ).json()
-        return found
+        return document
 
     def wait_idle(self) -> dict[str, int | str | bool]:
         """Returns health, once no request runs or waits."""
         end = time.monotonic() + WAIT
-        while (found := self.health())["running"] or found["waiting"]:
-            assert time.monotonic() < end, found
+        while (actual := self.health())["running"] or actual["waiting"]:
+            assert time.monotonic() < end, actual
             time.sleep(0.01)
-        return found
+        return actual
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Sends the signal and returns the exit code. Raises TimeoutExpired after WAIT seconds."""
@@ -129,8 +129,8 @@ def program(
         try:
             assert process.stdout is not None
             ready = process.stdout.readline()
-            found = re.search(r"(\S+) (?:is|models are) ready at (\S+)", ready)
-            assert found is not None, (ready, process.wait(WAIT))
-            yield Server(process, found[2], ready, found[1])
+            match = re.search(r"(\S+) (?:is|models are) ready at (\S+)", ready)
+            assert match is not None, (ready, process.wait(WAIT))
+            yield Server(process, match[2], ready, match[1])
         finally:
             process.kill()

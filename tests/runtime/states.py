@@ -35,8 +35,8 @@ def main(bundle: Path, out: Path, texts: list[str]) -> None:
             weights[param.name] = stored[names[0]].astype(np.float32)
     model = reference.Reference(config, weights, np.float64, manifest.limits.context_window)
     listed = [[int(token) for token in text.split(",")] for text in texts]
-    found = [reference.hidden(model, tokens)[0] for tokens in listed]
-    np.save(out, np.concatenate(found))
+    results = [reference.hidden(model, tokens)[0] for tokens in listed]
+    np.save(out, np.concatenate(results))
 
 
 if __name__ == "__main__":

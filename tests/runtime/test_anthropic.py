@@ -115,11 +115,11 @@ def test_over_http(thinker: Server) -> None:
     text = "<think>\nHm.\n</think>\n\nFour. " + HERMES.write("add", {"a": 1, "b": "x"})
     messages = [{"role": "user", "content": say(text)}]
     asked: dict[str, Any] = {"messages": messages, "max_tokens": 400, "tools": [TOOL]}
-    found = post(thinker, "messages", **asked).json()
-    thought, words, call = found["content"]
+    document = post(thinker, "messages", **asked).json()
+    thought, words, call = document["content"]
     assert (thought["thinking"], words["text"], call["input"]) == ("Hm.", "Four. ", {"a": 1, "b": "x"})
-    assert (found["stop_reason"], call["name"], found["role"]) == ("tool_use", "add", "assistant")
-    usage = found["usage"]
+    assert (document["stop_reason"], call["name"], document["role"]) == ("tool_use", "add", "assistant")
+    usage = document["usage"]
     count = post(thinker, "messages/count_tokens", messages=asked["messages"], tools=[TOOL]).json()
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     lines = post(thinker, "messages", stream=True, **asked).text.splitlines()

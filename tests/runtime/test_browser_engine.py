@@ -103,8 +103,8 @@ def top_of(logits: NDArray[np.float32]) -> list[int]:
     words[2::2] = logits[order]
     bits = words.view(np.int32)
     bits[3::2] = order
-    found: list[int] = bits.tolist()
-    return found
+    actual: list[int] = bits.tolist()
+    return actual
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLINGS)))
@@ -148,10 +148,10 @@ def test_penalties_and_log_probabilities_equal_the_runtimes() -> None:
     expected = adjusted(logits, sampling, [0, 5], counts)
     assert call("adjust", asked) == expected.tolist()
     own, others = logprobs(logits, 3, 4)
-    found = call("logprobs", {"logits": logits.tolist(), "token": 3, "count": 4})
-    assert [token for token, _ in found] == [own.token, *(other.token for other in others)]
+    actual = call("logprobs", {"logits": logits.tolist(), "token": 3, "count": 4})
+    assert [token for token, _ in actual] == [own.token, *(other.token for other in others)]
     values = [own.logprob, *(other.logprob for other in others)]
-    np.testing.assert_allclose([value for _, value in found], values, atol=1e-6)
+    np.testing.assert_allclose([value for _, value in actual], values, atol=1e-6)
 
 
 GPT4 = (
@@ -280,11 +280,11 @@ def compare(directory: Path, texts: Sequence[str]) -> None:
     encoded, decoded = calls(
         ("encode", {**files, "texts": texts}), ("decode", {**files, "lists": lists, "stop": ["fox", " b"]})
     )
-    for text, found, right in zip(texts, encoded["value"], expected, strict=True):
-        assert found == right, text
-    for tokens, found in zip(lists, decoded["value"], strict=True):
+    for text, actual, right in zip(texts, encoded["value"], expected, strict=True):
+        assert actual == right, text
+    for tokens, actual in zip(lists, decoded["value"], strict=True):
         stream = own.stream(["fox", " b"], message=True)
-        assert found == [*(stream.push(token) for token in tokens), stream.finish()], tokens
+        assert actual == [*(stream.push(token) for token in tokens), stream.finish()], tokens
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -25,28 +25,28 @@ WEIGHTS = "weights-00001-of-00001.safetensors"
 
 
 def document(path: Path) -> dict[str, Json]:
-    found: dict[str, Json] = json.loads((path / "bundle.json").read_bytes())
-    return found
+    actual: dict[str, Json] = json.loads((path / "bundle.json").read_bytes())
+    return actual
 
 
-def section(found: dict[str, Json], key: str) -> dict[str, Json]:
-    inner = found[key]
+def section(actual: dict[str, Json], key: str) -> dict[str, Json]:
+    inner = actual[key]
     assert isinstance(inner, dict)
     return inner
 
 
 def edit(path: Path, change: Callable[[dict[str, Json]], object]) -> None:
     """Applies a change to the manifest of a bundle, as an editor would."""
-    found = document(path)
-    change(found)
-    (path / "bundle.json").write_text(json.dumps(found))
+    actual = document(path)
+    change(actual)
+    (path / "bundle.json").write_text(json.dumps(actual))
 
 
 def reseal(path: Path) -> None:
     """Makes sizes and digests agree with the files again: what is wrong is then found by other checks."""
 
-    def change(found: dict[str, Json]) -> None:
-        for name, entry in section(found, "files").items():
+    def change(actual: dict[str, Json]) -> None:
+        for name, entry in section(actual, "files").items():
             assert isinstance(entry, dict)
             file = toy.describe(path / name)
             entry.update(blake3=file.blake3, size=file.size)
@@ -56,7 +56,7 @@ def reseal(path: Path) -> None:
 
 def put(key: str, value: Json, inside: str | None = None) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
-        edit(path, lambda found: (section(found, inside) if inside else found).update({key: value}))
+        edit(path, lambda actual: (section(actual, inside) if inside else actual).update({key: value}))
 
     return damage
 
@@ -97,8 +97,8 @@ def header(**changes: Json) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         data = (path / WEIGHTS).read_bytes()
         length = int.from_bytes(data[:8], "little")
-        found = json.loads(data[8 : 8 + length]) | changes
-        text = json.dumps(found).encode()
+        actual = json.loads(data[8 : 8 + length]) | changes
+        text = json.dumps(actual).encode()
         (path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         reseal(path)
 
@@ -164,7 +164,7 @@ def directory_instead(path: Path) -> None:
 
 def no_tokenizer(path: Path) -> None:
     (path / "tokenizer.json").unlink()
-    edit(path, lambda found: section(found, "files").pop("tokenizer.json"))
+    edit(path, lambda actual: section(actual, "files").pop("tokenizer.json"))
 
 
 Damage = tuple[str, Callable[[Path], None], str]
@@ -341,11 +341,11 @@ def test_any_value_in_any_place_gives_a_manifest_or_a_sentence(value: Json, plac
     assert isinstance(target, dict)
     target[last] = value
     try:
-        found = bundle.parse(good)
+        parsed = bundle.parse(good)
     except FieldError as error:
         assert "\n" not in str(error)
     else:
-        assert bundle.parse(json.loads(found.to_bytes())) == found
+        assert bundle.parse(json.loads(parsed.to_bytes())) == parsed
 
 
 def paths(value: Json, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -402,9 +402,9 @@ def test_the_window_is_that_of_the_layer_with_the_longest_memory(
 
 def test_the_signature_is_fixed() -> None:
     """A changed value here makes every bundle unreadable: a new format, on purpose."""
-    found = bundle.signature([("a", (2, 3), "float32", "plain"), ("b", (4,), "uint8", "x16")])
-    assert found == "b21459c6916f36b6b37bbad83fcf6297cd1db5acdb8425090a448d79544ea616"
-    assert bundle.signature([]) != found
+    actual = bundle.signature([("a", (2, 3), "float32", "plain"), ("b", (4,), "uint8", "x16")])
+    assert actual == "b21459c6916f36b6b37bbad83fcf6297cd1db5acdb8425090a448d79544ea616"
+    assert bundle.signature([]) != actual
 
 
 def test_the_weights_header_gives_places(toy_bundle: Path) -> None:

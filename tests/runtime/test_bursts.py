@@ -100,8 +100,8 @@ def begin(
 
 @pytest.fixture(params=["cpu_toy_bundle", "numpy_toy_bundle", "tiny_bundle", "window_bundle"])
 def bundle(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.getfixturevalue(request.param)
-    return found
+    actual: Path = request.getfixturevalue(request.param)
+    return actual
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ CONSTRAINTS = [
 def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Request]:
     """Returns random requests. `share`: fraction of those with constraints."""
     source = random.Random(seed)
-    found = []
+    results = []
     for _ in range(12):
         size = source.randrange(1, 60)
         prompt = tuple(source.randrange(256) for _ in range(size))
@@ -198,8 +198,8 @@ def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Reque
         if source.random() < share:
             compiled = engine.grammars.compiled(source.choice(CONSTRAINTS), message=False)
             whole = replace(whole, constraint=compiled)
-        found.append(whole)
-    return [*found, replace(found[0], logprobs=1, max_tokens=9)]
+        results.append(whole)
+    return [*results, replace(results[0], logprobs=1, max_tokens=9)]
 
 
 @pytest.mark.parametrize("pages", [None, 14])
@@ -215,17 +215,17 @@ def test_answers_are_what_they_are_step_by_step(
         engine = begin(bundle, Counted, pages)
         counted: Any = engine.executor
         context = min(engine.manifest.limits.context_window, counted.pages * 16, 200)
-        given = requests(engine, seed, context, share)
-        found = [drain(queue) for queue in [ask(engine, request) for request in given]]
+        inputs = requests(engine, seed, context, share)
+        results = [drain(queue) for queue in [ask(engine, request) for request in inputs]]
         wait_idle(engine)
-        assert all(event.error is None for events in found for event in events)
+        assert all(event.error is None for events in results for event in events)
         assert engine.state().free_pages == engine.state().pages
         free, constrained = max(counted.bursts, default=0) > 2, max(counted.guided, default=0) > 2
         assert (free or constrained) == (seconds > 1)
         if share in (0, 1):  # else it depends on when they came whether some are alone with their kind
             assert (free, constrained) == (seconds > 1 and share == 0, seconds > 1 and share == 1)
         assert engine.close()
-        return [[(event.text, event.tokens, event.finish) for event in events] for events in found]
+        return [[(event.text, event.tokens, event.finish) for event in events] for events in results]
 
     assert answers(60.0) == answers(1e-9)
 
@@ -394,9 +394,9 @@ def test_a_failure_ends_its_requests_and_no_others(toy_bundle: Path, wrong: bool
     broken.wrong = wrong
     try:
         queues = [ask(engine, greedy([n], 120)) for n in range(3)]
-        found = [drain(queue)[-1] for queue in queues]
+        results = [drain(queue)[-1] for queue in queues]
         words = "the model's logits are not numbers" if wrong else "the model has failed: a kernel has failed"
-        assert any(isinstance(event.error, EngineError) and str(event.error) == words for event in found)
+        assert any(isinstance(event.error, EngineError) and str(event.error) == words for event in results)
         wait_idle(engine)
         assert engine.state().free_pages == engine.state().pages
         broken.left = 1000

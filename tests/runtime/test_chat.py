@@ -142,7 +142,7 @@ class Terminal:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.execvpe(command[0], list(command), shared.environment())
-        self.seen = ""
+        self.unread = ""
 
     def send(self, text: str) -> None:
         os.write(self.file, text.encode())
@@ -150,19 +150,19 @@ class Terminal:
     def wait_for(self, text: str) -> str:
         """Reads until `text` has come; returns all up to it, and forgets that."""
         end = time.monotonic() + shared.WAIT
-        while text not in self.seen:
-            assert time.monotonic() < end, self.seen
+        while text not in self.unread:
+            assert time.monotonic() < end, self.unread
             if select.select([self.file], [], [], 0.1)[0]:
-                self.seen += os.read(self.file, 4096).decode(errors="replace")
-        before, _, self.seen = self.seen.partition(text)
+                self.unread += os.read(self.file, 4096).decode(errors="replace")
+        before, _, self.unread = self.unread.partition(text)
         return before
 
     def wait_for_some(self) -> None:
         """Reads until anything but line ends has come."""
         end = time.monotonic() + shared.WAIT
-        while not self.seen.strip():
-            assert time.monotonic() < end, self.seen
-            self.seen += os.read(self.file, 4096).decode(errors="replace")
+        while not self.unread.strip():
+            assert time.monotonic() < end, self.unread
+            self.unread += os.read(self.file, 4096).decode(errors="replace")
 
     def exit_code(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -34,11 +34,11 @@ QUICK = {"messages": HI, "max_tokens": 2}
 
 
 def render(source: str, **options: str) -> str:
-    found = ChatTemplate(source, {"bos_token": "<s>"})
+    actual = ChatTemplate(source, {"bos_token": "<s>"})
     try:
-        return found.render(MESSAGES, dict(options))
+        return actual.render(MESSAGES, dict(options))
     finally:
-        found.close()
+        actual.close()
 
 
 def test_what_templates_may_use() -> None:
@@ -132,28 +132,28 @@ def test_a_surrogate_of_the_client() -> None:
 
 
 def test_a_renderer_goes_on_after_a_failure() -> None:
-    found = ChatTemplate(ENDLESS, {})
+    actual = ChatTemplate(ENDLESS, {})
     try:
-        assert found.render(MESSAGES, {}) == "hi"
+        assert actual.render(MESSAGES, {}) == "hi"
         with pytest.raises(RequestError, match="more than 2 s"):
-            found.render([{"content": "loop"}], {})
-        assert found.render(MESSAGES, {}) == "hi"
-        assert found._short.child.process is not None
-        os.kill(found._short.child.process.pid, signal.SIGSEGV)
-        found._short.child.process.wait()
-        assert found.render(MESSAGES, {}) == "hi"
+            actual.render([{"content": "loop"}], {})
+        assert actual.render(MESSAGES, {}) == "hi"
+        assert actual._short.child.process is not None
+        os.kill(actual._short.child.process.pid, signal.SIGSEGV)
+        actual._short.child.process.wait()
+        assert actual.render(MESSAGES, {}) == "hi"
     finally:
-        found.close()
+        actual.close()
 
 
 def test_others_do_not_wait_for_a_template_that_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ChatTemplate(ENDLESS, {})
+    actual = ChatTemplate(ENDLESS, {})
     with ThreadPoolExecutor(6) as pool:
         with pytest.raises(RequestError, match="more than 2 s"):
-            found.render([{"content": "loop"}], {})
-        asked = [pool.submit(found.render, [{"content": "loop"}], {}) for _ in range(6)]
+            actual.render([{"content": "loop"}], {})
+        asked = [pool.submit(actual.render, [{"content": "loop"}], {}) for _ in range(6)]
         errors = [error for each in asked if isinstance(error := each.exception(), RequestError)]
-    found.close()
+    actual.close()
     assert sorted(error.status for error in errors) == [422, *[503] * 5]
     assert any("other requests wait for it: try later" in str(error) for error in errors)
 
@@ -187,17 +187,17 @@ def test_long_conversations_have_longer() -> None:
 
 
 def test_closing_ends_what_is_rendered() -> None:
-    found = ChatTemplate(ENDLESS, {})
-    assert found.render(MESSAGES, {}) == "hi"
-    threading.Timer(0.3, found.close).start()
+    actual = ChatTemplate(ENDLESS, {})
+    assert actual.render(MESSAGES, {}) == "hi"
+    threading.Timer(0.3, actual.close).start()
     begun, computed = time.monotonic(), time.thread_time()
     with pytest.raises(RequestError):
-        found.render([{"content": "loop"}], {})
+        actual.render([{"content": "loop"}], {})
     assert time.thread_time() - computed < (time.monotonic() - begun) / 2, "it waits without computing"
-    process = found._short.child.process
+    process = actual._short.child.process
     assert process is None or process.poll() is not None
     with pytest.raises(RequestError):
-        found.render(MESSAGES, {})
+        actual.render(MESSAGES, {})
 
 
 def test_a_renderer_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

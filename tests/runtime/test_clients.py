@@ -148,9 +148,9 @@ def test_langchain_embeddings(real: Server) -> None:
 
 
 def test_the_document_has_what_bodies_are_checked_with(server: Server) -> None:
-    found = httpx.get(f"{server.url}/openapi.json", timeout=shared.WAIT).json()
-    assert found["openapi"].startswith("3.1")
-    schemas = found["components"]["schemas"]
+    document = httpx.get(f"{server.url}/openapi.json", timeout=shared.WAIT).json()
+    assert document["openapi"].startswith("3.1")
+    schemas = document["components"]["schemas"]
     tables = {
         "ChatCompletions": api.CHAT,
         "Completions": api.COMPLETION,
@@ -163,8 +163,8 @@ def test_the_document_has_what_bodies_are_checked_with(server: Server) -> None:
         assert schemas[name]["additionalProperties"] is False
     temperature = schemas["ChatCompletions"]["properties"]["temperature"]["anyOf"][0]
     assert temperature == {"type": "number", "minimum": 0, "maximum": 2}
-    assert "refused" in found["info"]["description"]
-    assert "security" not in found
+    assert "refused" in document["info"]["description"]
+    assert "security" not in document
     assert openapi.document(keys=True)["security"] == [{"key": []}]
     routes = {"/", "/metrics", "/openapi.json"}
-    assert not routes & set(found["paths"])
+    assert not routes & set(document["paths"])

@@ -50,9 +50,9 @@ def test_constrained_answers_are_as_likely_as_among_those_that_fit(sample: Sampl
     pattern, draws, total = "[a-d][ef]{4}", np.random.default_rng(3), 4000
     rows = draws.normal(0, 0.5, (2, SIZE)).astype(np.float32)
     matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
-    known = np.zeros(SIZE, np.bool_)
-    known[allowed_by(matcher)] = True
-    rows[:, known] += 4  # about half of what the model wants
+    entries = np.zeros(SIZE, np.bool_)
+    entries[allowed_by(matcher)] = True
+    rows[:, entries] += 4  # about half of what the model wants
     exact: dict[tuple[int, ...], float] = {}
     for first in allowed_by(matcher).nonzero()[0].tolist():
         after = matcher.after([first])
@@ -73,13 +73,13 @@ def test_constrained_answers_are_as_likely_as_among_those_that_fit(sample: Sampl
 def test_the_most_likely_of_those_that_fit(sample: Sample) -> None:
     draws, pattern = np.random.default_rng(5), "([a-z]{1,3} |[0-9]+;)*"
     rows = draws.standard_normal((12, SIZE)).astype(np.float32)
-    found = sequence(sample, pattern, Sampling(0))
+    actual = sequence(sample, pattern, Sampling(0))
     matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
     for row in rows:
-        assert not told(sample, found, row).last
-        wanted = int(np.where(allowed_by(matcher), row, -np.inf).argmax())
-        assert found.tokens[-1] == wanted
-        matcher.take(wanted)
+        assert not told(sample, actual, row).last
+        expected = int(np.where(allowed_by(matcher), row, -np.inf).argmax())
+        assert actual.tokens[-1] == expected
+        matcher.take(expected)
 
 
 def test_answers_that_follow_by_themselves_need_no_mask(
@@ -101,47 +101,47 @@ def test_masks_are_there_before_the_model_is_asked(
 ) -> None:
     """Where one will be needed: what the model wants did not fit, or cannot be tried."""
     monkeypatch.setattr(Backoff, "LONGEST", 1 << 30)
-    found = sequence(sample, "[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
+    actual = sequence(sample, "[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
     token_id = TOKENIZERS["json"].vocabulary.token_id
     row, masks = np.zeros(SIZE, np.float32), 0
     row[token_id("a" if follows else "z")] = 100
     for _ in range(11):
-        told(sample, found, row)
-        found.length += 1
-        masks += found.sampling_params(1) != [SKIP] and found.mask is not None
+        told(sample, actual, row)
+        actual.length += 1
+        masks += actual.sampling_params(1) != [SKIP] and actual.mask is not None
     assert abs(masks - expected) <= 3, "tries that are made between"
 
 
 def test_where_a_text_must_come_no_mask_is_made(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, bits = list[Matcher](), Matcher._bits
+    created, bits = list[Matcher](), Matcher._bits
 
     def counted(self: Matcher) -> Mask:
-        made.append(self)
+        created.append(self)
         return bits(self)
 
     monkeypatch.setattr(Matcher, "_bits", counted)
-    found, logits = sequence(sample, "[ab]hello[cd]", Sampling(0)), np.zeros((1, SIZE), np.float32)
-    result = StepOutput(sample(logits, found.sampling_params(1), []), lambda: logits)
-    assert found.advance(SequenceRows(result, 0, 1))
-    assert found.next_input() is None and len(made) == 1
-    assert "".join(event.text for event in found.take_events()) in ("ahello", "bhello")
+    actual, logits = sequence(sample, "[ab]hello[cd]", Sampling(0)), np.zeros((1, SIZE), np.float32)
+    result = StepOutput(sample(logits, actual.sampling_params(1), []), lambda: logits)
+    assert actual.advance(SequenceRows(result, 0, 1))
+    assert actual.next_input() is None and len(created) == 1
+    assert "".join(event.text for event in actual.take_events()) in ("ahello", "bhello")
 
 
 def test_a_guess_leaves_logits_as_they_are(sample: Sample) -> None:
     """How far it is ahead of others is looked at after it."""
-    found, row = sequence(sample, "[ab]{9}", Sampling(0)), np.zeros(SIZE, np.float32)
-    assert found.propose(row) and not row.any()
-    assert TOKENIZERS["json"].vocabulary.token_bytes(found.draft.tokens[0]).strip(b"ab") == b""
+    actual, row = sequence(sample, "[ab]{9}", Sampling(0)), np.zeros(SIZE, np.float32)
+    assert actual.propose(row) and not row.any()
+    assert TOKENIZERS["json"].vocabulary.token_bytes(actual.draft.tokens[0]).strip(b"ab") == b""
 
 
 def test_log_probabilities_are_of_all_tokens(sample: Sample) -> None:
     """So the library must not mask them."""
-    found = sequence(sample, "[ab]{50}", Sampling(0, top_k=5))
-    found.request = replace(found.request, logprobs=1, sampling=Sampling(1.0, top_k=5, seed=1))
+    actual = sequence(sample, "[ab]{50}", Sampling(0, top_k=5))
+    actual.request = replace(actual.request, logprobs=1, sampling=Sampling(1.0, top_k=5, seed=1))
     row = np.zeros(SIZE, np.float32)
     row[TOKENIZERS["json"].vocabulary.token_id("z")] = 100
-    event = told(sample, found, row)
-    assert found.mask is None and event.text in "ab" and event.logprob is not None
+    event = told(sample, actual, row)
+    assert actual.mask is None and event.text in "ab" and event.logprob is not None
     assert event.logprob.logprob == pytest.approx(-100)
     assert event.alternatives[0].logprob == pytest.approx(0)
 
@@ -150,12 +150,12 @@ def test_backoff_skips_more_tokens_after_each_violation() -> None:
     """Tries in vain become rare, and come back with success."""
 
     def tries(fits: List[bool], start: int) -> list[bool]:
-        found = []
+        results = []
         for place, fit in enumerate(fits, start):
-            found.append(backoff.due(place))
-            if found[-1]:
+            results.append(backoff.due(place))
+            if results[-1]:
                 backoff.settle(place, fit)
-        return found
+        return results
 
     backoff = Backoff()
     assert all(tries([True] * 20, 0))

@@ -229,9 +229,9 @@ def test_weights_and_cache_ask_for_large_pages(tiny_bundle: Path) -> None:
     areas = re.split(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     for array in (cache, file):
         middle = array.ctypes.data + array.nbytes // 2
-        (found,) = [
-            told
-            for start, end, told in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
+        (actual,) = [
+            output
+            for start, end, output in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
             if int(start, 16) <= middle < int(end, 16)
         ]
-        assert re.search(r"^VmFlags:.* hg ", found, re.MULTILINE)
+        assert re.search(r"^VmFlags:.* hg ", actual, re.MULTILINE)

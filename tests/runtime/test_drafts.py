@@ -14,17 +14,17 @@ from mlcbuild_runtime.engine.drafts import Credit, Lookup, Odds, Prediction, Pri
 def test_lookup_is_what_followed_the_longest_known_end(tokens: list[int], count: int) -> None:
     lookup = Lookup()
     for end in range(1, len(tokens) + 1):
-        text, found = tokens[:end], lookup.propose(tokens[:end], count)
-        wanted = []
+        text, actual = tokens[:end], lookup.propose(tokens[:end], count)
+        expected = []
         for size in (4, 3, 2):
             places = [i for i in range(size, end) if size <= end and text[i - size : i] == text[end - size :]]
             if places:
                 whole = text[:]
                 for i in range(count):
                     whole.append(whole[places[-1] + i])
-                wanted = whole[end:]
+                expected = whole[end:]
                 break
-        assert found == wanted
+        assert actual == expected
 
 
 @settings(max_examples=50)
@@ -66,7 +66,7 @@ def test_prices_come_from_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "count", "wanted"),
+    ("answer", "count", "expected"),
     [
         ([], 3, [1, 2, 3]),
         ([1, 2], 3, [3, 4, 5]),
@@ -76,12 +76,12 @@ def test_prices_come_from_times() -> None:
         ([9, 9, 1, 2], 2, [3, 4]),
     ],
 )
-def test_a_prediction_is_taken_up_again(answer: list[int], count: int, wanted: list[int]) -> None:
-    assert Prediction(range(1, 9)).propose(answer, count) == wanted
+def test_a_prediction_is_taken_up_again(answer: list[int], count: int, expected: list[int]) -> None:
+    assert Prediction(range(1, 9)).propose(answer, count) == expected
     step_by_step = Prediction(range(1, 9))
     for size in range(len(answer) + 1):
-        found = step_by_step.propose(answer[:size], count)
-    assert found == wanted
+        actual = step_by_step.propose(answer[:size], count)
+    assert actual == expected
 
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=3, max_size=50), count=st.integers(1, 6))
@@ -90,22 +90,22 @@ def test_lookup_branches_where_something_else_followed(tokens: list[int], count:
     lookup = Lookup()
     draft = lookup.propose(tokens, 5)
     left = count
-    wanted = []
+    expected = []
     for begin, token in enumerate(draft):
         text = [*tokens, *draft[:begin]]
-        known: list[int] = []
+        entries: list[int] = []
         for size in (4, 3, 2):
             ngram = text[-size:]
-            known = [i for i in range(size, len(tokens)) if tokens[i - size : i] == ngram]
-            if known:
+            entries = [i for i in range(size, len(tokens)) if tokens[i - size : i] == ngram]
+            if entries:
                 break
-        others = dict.fromkeys(tokens[i] for i in reversed(known))
+        others = dict.fromkeys(tokens[i] for i in reversed(entries))
         for other in list(others)[:2]:
             if other != token and left > 0:
-                place = max(i for i in known if tokens[i] == other)
-                wanted.append((begin, tokens[place : place + min(left, 2)]))
-                left -= len(wanted[-1][1])
-    assert [(each.start, each.tokens) for each in lookup.others(tokens, draft, count)] == wanted
+                place = max(i for i in entries if tokens[i] == other)
+                expected.append((begin, tokens[place : place + min(left, 2)]))
+                left -= len(expected[-1][1])
+    assert [(each.start, each.tokens) for each in lookup.others(tokens, draft, count)] == expected
 
 
 def test_as_many_tokens_as_rows_are_cheap() -> None:

@@ -62,9 +62,9 @@ def the_runtime(path: Path) -> None:
 def find_runtime() -> Path:
     from mlcbuild.bundles.assemble import tvm_runtime
 
-    found = tvm_runtime()
-    assert found is not None
-    return found
+    actual = tvm_runtime()
+    assert actual is not None
+    return actual
 
 
 _DYNAMIC, _RELRO, _INIT = 2, 0x6474E552, 12
@@ -115,5 +115,5 @@ def test_libraries_of_this_machine_are_whole() -> None:
     """No library that a linker made is refused."""
     import numpy
 
-    found = list(Path(numpy.__file__).parent.rglob("*.so"))
-    assert found and all(binary.check(path) for path in found)
+    items = list(Path(numpy.__file__).parent.rglob("*.so"))
+    assert items and all(binary.check(path) for path in items)

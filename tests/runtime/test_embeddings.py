@@ -67,13 +67,13 @@ def pooled(states: list[NDArray[np.float64]], kind: str) -> NDArray[np.float64]:
 
 
 def test_the_last_token_speaks_for_a_text(real: Server, states: list[NDArray[np.float64]]) -> None:
-    found = ask(real, input=TEXTS)
-    assert found["model"] == real.name
-    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == sum(map(len, states))
-    assert np.abs(vectors(found) - pooled(states, "last")).max() < 2e-3
-    assert np.allclose(np.linalg.norm(vectors(found), axis=1), 1)
+    actual = ask(real, input=TEXTS)
+    assert actual["model"] == real.name
+    assert actual["usage"]["prompt_tokens"] == actual["usage"]["total_tokens"] == sum(map(len, states))
+    assert np.abs(vectors(actual) - pooled(states, "last")).max() < 2e-3
+    assert np.allclose(np.linalg.norm(vectors(actual), axis=1), 1)
     # What the cache holds, and who shares the step, changes nothing but the rounding.
-    assert np.abs(vectors(ask(real, input=TEXTS[2])) - vectors(found)[2:]).max() < 1e-4
+    assert np.abs(vectors(ask(real, input=TEXTS[2])) - vectors(actual)[2:]).max() < 1e-4
 
 
 def test_the_mean_of_all_tokens(tiny_bundle: Path, states: list[NDArray[np.float64]]) -> None:
@@ -99,33 +99,33 @@ def test_the_official_client(real: Server, tiny_bundle: Path) -> None:
 
 
 def test_base64_is_little_endian_float32(real: Server) -> None:
-    found = ask(real, input="a b", encoding_format="base64")["data"][0]["embedding"]
+    actual = ask(real, input="a b", encoding_format="base64")["data"][0]["embedding"]
     plain = ask(real, input="a b")["data"][0]["embedding"]
-    assert np.allclose(np.frombuffer(base64.b64decode(found), "<f4"), plain, atol=1e-6)
+    assert np.allclose(np.frombuffer(base64.b64decode(actual), "<f4"), plain, atol=1e-6)
 
 
 def test_more_texts_than_places(tiny_bundle: Path) -> None:
     with shared.serving(tiny_bundle, "--max-batch", "2", "--max-waiting", "70") as server:
         texts = [f"number {i}" for i in range(150)]
-        found = vectors(ask(server, input=texts))
-        assert len(found) == 150
-        assert np.abs(found[[149]] - vectors(ask(server, input=texts[149]))).max() < 1e-4
+        actual = vectors(ask(server, input=texts))
+        assert len(actual) == 150
+        assert np.abs(actual[[149]] - vectors(ask(server, input=texts[149]))).max() < 1e-4
         assert server.wait_idle()["running"] == 0
 
 
 def test_in_this_process(tiny_bundle: Path, real: Server) -> None:
-    wanted = ask(real, input=TEXTS[:2])
+    expected = ask(real, input=TEXTS[:2])
 
     async def later() -> Any:
         async with AsyncEngine(tiny_bundle, threads=1) as engine:
             return await engine.embeddings.create(input=TEXTS[:2])
 
     with Engine(tiny_bundle, threads=1) as engine:
-        found = engine.embeddings.create(input=TEXTS[:2])
+        actual = engine.embeddings.create(input=TEXTS[:2])
         answer = engine.completions.create(prompt=TEXTS[0], max_tokens=4)
-    assert np.abs(vectors(found) - vectors(wanted)).max() < 1e-4
+    assert np.abs(vectors(actual) - vectors(expected)).max() < 1e-4
     assert answer["usage"]
-    assert np.abs(vectors(asyncio.run(later())) - vectors(wanted)).max() < 1e-4
+    assert np.abs(vectors(asyncio.run(later())) - vectors(expected)).max() < 1e-4
 
 
 @pytest.mark.parametrize(

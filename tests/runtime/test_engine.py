@@ -105,10 +105,10 @@ def held(engine: Engine) -> Iterator[None]:
 
 
 def drain(events: SimpleQueue[Event]) -> list[Event]:
-    found = [events.get(timeout=120)]
-    while not found[-1].last:
-        found.append(events.get(timeout=120))
-    return found
+    results = [events.get(timeout=120)]
+    while not results[-1].last:
+        results.append(events.get(timeout=120))
+    return results
 
 
 def tokens_of(events: list[Event]) -> list[int]:
@@ -205,10 +205,10 @@ def test_max_batch_is_respected(toy_bundle: Path) -> None:
     engine = start(toy_bundle, max_batch=2)
     try:
         queues = [ask(engine, greedy([i], 200)) for i in range(5)]
-        seen = set()
+        names_read = set()
         while engine.state().running or engine.state().waiting:
-            seen.add(engine.state().running)
-        assert max(seen) <= 2
+            names_read.add(engine.state().running)
+        assert max(names_read) <= 2
         assert all(drain(events)[-1].finish == "length" for events in queues)
     finally:
         engine.close()
@@ -294,8 +294,8 @@ def test_submitting_from_many_threads(engine: Engine) -> None:
     def work(first: int) -> None:
         for i in range(5):
             prompt = [first, i]
-            found = tokens_of(drain(ask(engine, greedy(prompt, 10))))
-            results.put(found == toy.expected(prompt, 10))
+            tokens = tokens_of(drain(ask(engine, greedy(prompt, 10))))
+            results.put(tokens == toy.expected(prompt, 10))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -338,8 +338,8 @@ def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, pa
                 plain = Request(tuple(range(seed, 30 + 2 * seed)), 70, sampling, constraint=compiled)
                 for queues, logprobs in zip(asked, (None, 0), strict=True):
                     queues.append(ask(engine, replace(plain, logprobs=logprobs)))
-        found, wanted = ([drain(queue) for queue in queues] for queues in asked)
-        for few, all_ in zip(found, wanted, strict=True):
+        actual, expected = ([drain(queue) for queue in queues] for queues in asked)
+        for few, all_ in zip(actual, expected, strict=True):
             assert text_of(few) == text_of(all_)
             assert (len(few), few[-1].tokens, few[-1].finish) == (len(all_), all_[-1].tokens, all_[-1].finish)
         wait_idle(engine)
@@ -370,11 +370,11 @@ def test_forced_tokens_end_where_the_answer_may_be_no_longer(toy_bundle: Path) -
         assert (stopped[-1].finish, text_of(stopped)) == ("stop", "")
         queue: SimpleQueue[Event] = SimpleQueue()
         ticket = engine.submit(Request((1,), 40, GREEDY, constraint=compiled), queue.put, window=5)
-        told: list[Event] = []
-        while not told or not told[-1].last:
-            told.append(queue.get(timeout=120))
-            assert queue.qsize() + len(told) <= ticket.delivered <= len(told) + 5
+        output: list[Event] = []
+        while not output or not output[-1].last:
+            output.append(queue.get(timeout=120))
+            assert queue.qsize() + len(output) <= ticket.delivered <= len(output) + 5
             ticket.read()
-        assert text_of(told) == "a" * 40
+        assert text_of(output) == "a" * 40
     finally:
         engine.close()

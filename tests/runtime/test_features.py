@@ -68,11 +68,11 @@ def test_several_chats_with_usage(client: openai.OpenAI, server: Server) -> None
 
 def test_several_prompts(server: Server, toy_bundle: Path) -> None:
     tokenizer = Tokenizer.load(toy_bundle)
-    found = complete(server, prompt=["one", "two", "three"], max_tokens=5, n=2)
+    answer = complete(server, prompt=["one", "two", "three"], max_tokens=5, n=2)
     texts = [text_of(toy_bundle, tokenizer.encode(text), 5) for text in ("one", "two", "three")]
-    assert [choice["text"] for choice in found["choices"]] == [text for text in texts for _ in range(2)]
-    assert [choice["index"] for choice in found["choices"]] == list(range(6))
-    assert found["usage"]["prompt_tokens"] == 4 + 4 + 6
+    assert [choice["text"] for choice in answer["choices"]] == [text for text in texts for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert answer["usage"]["prompt_tokens"] == 4 + 4 + 6
     by_tokens = complete(server, prompt=[tokenizer.encode("one"), tokenizer.encode("two")], max_tokens=5)
     assert [choice["text"] for choice in by_tokens["choices"]] == texts[:2]
 
@@ -110,11 +110,11 @@ def test_penalties_and_biases_change_the_answer(server: Server) -> None:
 
 def test_tokenize_and_back(server: Server, toy_bundle: Path) -> None:
     tokenizer = Tokenizer.load(toy_bundle)
-    found = post(server, "/tokenize", {"prompt": "héllo", "model": server.name}).json()
-    assert found == {"tokens": tokenizer.encode("héllo"), "count": 7, "max_model_len": 256}
+    document = post(server, "/tokenize", {"prompt": "héllo", "model": server.name}).json()
+    assert document == {"tokens": tokenizer.encode("héllo"), "count": 7, "max_model_len": 256}
     bare = post(server, "/tokenize", {"prompt": "héllo", "add_special_tokens": False}).json()
-    assert bare["tokens"] == found["tokens"][1:]
-    assert post(server, "/detokenize", {"tokens": found["tokens"]}).json()["prompt"] == "héllo"
+    assert bare["tokens"] == document["tokens"][1:]
+    assert post(server, "/detokenize", {"tokens": document["tokens"]}).json()["prompt"] == "héllo"
     chat = post(server, "/tokenize", {"messages": HI}).json()
     assert chat["tokens"] == tokenizer.chat(HI)
 
@@ -135,19 +135,19 @@ def test_metrics(toy_bundle: Path) -> None:
         for _ in range(2):
             complete(server, prompt=list(range(40)), max_tokens=5)
         post(server, "/v1/completions", {"prompt": [300]})
-        found = samples(server)
-    assert found["mlcbuild_requests_totallength"] == 2
-    assert found["mlcbuild_prompt_tokens_total"] == 40 + 8
-    assert found["mlcbuild_prompt_tokens_cached_total"] == 32
-    assert found["mlcbuild_answer_tokens_total"] == 10
-    assert found["mlcbuild_first_token_seconds_count"] == found["mlcbuild_token_seconds_count"] == 2
-    assert 0 < found["mlcbuild_first_token_seconds_sum"] <= found["mlcbuild_request_seconds_sum"]
-    assert found["mlcbuild_kv_pages"] == found["mlcbuild_kv_pages_free"] == 64
-    assert found["mlcbuild_kv_pages_cached"] == 2
-    assert found["mlcbuild_requests_running"] == found["mlcbuild_requests_waiting"] == 0
-    assert found["mlcbuild_preemptions_total"] == 0
-    assert found["mlcbuild_decode_steps_total"] == 8, "the first of five tokens is of the prefill"
-    assert found["mlcbuild_errors_total400"] == 1
+        metrics = samples(server)
+    assert metrics["mlcbuild_requests_totallength"] == 2
+    assert metrics["mlcbuild_prompt_tokens_total"] == 40 + 8
+    assert metrics["mlcbuild_prompt_tokens_cached_total"] == 32
+    assert metrics["mlcbuild_answer_tokens_total"] == 10
+    assert metrics["mlcbuild_first_token_seconds_count"] == metrics["mlcbuild_token_seconds_count"] == 2
+    assert 0 < metrics["mlcbuild_first_token_seconds_sum"] <= metrics["mlcbuild_request_seconds_sum"]
+    assert metrics["mlcbuild_kv_pages"] == metrics["mlcbuild_kv_pages_free"] == 64
+    assert metrics["mlcbuild_kv_pages_cached"] == 2
+    assert metrics["mlcbuild_requests_running"] == metrics["mlcbuild_requests_waiting"] == 0
+    assert metrics["mlcbuild_preemptions_total"] == 0
+    assert metrics["mlcbuild_decode_steps_total"] == 8, "the first of five tokens is of the prefill"
+    assert metrics["mlcbuild_errors_total400"] == 1
 
 
 def test_keys_and_origins(toy_bundle: Path) -> None:
@@ -165,8 +165,8 @@ def test_keys_and_origins(toy_bundle: Path) -> None:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="first") as client:
             assert client.models.list().data
         for wrong in (b"Bearer firs", b"Bearer", b"Basic first", b"first", b"Bearer \xff"):
-            found = httpx.get(f"{server.url}/v1/models", headers={b"Authorization": wrong})
-            assert found.status_code == 401, wrong
+            reply = httpx.get(f"{server.url}/v1/models", headers={b"Authorization": wrong})
+            assert reply.status_code == 401, wrong
         asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
         leave = httpx.options(f"{server.url}/v1/chat/completions", headers=asks)
         assert leave.headers["access-control-allow-origin"] == "https://page.example"

@@ -135,8 +135,8 @@ def said(server: Server, text: str, **fields: Any) -> tuple[str, str]:
 
 def test_ends_of_answers(lenient: Server) -> None:
     url = f"{lenient.url}/tokenize"
-    found = httpx.post(url, json={"prompt": "x", "add_special_tokens": False}, verify=shared.PLAIN).json()
-    (token,) = found["tokens"]
+    document = httpx.post(url, json={"prompt": "x", "add_special_tokens": False}, verify=shared.PLAIN).json()
+    (token,) = document["tokens"]
     assert said(lenient, "abxcd", stop_token_ids=[token]) == ("ab", "stop")
     longer, finish = said(lenient, "ab", min_tokens=6, max_tokens=6)
     assert (len(longer), longer[:2], finish) == (6, "ab", "length")

@@ -90,8 +90,8 @@ def test_text_that_spells_a_special_token() -> None:
     for text in ("<|end|>", "a <s> b", "[TOOL_CALLS]"):
         schemas: list[dict[str, Json]] = [{"const": text}, {"enum": [text, text + "!"]}]
         for schema in schemas:
-            found = json.loads(drawn(schema_constraint(schema, "x"), name="tools"))
-            assert found in (text, text + "!")
+            document = json.loads(drawn(schema_constraint(schema, "x"), name="tools"))
+            assert document in (text, text + "!")
 
 
 def test_a_grammar() -> None:
@@ -248,15 +248,15 @@ def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int)
 def test_what_must_come_next_is_the_same_with_and_without_a_mask() -> None:
     draws, asked = np.random.default_rng(3), 0
     for pattern in ("(first|second){9}", "[a-z]{2}abc[0-9]xyz", r"\d+, hello .*", "a{9}b*"):
-        found = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
-        while not found.finished:
-            forces = len(found._matcher.compute_ff_bytes()) >= 2
+        actual = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
+        while not actual.finished:
+            forces = len(actual._matcher.compute_ff_bytes()) >= 2
             asked += forces
-            assert found.after([]).forces == forces
-            allowed = allowed_by(found).nonzero()[0]
-            found.mask()
-            assert found.forces == forces
-            found.take(int(draws.choice(allowed)))
+            assert actual.after([]).forces == forces
+            allowed = allowed_by(actual).nonzero()[0]
+            actual.mask()
+            assert actual.forces == forces
+            actual.take(int(draws.choice(allowed)))
     assert asked > 5
 
 
@@ -292,7 +292,7 @@ def test_a_text_that_the_vocabulary_cannot_spell() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "actual",
     [
         "json",
         {},
@@ -303,9 +303,9 @@ def test_a_text_that_the_vocabulary_cannot_spell() -> None:
         {"type": "json_schema", "json_schema": {"schema": 1}},
     ],
 )
-def test_formats_that_are_none(found: Json) -> None:
+def test_formats_that_are_none(actual: Json) -> None:
     with pytest.raises(RequestError, match="response_format must be ") as caught:
-        response_format(found)
+        response_format(actual)
     assert caught.value.param == "response_format"
 
 

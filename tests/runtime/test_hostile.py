@@ -38,11 +38,11 @@ def connect(server: Server) -> socket.socket:
 
 def answer(client: socket.socket) -> bytes:
     """Returns all that comes until the server closes the connection."""
-    found = b""
+    actual = b""
     with suppress(ConnectionResetError):
         while part := client.recv(1 << 16):
-            found += part
-    return found
+            actual += part
+    return actual
 
 
 def send(client: socket.socket, parts: Iterator[bytes]) -> int:
@@ -103,10 +103,10 @@ def test_what_has_no_end_is_ended(server: Server, begin: bytes, more: bytes, sta
         with suppress(ConnectionResetError, BrokenPipeError):
             client.sendall(begin)
         sent = send(client, repeated(more))
-        found = answer(client)
+        reply = answer(client)
     # Of what is on its way, systems keep some megabytes.
     assert sent < 48 * MB
-    assert not found or found.split(b" ")[1] in (status or b"400", b"431"), found[:200]
+    assert not reply or reply.split(b" ")[1] in (status or b"400", b"431"), reply[:200]
     assert resident(server) < before + 40
     assert server.health()["status"] == "ok"
 
@@ -127,11 +127,11 @@ def test_heads_have_limits(server: Server, head: bytes, status: bytes) -> None:
         client.sendall(head)
         if status == b"200":
             client.shutdown(socket.SHUT_WR)
-        found = answer(client)  # a refusal closes the connection
-    assert found.split(b" ")[1] == status, found[:200]
+        reply = answer(client)  # a refusal closes the connection
+    assert reply.split(b" ")[1] == status, reply[:200]
     if status != b"200":
-        assert b"connection: close" in found.lower()
-        assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert b"connection: close" in reply.lower()
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 def test_pipelined_requests_are_answered_in_order_and_wait_unparsed(server: Server) -> None:
@@ -143,8 +143,8 @@ def test_pipelined_requests_are_answered_in_order_and_wait_unparsed(server: Serv
         client.sendall(CHUNKED + b'6\r\n{"prom\r\n9;x=y\r\npt": "a"}\r\n0\r\nAuthorization: x\r\n\r\n')
         client.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
         client.shutdown(socket.SHUT_WR)
-        found = answer(client)
-    statuses = re.findall(rb"HTTP/1.1 (\d+)", found)
+        reply = answer(client)
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", reply)
     assert statuses == [b"404"] * (count // 2) + [b"200"] * 3
 
 
@@ -170,9 +170,9 @@ def test_who_closes_the_sending_half_gets_the_answer(server: Server, path: str) 
     with connect(server) as client:
         client.sendall(head + body)
         client.shutdown(socket.SHUT_WR)
-        found = answer(client)
-    assert found.startswith(b"HTTP/1.1 200 OK\r\n"), found[:200]
-    assert json.loads(found.partition(b"\r\n\r\n")[2])
+        reply = answer(client)
+    assert reply.startswith(b"HTTP/1.1 200 OK\r\n"), reply[:200]
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])
 
 
 def test_half_closed_streams_go_on_to_their_end(server: Server) -> None:
@@ -202,9 +202,9 @@ def test_a_body_that_nobody_wants_ends_the_connection(server: Server) -> None:
         with connect(server) as client:
             client.sendall(line + b" HTTP/1.1\r\n" + HOST + b"Content-Length: 10000000000\r\n\r\n")
             sent = send(client, repeated(b" "))
-            found = answer(client)
+            reply = answer(client)
         assert sent < 48 * MB
-        assert not found or (status in found[:15] and b"connection: close" in found.lower())
+        assert not reply or (status in reply[:15] and b"connection: close" in reply.lower())
 
 
 # Time
@@ -239,8 +239,8 @@ def hasty(toy_bundle: Path) -> Iterator[Server]:
 def test_who_says_no_more_is_disconnected(hasty: Server, data: bytes, status: bytes) -> None:
     with connect(hasty) as client:
         client.sendall(data)
-        found = answer(client)
-    assert status in found[:15], found[:100]
+        reply = answer(client)
+    assert status in reply[:15], reply[:100]
 
 
 def test_a_head_that_drips_has_no_longer(hasty: Server) -> None:
@@ -266,9 +266,9 @@ def test_without_descriptors_others_wait_and_the_log_is_short(toy_bundle: Path, 
     ) as process:
         try:
             assert process.stdout is not None
-            found = re.search(r"http://\S+", ready := process.stdout.readline())
-            assert found, (ready, errors.read_text())
-            server = Server(process, found[0], ready, "toy")
+            match = re.search(r"http://\S+", ready := process.stdout.readline())
+            assert match, (ready, errors.read_text())
+            server = Server(process, match[0], ready, "toy")
             clients = [connect(server) for _ in range(100)]
             assert server.health()["status"] == "ok"  # idle ones had to go
             for client in clients:
@@ -517,9 +517,9 @@ def test_escapes_never_reach_a_terminal_or_a_log(toy_bundle: Path, tmp_path: Pat
 
 
 def test_a_name_with_escapes_is_printed_with_none(toy_copy: Path) -> None:
-    found = json.loads((toy_copy / "bundle.json").read_bytes())
-    found["name"] = "toy\x1b[31m"
-    (toy_copy / "bundle.json").write_text(json.dumps(found))
+    document = json.loads((toy_copy / "bundle.json").read_bytes())
+    document["name"] = "toy\x1b[31m"
+    (toy_copy / "bundle.json").write_text(json.dumps(document))
     command = [sys.executable, "-m", "mlcbuild_runtime", str(toy_copy), "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=shared.environment()
@@ -585,10 +585,10 @@ def test_a_request_names_one_host(server: Server, head: bytes, status: bytes) ->
     """RFC 9112, 3.2; of HTTP/1.0 no Host is demanded."""
     with connect(server) as client:
         client.sendall(b"GET /health " + head + b"Connection: close\r\n\r\n")
-        found = answer(client)
-    assert found.split(b" ")[1] == status, found[:200]
+        reply = answer(client)
+    assert reply.split(b" ")[1] == status, reply[:200]
     if status == b"400":
-        assert b"Host" in found.partition(b"\r\n\r\n")[2]
+        assert b"Host" in reply.partition(b"\r\n\r\n")[2]
 
 
 def test_options_allow_other_names_and_pages(toy_bundle: Path) -> None:
@@ -606,8 +606,8 @@ def test_options_allow_other_names_and_pages(toy_bundle: Path) -> None:
         assert post(server, "/tokenize", {"prompt": "a"}, **headers).status_code == 200
         with connect(server) as client:  # nobody reads the body of who has no key
             client.sendall(b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Content-Length: 100000000\r\n\r\n")
-            found = answer(client)
-        assert found.startswith(b"HTTP/1.1 401") and b"connection: close" in found.lower()
+            reply = answer(client)
+        assert reply.startswith(b"HTTP/1.1 401") and b"connection: close" in reply.lower()
 
 
 def test_nothing_redirects_to_the_clients_host(server: Server) -> None:

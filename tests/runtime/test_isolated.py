@@ -26,17 +26,17 @@ from . import shared
 def closure() -> set[str]:
     """Returns names of the runtime's dependencies and theirs, as far as they apply here."""
     project = tomllib.loads((shared.ROOT / "runtime" / "pyproject.toml").read_text())["project"]
-    found: set[str] = set()
+    names_read: set[str] = set()
     pending = list(project["dependencies"])
     while pending:
         requirement = Requirement(pending.pop())
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if name not in found:
-            found.add(name)
+        if name not in names_read:
+            names_read.add(name)
             pending += distribution(name).requires or []
-    return found
+    return names_read
 
 
 @pytest.fixture(scope="module")

@@ -39,10 +39,10 @@ def prompt(text: str) -> str:
 
 def test_a_completion(sayer: Server) -> None:
     asked: dict[str, Any] = {"prompt": prompt("one two"), "cache_prompt": True, "n_probs": 0}
-    found = post(sayer, "/completion", **asked).json()
-    assert (found["content"], found["stop"], found["stop_type"]) == ("one two", True, "eos")
-    assert found["timings"]["predicted_n"] == found["tokens_predicted"] > 0
-    assert found["timings"]["predicted_per_second"] > 0 and found["prompt"] == asked["prompt"]
+    document = post(sayer, "/completion", **asked).json()
+    assert (document["content"], document["stop"], document["stop_type"]) == ("one two", True, "eos")
+    assert document["timings"]["predicted_n"] == document["tokens_predicted"] > 0
+    assert document["timings"]["predicted_per_second"] > 0 and document["prompt"] == asked["prompt"]
     cut = post(sayer, "/completion", **asked, n_predict=2).json()
     assert (cut["tokens_predicted"], cut["stop_type"]) == (2, "limit")
     lines = post(sayer, "/completion", **asked, stream=True).text.split("\n\n")
@@ -84,19 +84,19 @@ def test_tokens_and_templates(sayer: Server) -> None:
 
 
 def test_descriptions(sayer: Server) -> None:
-    found = get(sayer, "/props")
-    assert found["default_generation_settings"]["n_ctx"] == parrot.CONTEXT
-    assert (found["model_alias"], found["bos_token"]) == (sayer.name, "<s>")
+    reply = get(sayer, "/props")
+    assert reply["default_generation_settings"]["n_ctx"] == parrot.CONTEXT
+    assert (reply["model_alias"], reply["bos_token"]) == (sayer.name, "<s>")
     listed = get(sayer, f"/slots?model={sayer.name}")
-    assert len(listed) == found["total_slots"] and not any(slot["is_processing"] for slot in listed)
+    assert len(listed) == reply["total_slots"] and not any(slot["is_processing"] for slot in listed)
     assert "is not here" in get(sayer, "/slots?model=other")["error"]["message"]
 
 
 def test_paths_without_v1(sayer: Server) -> None:
     messages: Any = [{"role": "user", "content": say("five")}]
     with openai.OpenAI(base_url=sayer.url, api_key="none", max_retries=0) as client:
-        found = client.chat.completions.create(model=sayer.name, messages=messages)
-        assert found.choices[0].message.content == "five"
+        answer = client.chat.completions.create(model=sayer.name, messages=messages)
+        assert answer.choices[0].message.content == "five"
         assert client.models.list().data[0].id == sayer.name
         assert client.models.retrieve(sayer.name).id == sayer.name
     refused = post(sayer, "/messages", messages=messages)

@@ -62,8 +62,8 @@ def test_this_machine_runs_what_is_made_for_it() -> None:
     ],
 )
 def test_refusals(target: Machine, reason: str) -> None:
-    found = machine.refusal(target)
-    assert found is not None and reason in found and "\n" not in found
+    message = machine.refusal(target)
+    assert message is not None and reason in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ room = ctypes.create_string_buffer(4096)
 ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(room), 0, 4096)), None)
 print(machine.prepare(Machine("x86_64-unknown-linux-gnu", "sapphirerapids", (), "cpu", "shared")))
 """
-    found = shared.run("-c", program).stdout
-    assert "this system does not let processes have them" in found and found.count("\n") == 1
+    output = shared.run("-c", program).stdout
+    assert "this system does not let processes have them" in output and output.count("\n") == 1
 
 
 @pytest.mark.skipif("amx-tile" not in (processors.present() or ()), reason="this processor has no AMX tiles")
@@ -154,8 +154,8 @@ def test_cores_that_nobody_computes_on(tmp_path: Path) -> None:
         assert machine.free_cores(cores, tmp_path) is None
     assert machine.free_cores(1) is None or sys.platform == "linux"
     if Path("/proc/loadavg").exists():
-        found = machine.free_cores(1)
-        assert found is not None and found <= cores
+        actual = machine.free_cores(1)
+        assert actual is not None and actual <= cores
 
 
 def test_a_free_machine_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,10 +137,10 @@ FIELDS: list[tuple[str, Json, str]] = [
 def test_fields_have_a_type_and_a_range(toy_copy: Path, place: str, value: Json, message: str) -> None:
     *parents, last = place.split(".")
 
-    def change(found: dict[str, Json]) -> None:
+    def change(actual: dict[str, Json]) -> None:
         if parents == ["verification"]:
-            found["verification"] = dict(FIGURES)
-        inner = found
+            actual["verification"] = dict(FIGURES)
+        inner = actual
         for key in parents:
             inner = section(inner, key)
         inner[last] = value

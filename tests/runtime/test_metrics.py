@@ -31,21 +31,21 @@ def test_times_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for event in sent:
         take(event)
     assert events == sent
-    found = values(metrics)
-    assert found["mlcbuild_first_token_seconds_sum", "a"] == 0.5
-    assert found["mlcbuild_first_token_seconds_count", "a"] == 1
-    assert found["mlcbuild_token_seconds_sum", "a"] == pytest.approx(2.0 / 4)
-    assert found["mlcbuild_request_seconds_sum", "a"] == 2.5
-    assert found["mlcbuild_requests_total", "a", "length"] == 1
+    actual = values(metrics)
+    assert actual["mlcbuild_first_token_seconds_sum", "a"] == 0.5
+    assert actual["mlcbuild_first_token_seconds_count", "a"] == 1
+    assert actual["mlcbuild_token_seconds_sum", "a"] == pytest.approx(2.0 / 4)
+    assert actual["mlcbuild_request_seconds_sum", "a"] == 2.5
+    assert actual["mlcbuild_requests_total", "a", "length"] == 1
 
 
 def test_an_answer_that_fails_has_no_first_token() -> None:
     metrics = Metrics(dict)
     metrics.watched("a", lambda event: None)(Event(error=EngineError("broken")))
-    found = values(metrics)
-    assert found["mlcbuild_requests_total", "a", "error"] == 1
-    assert ("mlcbuild_first_token_seconds_count", "a") not in found
-    assert ("mlcbuild_token_seconds_count", "a") not in found
+    actual = values(metrics)
+    assert actual["mlcbuild_requests_total", "a", "error"] == 1
+    assert ("mlcbuild_first_token_seconds_count", "a") not in actual
+    assert ("mlcbuild_token_seconds_count", "a") not in actual
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
@@ -57,24 +57,24 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 def test_the_load_of_each_engine_and_its_sums() -> None:
     numbers = {item.name: place for place, item in enumerate(fields(State), 1) if item.name != "alive"}
     metrics = Metrics(lambda: {"a": State(**numbers, alive=True)})
-    found = values(metrics)
-    assert found["mlcbuild_requests_running", "a"] == numbers["running"]
-    assert found["mlcbuild_requests_waiting", "a"] == numbers["waiting"]
-    assert found["mlcbuild_kv_pages_free", "a"] == numbers["free_pages"]
-    assert found["mlcbuild_kv_pages_cached", "a"] == numbers["cached_pages"]
-    assert found["mlcbuild_kv_pages", "a"] == numbers["pages"]
-    assert found["mlcbuild_prompt_tokens_total", "a"] == numbers["prompt_tokens"]
-    assert found["mlcbuild_prompt_tokens_cached_total", "a"] == numbers["cached_tokens"]
-    assert found["mlcbuild_answer_tokens_total", "a"] == numbers["answer_tokens"]
-    assert found["mlcbuild_decode_steps_total", "a"] == numbers["decode_steps"]
-    assert found["mlcbuild_draft_tokens_total", "a"] == numbers["drafted_tokens"]
-    assert found["mlcbuild_draft_tokens_accepted_total", "a"] == numbers["accepted_tokens"]
-    assert found["mlcbuild_preemptions_total", "a"] == numbers["preemptions"]
+    actual = values(metrics)
+    assert actual["mlcbuild_requests_running", "a"] == numbers["running"]
+    assert actual["mlcbuild_requests_waiting", "a"] == numbers["waiting"]
+    assert actual["mlcbuild_kv_pages_free", "a"] == numbers["free_pages"]
+    assert actual["mlcbuild_kv_pages_cached", "a"] == numbers["cached_pages"]
+    assert actual["mlcbuild_kv_pages", "a"] == numbers["pages"]
+    assert actual["mlcbuild_prompt_tokens_total", "a"] == numbers["prompt_tokens"]
+    assert actual["mlcbuild_prompt_tokens_cached_total", "a"] == numbers["cached_tokens"]
+    assert actual["mlcbuild_answer_tokens_total", "a"] == numbers["answer_tokens"]
+    assert actual["mlcbuild_decode_steps_total", "a"] == numbers["decode_steps"]
+    assert actual["mlcbuild_draft_tokens_total", "a"] == numbers["drafted_tokens"]
+    assert actual["mlcbuild_draft_tokens_accepted_total", "a"] == numbers["accepted_tokens"]
+    assert actual["mlcbuild_preemptions_total", "a"] == numbers["preemptions"]
 
 
 def test_errors_are_counted_by_status() -> None:
     metrics = Metrics(dict)
     for status in (400, 400, 503):
         metrics.error(status)
-    found = values(metrics)
-    assert (found["mlcbuild_errors_total", "400"], found["mlcbuild_errors_total", "503"]) == (2, 1)
+    actual = values(metrics)
+    assert (actual["mlcbuild_errors_total", "400"], actual["mlcbuild_errors_total", "503"]) == (2, 1)

@@ -45,11 +45,11 @@ def test_models_by_name(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> 
         first = complete(server, prompt="a")  # the first is the default
         assert first["model"] == "fast"
         assert complete(server, model="also", prompt="a")["model"] == "tiny-q4f16_1"
-        found = cards(server)
-        assert [name for name, card in found.items() if card["loaded"]] == ["fast", "tiny-q4f16_1"]
-        assert found["tiny-q4f16_1"]["aliases"] == ["also"]
-        assert found["fast"]["limits"]["max_batch"] == 4
-        assert "bundle.json" in found["missing"]["error"]
+        models = cards(server)
+        assert [name for name, card in models.items() if card["loaded"]] == ["fast", "tiny-q4f16_1"]
+        assert models["tiny-q4f16_1"]["aliases"] == ["also"]
+        assert models["fast"]["limits"]["max_batch"] == 4
+        assert "bundle.json" in models["missing"]["error"]
         for name, reason in (("bad", "model.so"), ("missing", "does not exist")):
             response = post(server, COMPLETION, {"prompt": "a", "model": name})
             assert response.status_code == 500
@@ -70,13 +70,13 @@ def test_models_by_name(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> 
         assert len(set(texts[::2])) == len(set(texts[1::2])) == 1
         assert complete(server, prompt="a")["choices"] == first["choices"]
         text = httpx.get(f"{server.url}/metrics", timeout=shared.WAIT).text
-        made = {
+        created = {
             sample.labels["model"]: sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == "mlcbuild_answer_tokens_total"
         }
-        assert set(made) == {"fast", "tiny-q4f16_1"} and min(made.values()) > 4
+        assert set(created) == {"fast", "tiny-q4f16_1"} and min(created.values()) > 4
         assert server.stop() == 0
 
 

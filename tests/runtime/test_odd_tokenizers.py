@@ -42,8 +42,8 @@ def test_a_tokenizer_reads_listed_files_only(toy_copy: Path) -> None:
 
 def tokenizer(**changes: Json) -> Damage:
     def damage(path: Path) -> None:
-        found = json.loads((path / "tokenizer.json").read_bytes()) | changes
-        (path / "tokenizer.json").write_text(json.dumps(found))
+        actual = json.loads((path / "tokenizer.json").read_bytes()) | changes
+        (path / "tokenizer.json").write_text(json.dumps(actual))
         reseal(path)
 
     return damage

@@ -89,10 +89,10 @@ def test_results_find_their_calls_in_any_order_and_number() -> None:
     messages = chat_body({"messages": [{"role": "assistant", "tool_calls": calls}, *results]}, 64)["messages"]
     assert Compared.total < 10 * size
     assert isinstance(messages, list)
-    found = [message["tool_call_id"] for message in messages[1:] if isinstance(message, dict)]
+    actual = [message["tool_call_id"] for message in messages[1:] if isinstance(message, dict)]
     first, rest = size // 3, [f"c{i}" for i in range(size)]
-    assert found[:first] == rest[1::3][:first]
-    assert found[-3:] == ["", "", ""] and found[-5:-3] == rest[-3:-2] + rest[-1:]
+    assert actual[:first] == rest[1::3][:first]
+    assert actual[-3:] == ["", "", ""] and actual[-5:-3] == rest[-3:-2] + rest[-1:]
 
 
 def test_a_prompt_becomes_a_chat_or_a_text() -> None:
@@ -142,8 +142,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(thinker: Server) -> Iterator[ollama.Client]:
-    with closing(ollama.Client(host=thinker.url, trust_env=False)) as found:
-        yield found
+    with closing(ollama.Client(host=thinker.url, trust_env=False)) as actual:
+        yield actual
 
 
 def post(server: Server, path: str, **body: Any) -> httpx.Response:
@@ -175,8 +175,8 @@ def test_a_chat_with_its_own_client(thinker: Server, client: ollama.Client) -> N
 def test_a_format_binds_the_answer(client: ollama.Client, thinker: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     messages = [{"role": "user", "content": say("no JSON at all")}]
-    found = client.chat(model=thinker.name, messages=messages, format=schema, think=False)
-    assert isinstance(json.loads(found.message.content or "")["n"], int)
+    actual = client.chat(model=thinker.name, messages=messages, format=schema, think=False)
+    assert isinstance(json.loads(actual.message.content or "")["n"], int)
     options = {"num_predict": 200}
     text = client.generate(
         model=thinker.name, prompt=say("none"), format="json", think=False, options=options
@@ -195,8 +195,8 @@ def test_a_prompt_with_its_own_client(thinker: Server, client: ollama.Client) ->
     parts: tuple[tuple[str, dict[str, Any]], ...] = (("generate", {}), ("chat", {"messages": []}))
     for path, part in parts:
         for keep_alive, reason in ((0, "unload"), ("5m", "load")):
-            found = post(thinker, path, keep_alive=keep_alive, **part).json()
-            assert (found["done"], found["done_reason"]) == (True, reason)
+            document = post(thinker, path, keep_alive=keep_alive, **part).json()
+            assert (document["done"], document["done_reason"]) == (True, reason)
 
 
 def test_models_and_errors_with_its_own_client(thinker: Server, client: ollama.Client) -> None:

@@ -73,8 +73,8 @@ class Browser:
                 data = os.read(self._from, 1 << 16)
                 assert data, "the browser has gone"
                 self._held += data
-            found, _, self._held = self._held.partition(b"\0")
-            reply = json.loads(found)
+            actual, _, self._held = self._held.partition(b"\0")
+            reply = json.loads(actual)
             if reply.get("id") == self._count:
                 assert "error" not in reply, reply
                 result: dict[str, Any] = reply["result"]
@@ -82,9 +82,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """Returns the value of an expression on the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        actual = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in actual, actual
+        return actual["result"].get("value")
 
     def until(self, script: str, progress: str = "document.body.innerText") -> None:
         """Returns when an expression is true. While the value of `progress` changes, it may take any time."""
@@ -110,9 +110,9 @@ class Browser:
 def browser(tmp_path: Path) -> Iterator[Browser]:
     if CHROMIUM is None or shutil.which("bash") is None:
         pytest.skip("Chromium is not installed")
-    found = Browser(tmp_path / "profile")
-    yield found
-    found.close()
+    actual = Browser(tmp_path / "profile")
+    yield actual
+    actual.close()
 
 
 IDLE = "!$('send').hidden"

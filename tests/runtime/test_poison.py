@@ -71,19 +71,19 @@ class Bystander:
 
 @pytest.fixture(scope="module")
 def bystander(server: Server, toy_bundle: Path) -> Iterator[Bystander]:
-    with Bystander(server, text_of(toy_bundle, PROMPT, 200)) as found:
-        yield found
+    with Bystander(server, text_of(toy_bundle, PROMPT, 200)) as actual:
+        yield actual
 
 
 def nested(depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object"}
+    by_name: dict[str, Any] = {"type": "object"}
     for _ in range(depth):
-        found = {"type": "object", "properties": {"a": found}}
-    return found
+        by_name = {"type": "object", "properties": {"a": by_name}}
+    return by_name
 
 
-def schema(found: object) -> dict[str, Any]:
-    return {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": found}}}
+def schema(actual: object) -> dict[str, Any]:
+    return {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": actual}}}
 
 
 def form(kind: str, source: str) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def test_poison(
 def test_what_is_said_is_no_template(
     server: Server, bystander: Bystander, toy_bundle: Path, text: str
 ) -> None:
-    found = httpx.post(f"{server.url}/tokenize", json=said(text)).json()["tokens"]
-    assert text in Tokenizer.load(toy_bundle).decode(found)
+    document = httpx.post(f"{server.url}/tokenize", json=said(text)).json()["tokens"]
+    assert text in Tokenizer.load(toy_bundle).decode(document)
     assert bystander.streams
 
 

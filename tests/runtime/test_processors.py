@@ -36,8 +36,8 @@ def test_a_level_holds_those_below_it() -> None:
 
 def test_signs_add_and_remove() -> None:
     v3 = processors.names()["x86_64"].cpus["x86-64-v3"]
-    found = processors.needed("x86_64", "x86-64-v3", ("+avxvnni", "-fma", "+prefer-256-bit"))
-    assert found == v3 - {"fma"} | {"avxvnni"}, "tuning flags are not checked"
+    actual = processors.needed("x86_64", "x86-64-v3", ("+avxvnni", "-fma", "+prefer-256-bit"))
+    assert actual == v3 - {"fma"} | {"avxvnni"}, "tuning flags are not checked"
     assert processors.needed("arm64", "apple-m2", ()) == processors.needed("aarch64", "apple-m2", ())
     assert processors.needed("aarch64", "of-the-future", ("+sve2",)) == {"sve2"}
     assert processors.needed("riscv64", "sifive-u74", ("+v",)) == frozenset()
@@ -53,6 +53,6 @@ def test_features_that_only_some_cores_have_do_not_count() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems report features elsewhere")
 def test_features_of_this_processor() -> None:
-    found, family = processors.present(), processors.family(platform.machine())
-    assert found is not None and found <= processors.CHECKABLE[family]
-    assert family != "x86_64" or "sse4.2" in found
+    actual, family = processors.present(), processors.family(platform.machine())
+    assert actual is not None and actual <= processors.CHECKABLE[family]
+    assert family != "x86_64" or "sse4.2" in actual

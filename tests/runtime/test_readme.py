@@ -63,9 +63,9 @@ def test_serving(place: Path) -> None:
             for expected in ('"finish_reason"', "data: [DONE]", '"status":"ok"'):
                 assert expected in done.stdout
             assert '"error"' not in done.stdout
-            found = shared.run("-c", client)
-            assert (found.returncode, found.stderr) == (0, "")
-            assert found.stdout.strip()
+            result = shared.run("-c", client)
+            assert (result.returncode, result.stderr) == (0, "")
+            assert result.stdout.strip()
         finally:
             server.kill()
 

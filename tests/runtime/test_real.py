@@ -39,8 +39,8 @@ def tiny_server(tiny_bundle: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def tiny_client(tiny_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as open_a_i:
+        yield open_a_i
 
 
 def ask(client: openai.OpenAI, prompt: str, temperature: float = 0, seed: int | None = None) -> str:
@@ -55,8 +55,8 @@ def ask(client: openai.OpenAI, prompt: str, temperature: float = 0, seed: int | 
 
 
 def test_it_answers_rightly(tiny_client: openai.OpenAI) -> None:
-    found = [(ask(tiny_client, prompt), answer) for prompt, answer in questions(24)]
-    assert sum(text == answer for text, answer in found) >= 18, found
+    results = [(ask(tiny_client, prompt), answer) for prompt, answer in questions(24)]
+    assert sum(text == answer for text, answer in results) >= 18, results
 
 
 def test_eight_clients_get_what_each_gets_alone(tiny_server: Server, tiny_client: openai.OpenAI) -> None:
@@ -86,8 +86,8 @@ def scored(server: Server, prompt: object, **more: object) -> list[dict[str, Any
         "max_tokens": 0,
     }
     body |= more
-    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=shared.WAIT).json()
-    return [dict(choice) for choice in found["choices"]]
+    document = httpx.post(f"{server.url}/v1/completions", json=body, timeout=shared.WAIT).json()
+    return [dict(choice) for choice in document["choices"]]
 
 
 def test_log_probabilities_of_a_prompt(tiny_server: Server, tiny_bundle: Path) -> None:
@@ -96,20 +96,20 @@ def test_log_probabilities_of_a_prompt(tiny_server: Server, tiny_bundle: Path) -
     tokens = Tokenizer.load(tiny_bundle).encode(text)
     assert len(tokens) > 2 * SCORED, "several steps"
     logits = CpuExecutor.load(tiny_bundle).score(tokens).astype(np.float64)
-    wanted = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    expected = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     (choice,) = scored(tiny_server, text)
-    found = choice["logprobs"]
+    actual = choice["logprobs"]
     assert (choice["text"], choice["finish_reason"]) == (text, "length")
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-    own = [wanted[i, token] for i, token in enumerate(tokens[1:])]
-    assert found["token_logprobs"][1:] == pytest.approx(own, abs=1e-5)
-    for top, value, row in zip(found["top_logprobs"][1:], own, wanted[:-1], strict=True):
+    assert actual["token_logprobs"][0] is actual["top_logprobs"][0] is None
+    own = [expected[i, token] for i, token in enumerate(tokens[1:])]
+    assert actual["token_logprobs"][1:] == pytest.approx(own, abs=1e-5)
+    for top, value, row in zip(actual["top_logprobs"][1:], own, expected[:-1], strict=True):
         listed = list(top.values())
         assert listed[:3] == pytest.approx(sorted(row, reverse=True)[:3], abs=1e-5)
         assert listed[3:] == ([] if value >= listed[2] - 1e-5 else [pytest.approx(value, abs=1e-5)])
-    offsets = found["text_offset"]
+    offsets = actual["text_offset"]
     assert offsets == sorted(offsets) and offsets[:2] == [0, 0]
-    for name, place in zip(found["tokens"][2:], offsets[2:], strict=True):
+    for name, place in zip(actual["tokens"][2:], offsets[2:], strict=True):
         assert name.startswith("<0x") or text.startswith(name, place)
 
 

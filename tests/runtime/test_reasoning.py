@@ -47,13 +47,13 @@ def test_templates_imply_reasoning(begin: str, end: str) -> None:
 def split(text: str, thinking: Thinking, seed: int | None = None, form: Form | None = None) -> dict[str, str]:
     """Returns kind of piece -> text of a text that comes in parts."""
     inner = None if form is None else Reader(form, "auto")
-    reader, source, found = ThinkingReader(thinking, inner), random.Random(seed), dict[str, str]()
+    reader, source, actual = ThinkingReader(thinking, inner), random.Random(seed), dict[str, str]()
     while text:
         size = len(text) if seed is None else source.randrange(1, 6)
         part, text = text[:size], text[size:]
         for piece in reader.read(part, last=not text):
-            found[piece.kind] = found.get(piece.kind, "") + piece.text
-    return found
+            actual[piece.kind] = actual.get(piece.kind, "") + piece.text
+    return actual
 
 
 @pytest.mark.parametrize("seed", [None, *range(6)])
@@ -79,8 +79,8 @@ def test_reasoning_is_split(text: str, thinking: Thinking, pieces: dict[str, str
 
 def test_calls_after_reasoning() -> None:
     text = f"<think>{HERMES.write('now', {})}?</think>\n{HERMES.write('add', {'a': 1})}"
-    found = split(text, LOOSE, 1, HERMES)
-    assert found == {"reasoning": HERMES.write("now", {}) + "?", "call": "add", "arguments": '{"a": 1}'}
+    parts = split(text, LOOSE, 1, HERMES)
+    assert parts == {"reasoning": HERMES.write("now", {}) + "?", "call": "add", "arguments": '{"a": 1}'}
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,14 +103,14 @@ def test_a_constraint_holds_after_reasoning(begun: bool, seed: int, kind: str) -
     bound = thinking.before(own, False, False)
     # A random text would hardly ever end its reasoning: only the first tokens of it are random.
     text = drawn(_ending(bound.source, bound.param), seed)
-    found = split(text, thinking, seed, HERMES if kind == "tools" else None)
+    parts = split(text, thinking, seed, HERMES if kind == "tools" else None)
     match kind:
         case "regex":
-            assert len(found["text"]) == 5
+            assert len(parts["text"]) == 5
         case "lark":
-            assert found["text"][3:] == "!"
+            assert parts["text"][3:] == "!"
         case _:
-            jsonschema.validate(json.loads(found["arguments" if kind == "tools" else "text"]), SCHEMA)
+            jsonschema.validate(json.loads(parts["arguments" if kind == "tools" else "text"]), SCHEMA)
 
 
 def _ending(source: str, param: str) -> Any:
@@ -210,8 +210,8 @@ SAID = "<think>\nTwo and two.\n</think>\n\n"
 
 @pytest.fixture
 def ai(thinker: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as open_a_i:
+        yield open_a_i
 
 
 def asked(server: Server, text: str, **fields: Any) -> dict[str, Any]:
@@ -220,11 +220,11 @@ def asked(server: Server, text: str, **fields: Any) -> dict[str, Any]:
 
 def test_chats(ai: openai.OpenAI, thinker: Server) -> None:
     asks = asked(thinker, f"{SAID}Four.")
-    found = ai.chat.completions.create(**asks)
-    message = found.choices[0].message
+    answer = ai.chat.completions.create(**asks)
+    message = answer.choices[0].message
     assert (message.content, message.to_dict()["reasoning_content"]) == ("Four.", "Two and two.")
-    assert found.usage is not None and found.usage.completion_tokens_details is not None
-    assert 0 < (found.usage.completion_tokens_details.reasoning_tokens or 0) < found.usage.completion_tokens
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert 0 < (answer.usage.completion_tokens_details.reasoning_tokens or 0) < answer.usage.completion_tokens
     reasoning, content = "", ""
     for chunk in ai.chat.completions.create(**asks, stream=True):
         delta = chunk.choices[0].delta
@@ -265,11 +265,11 @@ def test_calls_and_formats_after_reasoning(ai: openai.OpenAI, thinker: Server) -
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
     for choice in ("auto", "required"):
         asks = asked(thinker, f"{SAID}{call}", tools=tools, tool_choice=choice, parallel_tool_calls=False)
-        (found,) = ai.chat.completions.create(**asks).choices
-        assert found.finish_reason == "tool_calls"
-        assert found.message.to_dict()["reasoning_content"] == "Two and two."
-        (made,) = found.message.tool_calls or []
-        assert made.type == "function" and json.loads(made.function.arguments) == {"a": 1, "b": "x"}
+        (actual,) = ai.chat.completions.create(**asks).choices
+        assert actual.finish_reason == "tool_calls"
+        assert actual.message.to_dict()["reasoning_content"] == "Two and two."
+        (created,) = actual.message.tool_calls or []
+        assert created.type == "function" and json.loads(created.function.arguments) == {"a": 1, "b": "x"}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     text = '{"a": 7, "b": "x"}'
     answer = ai.chat.completions.create(**asked(thinker, f"{SAID}{text}", response_format=schema)).choices[0]
@@ -283,18 +283,18 @@ def test_calls_and_formats_after_reasoning(ai: openai.OpenAI, thinker: Server) -
 
 def test_responses(ai: openai.OpenAI, thinker: Server) -> None:
     asks: dict[str, Any] = {"model": thinker.name, "input": say(f"{SAID}Four.")}
-    found = ai.responses.create(**asks, reasoning={"effort": "low"})
-    thought, message = found.output
+    answer = ai.responses.create(**asks, reasoning={"effort": "low"})
+    thought, message = answer.output
     assert thought.type == "reasoning" and thought.content is not None
     assert [part.text for part in thought.content] == ["Two and two."]
-    assert (message.type, found.output_text) == ("message", "Four.")
-    assert found.reasoning is not None and found.reasoning.effort == "low"
-    assert found.usage is not None and found.usage.output_tokens_details.reasoning_tokens > 0
+    assert (message.type, answer.output_text) == ("message", "Four.")
+    assert answer.reasoning is not None and answer.reasoning.effort == "low"
+    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
     with ai.responses.stream(**asks) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds.count("response.reasoning_text.done") == 1
     assert [item.type for item in final.output] == ["reasoning", "message"]
     # What was thought goes back with the answer.
-    more: Any = [*(item.to_dict() for item in found.output), {"role": "user", "content": say("Five.")}]
+    more: Any = [*(item.to_dict() for item in answer.output), {"role": "user", "content": say("Five.")}]
     assert ai.responses.create(model=thinker.name, input=more).output_text == "Five."

@@ -42,8 +42,8 @@ def real(tiny_bundle: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def ai(real: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as open_a_i:
+        yield open_a_i
 
 
 def said(server: Server, messages: list[Any], **body: Any) -> str:
@@ -58,16 +58,16 @@ def user(text: str) -> dict[str, str]:
 
 def test_a_text(ai: openai.OpenAI, real: Server) -> None:
     question = "What is 12 + 30?"
-    found = ai.responses.create(
+    answer = ai.responses.create(
         model=real.name, input=question, temperature=0, instructions="Be brief.", metadata={"a": "b"}
     )
     system = {"role": "system", "content": "Be brief."}
-    assert found.output_text == said(real, [system, user(question)]) != ""
-    assert (found.status, found.model, found.instructions) == ("completed", real.name, "Be brief.")
-    assert (found.temperature, found.metadata, found.error) == (0, {"a": "b"}, None)
-    assert found.usage is not None
-    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
-    message = found.output[0]
+    assert answer.output_text == said(real, [system, user(question)]) != ""
+    assert (answer.status, answer.model, answer.instructions) == ("completed", real.name, "Be brief.")
+    assert (answer.temperature, answer.metadata, answer.error) == (0, {"a": "b"}, None)
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    message = answer.output[0]
     assert isinstance(message, ResponseOutputMessage)
     assert (message.role, message.status) == ("assistant", "completed")
 
@@ -85,9 +85,9 @@ def test_items(ai: openai.OpenAI, real: Server) -> None:
 
 def test_a_response_goes_on_from_another(ai: openai.OpenAI, real: Server) -> None:
     def ask(text: str, **more: Any) -> Response:
-        given: dict[str, Any] = {"temperature": 0, "max_output_tokens": 16, **more}
-        found: Response = ai.responses.create(model=real.name, input=text, **given)
-        return found
+        inputs: dict[str, Any] = {"temperature": 0, "max_output_tokens": 16, **more}
+        answer: Response = ai.responses.create(model=real.name, input=text, **inputs)
+        return answer
 
     first = ask("sort 70 8 31", instructions="Only numbers.")
     second = ask("sort 5 2", previous_response_id=first.id)
@@ -141,24 +141,24 @@ def test_a_stream_tells_the_same(ai: openai.OpenAI, real: Server) -> None:
 
 
 def test_an_answer_that_is_cut_off(ai: openai.OpenAI, real: Server) -> None:
-    found = ai.responses.create(model=real.name, input="count", max_output_tokens=1, temperature=0)
-    assert found.status == "incomplete"
-    assert found.incomplete_details is not None
-    assert found.incomplete_details.reason == "max_output_tokens"
+    answer = ai.responses.create(model=real.name, input="count", max_output_tokens=1, temperature=0)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
     stream = ai.responses.create(model=real.name, input="count", max_output_tokens=1, stream=True)
     assert list(stream)[-1].type == "response.incomplete"
 
 
 def test_calls_of_functions(ai: openai.OpenAI, real: Server) -> None:
-    given: dict[str, Any] = {"model": real.name, "tools": [WEATHER], "temperature": 0}
-    found = ai.responses.create(input="How is it?", tool_choice="required", **given)
-    call = found.output[0]
+    inputs: dict[str, Any] = {"model": real.name, "tools": [WEATHER], "temperature": 0}
+    answer = ai.responses.create(input="How is it?", tool_choice="required", **inputs)
+    call = answer.output[0]
     assert isinstance(call, ResponseFunctionToolCall)
     assert call.name == "sky"
     arguments = json.loads(call.arguments)
     assert arguments["day"] in ("today", "tomorrow")
     named: Any = {"type": "function", "name": "sky"}
-    with ai.responses.stream(input="How is it?", tool_choice=named, **given) as stream:
+    with ai.responses.stream(input="How is it?", tool_choice=named, **inputs) as stream:
         events = list(stream)
         final = stream.get_final_response()
     deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
@@ -167,13 +167,13 @@ def test_calls_of_functions(ai: openai.OpenAI, real: Server) -> None:
     assert len(deltas) > 1
     assert [item.type for item in final.output] == ["function_call"]
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-    given["parallel_tool_calls"] = False
-    (item,) = ai.responses.create(input="How is it?", tool_choice=allowed, **given).output
+    inputs["parallel_tool_calls"] = False
+    (item,) = ai.responses.create(input="How is it?", tool_choice=allowed, **inputs).output
     assert item.type == "function_call" and item.arguments == call.arguments
     # The result goes back, by itself or with the whole conversation.
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     short: dict[str, Any] = {"model": real.name, "temperature": 0, "max_output_tokens": 8}
-    after = ai.responses.create(input=[result], previous_response_id=found.id, **short)
+    after = ai.responses.create(input=[result], previous_response_id=answer.id, **short)
     items: Any = [user("How is it?"), call.to_dict(), result]
     again = ai.responses.create(input=items, **short)
     assert after.output_text == again.output_text
@@ -187,8 +187,8 @@ class Sum(BaseModel):
 
 
 def test_a_parsed_answer(ai: openai.OpenAI, real: Server) -> None:
-    found = ai.responses.parse(model=real.name, input="12 + 30", text_format=Sum, max_output_tokens=100)
-    assert isinstance(found.output_parsed, Sum)
+    parsed = ai.responses.parse(model=real.name, input="12 + 30", text_format=Sum, max_output_tokens=100)
+    assert isinstance(parsed.output_parsed, Sum)
     regex: Any = {"format": {"type": "regex", "regex": "[0-9]{4}"}}
     year = ai.responses.create(model=real.name, input="When?", text=regex)
     assert year.output_text.isdecimal() and len(year.output_text) == 4

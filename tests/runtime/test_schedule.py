@@ -31,10 +31,10 @@ class Recorder(Stepwise):
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
-        self.made: list[ModelStep] = []
+        self.executed: list[ModelStep] = []
 
     def step(self, step: ModelStep, params: List[SamplingRow], masks: Any = ()) -> StepOutput:
-        self.made.append(step)
+        self.executed.append(step)
         time.sleep(self.pause)
         return self.inner.step(step, params, masks)
 
@@ -154,7 +154,7 @@ def test_what_was_given_up_is_computed_again_many_tokens_at_a_time(tiny_bundle: 
             answers.append([drain(events) for events in [ask(engine, each) for each in requests]])
             assert bool(engine.state().preemptions) == (pages == 16)
             recorder: Any = engine.executor
-            again = [step for step in recorder.made if not step.prompt and not is_decode(step)]
+            again = [step for step in recorder.executed if not step.prompt and not is_decode(step)]
             assert bool(again) == (pages == 16)
             assert max((len(step.tokens) for step in again), default=16) == 16
         finally:
@@ -172,9 +172,9 @@ def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(engine: Engine) -> N
     running.get(timeout=120)
     drain(ask(engine, greedy(prompt(6, 250), 3)))
     drain(running)
-    kinds = "".join("d" if is_decode(step) else "p" for step in recorder.made[1:])
+    kinds = "".join("d" if is_decode(step) else "p" for step in recorder.executed[1:])
     assert "p" in kinds and "pp" not in kinds
-    assert max(len(step.tokens) for step in recorder.made) <= 32
+    assert max(len(step.tokens) for step in recorder.executed) <= 32
 
 
 def test_priorities(toy_bundle: Path) -> None:

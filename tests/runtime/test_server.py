@@ -49,9 +49,9 @@ def test_models(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_health(server: Server) -> None:
-    found = server.wait_idle()
-    assert (found["status"], found["model"]) == ("ok", server.name)
-    assert found["free_pages"] == found["pages"] == 64
+    state = server.wait_idle()
+    assert (state["status"], state["model"]) == ("ok", server.name)
+    assert state["free_pages"] == state["pages"] == 64
 
 
 def test_chat(client: openai.OpenAI, server: Server, toy_bundle: Path) -> None:
@@ -142,9 +142,9 @@ def test_logprobs(client: openai.OpenAI, server: Server) -> None:
         item.top_logprobs[0].logprob == item.logprob > item.top_logprobs[1].logprob for item in content
     )
     older = client.completions.create(model=server.name, prompt="x", max_tokens=3, logprobs=1)
-    found = older.choices[0].logprobs
-    assert found is not None and found.token_logprobs is not None and len(found.token_logprobs) == 3
-    assert found.text_offset is not None and found.text_offset[0] == 0
+    actual = older.choices[0].logprobs
+    assert actual is not None and actual.token_logprobs is not None and len(actual.token_logprobs) == 3
+    assert actual.text_offset is not None and actual.text_offset[0] == 0
 
 
 def test_many_clients_get_the_text_they_get_alone(server: Server, toy_bundle: Path) -> None:
@@ -183,9 +183,9 @@ def test_a_client_that_leaves_without_a_stream_frees_its_pages(server: Server) -
     for _ in range(20):
         with socket.create_connection((address[0], int(address[1]))) as connection:
             connection.sendall(head + body)
-    found = server.wait_idle()
-    assert found["free_pages"] == found["pages"]
-    assert int(found["answer_tokens"]) - int(before) < 20 * 250
+    state = server.wait_idle()
+    assert state["free_pages"] == state["pages"]
+    assert int(state["answer_tokens"]) - int(before) < 20 * 250
 
 
 def test_a_client_that_leaves_in_its_body_does_no_harm(server: Server) -> None:
@@ -379,12 +379,12 @@ def with_template(bundle: Path, template: str | None, *changed: str) -> None:
     """Replaces the chat template of a copy, and the digests in its manifest of it and what is `changed`."""
     config = {} if template is None else {"chat_template": template}
     (bundle / "tokenizer_config.json").write_text(json.dumps(config))
-    found = json.loads((bundle / "bundle.json").read_bytes())
+    document = json.loads((bundle / "bundle.json").read_bytes())
     for name in ("tokenizer_config.json", *changed):
         file = toy.describe(bundle / name)
-        found["files"][name] = {"blake3": file.blake3, "size": file.size}
-    found["serving"]["temperature"] = 1.9
-    (bundle / "bundle.json").write_text(json.dumps(found))
+        document["files"][name] = {"blake3": file.blake3, "size": file.size}
+    document["serving"]["temperature"] = 1.9
+    (bundle / "bundle.json").write_text(json.dumps(document))
 
 
 def test_a_template_that_refuses_and_defaults_of_the_manifest(toy_copy: Path) -> None:

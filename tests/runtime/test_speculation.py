@@ -70,10 +70,10 @@ def garbage(sequence: Sequence, count: int) -> list[int]:
 def partly(sequence: Sequence, count: int) -> list[int]:
     """Returns right for a while, then wrong, of any length; sometimes nothing."""
     source = random.Random(sum(sequence.tokens))
-    found = toy.expected(sequence.tokens, source.randrange(count + 1))
-    if found and source.random() < 0.6:
-        found[source.randrange(len(found))] ^= 1
-    return found
+    actual = toy.expected(sequence.tokens, source.randrange(count + 1))
+    if actual and source.random() < 0.6:
+        actual[source.randrange(len(actual))] ^= 1
+    return actual
 
 
 GUESSES = [perfect, garbage, partly]
@@ -170,14 +170,14 @@ def test_the_same_tokens_and_logprobs_with_and_without(
         return Request(tuple(prompt), count, sampling, logprobs=3)
 
     many = jobs(3, 8)
-    wanted = [drain(ask(plain, request(*job))) for job in many]
+    expected = [drain(ask(plain, request(*job))) for job in many]
     alone = [drain(ask(drafting, request(*job))) for job in many[:3]]
     queues = [ask(drafting, request(*job)) for job in many]
     together = [drain(queue) for queue in queues]
-    for found, events in zip([*alone, *together], [*wanted[:3], *wanted], strict=True):
-        assert tokens_of(found) == tokens_of(events)
-        assert [(e.logprob, e.alternatives) for e in found] == [(e.logprob, e.alternatives) for e in events]
-        assert "".join(e.text for e in found) == "".join(e.text for e in events)
+    for actual, events in zip([*alone, *together], [*expected[:3], *expected], strict=True):
+        assert tokens_of(actual) == tokens_of(events)
+        assert [(e.logprob, e.alternatives) for e in actual] == [(e.logprob, e.alternatives) for e in events]
+        assert "".join(e.text for e in actual) == "".join(e.text for e in events)
 
 
 @pytest.mark.parametrize("guess", GUESSES)
@@ -206,9 +206,9 @@ def test_stop_strings_and_end_tokens_inside_a_draft(toy_bundle: Path, plain: Eng
                 Request(tuple(prompt), 200, GREEDY),
                 Request(tuple(prompt), 60, GREEDY, stop=(text[20:23],), ignore_eos=True),
             ):
-                found, wanted = drain(ask(engine, request)), drain(ask(without, request))
-                assert [(e.text, e.finish, e.tokens) for e in found] == [
-                    (e.text, e.finish, e.tokens) for e in wanted
+                actual, expected = drain(ask(engine, request)), drain(ask(without, request))
+                assert [(e.text, e.finish, e.tokens) for e in actual] == [
+                    (e.text, e.finish, e.tokens) for e in expected
                 ]
         wait_idle(engine)
         assert engine.state().free_pages == engine.state().pages
@@ -252,9 +252,9 @@ def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
         compiled = engine.grammars.compiled(constraint, message=False)
         for seed in range(6):
             request = Request((1, 2, seed), 60, Sampling(1.0, seed=seed), constraint=compiled, logprobs=0)
-            found, wanted = drain(ask(engine, request)), drain(ask(without, request))
-            assert tokens_of(found) == tokens_of(wanted)
-            assert found[-1].finish == wanted[-1].finish
+            actual, expected = drain(ask(engine, request)), drain(ask(without, request))
+            assert tokens_of(actual) == tokens_of(expected)
+            assert actual[-1].finish == expected[-1].finish
     finally:
         engine.close()
         without.close()
@@ -288,13 +288,13 @@ def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
         row = model.score(tokens)[-1].astype(np.float64)
         best = np.argsort(-row)[:4]
         weights = np.exp(row[best] - row[best[0]])
-        found = {}
+        by_name = {}
         for token, p in zip(best.tolist(), weights / weights.sum(), strict=True):
             for rest, more in exact([*tokens, token], left - 1).items():
-                found[token, *rest] = p * more
-        return found
+                by_name[token, *rest] = p * more
+        return by_name
 
-    wanted = exact(prompt, 3)
+    expected = exact(prompt, 3)
     engine = start(toy_bundle, guess, max_waiting=total)
     try:
         samplings = [Sampling(temperature=1.0, top_k=4, seed=seed) for seed in range(total)]
@@ -303,8 +303,8 @@ def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
         state = engine.state()
         assert state.accepted_tokens > 150
         assert state.drafted_tokens - state.accepted_tokens > 150
-        assert set(counts) <= set(wanted)
-        assert chi_squared(counts, wanted, total) < 5
+        assert set(counts) <= set(expected)
+        assert chi_squared(counts, expected, total) < 5
     finally:
         engine.close()
 
@@ -365,10 +365,10 @@ def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle:
         state = engine.state()
         engine.close()
         if how == "predicted":  # the answers, a little changed
-            known = [tokens_of(events) for events in answers[0]]
-            edited = [(*tokens[:9], 40, 41, *tokens[9:20], *tokens[21:]) for tokens in known]
+            entries = [tokens_of(events) for events in answers[0]]
+            edited = [(*tokens[:9], 40, 41, *tokens[9:20], *tokens[21:]) for tokens in entries]
             requests = [
-                replace(each, prediction=found) for each, found in zip(requests, edited, strict=False)
+                replace(each, prediction=actual) for each, actual in zip(requests, edited, strict=False)
             ]
     assert [tokens_of(events) for events in answers[0]] == [tokens_of(events) for events in answers[1]]
     assert state.drafted_tokens >= state.accepted_tokens > 0
@@ -442,8 +442,8 @@ def test_a_prediction_over_http(server: Server) -> None:
     plain = ask()
     text = plain["choices"][0]["message"]["content"]
     for content in (text, [{"type": "text", "text": text}]):
-        found = ask(prediction={"type": "content", "content": content})
-        assert found["choices"] == plain["choices"]
+        actual = ask(prediction={"type": "content", "content": content})
+        assert actual["choices"] == plain["choices"]
     assert (
         ask(prediction={"type": "content", "content": "wrong from the start"})["choices"] == plain["choices"]
     )

@@ -10,9 +10,9 @@ from mlcbuild_runtime.devices import tensors
 def test_aligned() -> None:
     room = np.zeros(1000, np.uint8)
     for start in range(64):
-        found = tensors.aligned(room[start : start + 400])
-        assert found.ctypes.data % 64 == 0
-        assert np.shares_memory(found, room) == (room[start:].ctypes.data % 64 == 0)
+        actual = tensors.aligned(room[start : start + 400])
+        assert actual.ctypes.data % 64 == 0
+        assert np.shares_memory(actual, room) == (room[start:].ctypes.data % 64 == 0)
 
 
 def test_memory_is_made_ready_by_zeros_in_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

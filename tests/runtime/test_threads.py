@@ -67,25 +67,25 @@ def test_the_end_of_a_turn_forgets_its_callback() -> None:
 
 
 def test_a_task_s_thread_is_used_again() -> None:
-    found = SimpleQueue[int]()
+    actual = SimpleQueue[int]()
     for _ in range(3):
-        task = Task(lambda: found.put(threading.get_ident()))
+        task = Task(lambda: actual.put(threading.get_ident()))
         assert not task.is_alive()
         task.start()
         task.join(120)
         assert not task.is_alive() and task.work is None
-    assert len({found.get(timeout=120) for _ in range(3)}) == 1
+    assert len({actual.get(timeout=120) for _ in range(3)}) == 1
 
 
 def test_the_thread_of_a_task_that_fails_executes_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("no")
 
-    found = SimpleQueue[str]()
-    for work in (fail, lambda: found.put("next")):
+    actual = SimpleQueue[str]()
+    for work in (fail, lambda: actual.put("next")):
         task = Task(work)
         task.start()
         task.join(120)
         assert not task.is_alive()
-    assert found.get(timeout=120) == "next"
+    assert actual.get(timeout=120) == "next"
     assert "the work of a thread has failed" in caplog.text

@@ -27,21 +27,21 @@ SAMPLE = [
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a byte-level BPE, as Llama 3 and Qwen have."""
     path = tmp_path_factory.mktemp("byte_level")
-    found = tokenizers.Tokenizer(tokenizers.models.BPE())
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=500,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    found.train_from_iterator(SAMPLE, trainer)
-    found.add_tokens([tokenizers.AddedToken("<think>", special=False)])
-    found.post_processor = tokenizers.processors.TemplateProcessing(
+    tokenizer.train_from_iterator(SAMPLE, trainer)
+    tokenizer.add_tokens([tokenizers.AddedToken("<think>", special=False)])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
-    found.save(str(path / "tokenizer.json"))
+    tokenizer.save(str(path / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
@@ -84,9 +84,9 @@ def pieces_as_json(pieces: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("pieces_as_json")
     model = processor(pieces)
     vocabulary = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
-    found = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, 0, byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, 0, byte_fallback=True))
     decoders = tokenizers.decoders
-    found.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -94,8 +94,8 @@ def pieces_as_json(pieces: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             decoders.Strip(content=" ", left=1, right=0),
         ]
     )
-    found.add_special_tokens(["<s>", "</s>", "<unk>"])
-    found.save(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
+    tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 
@@ -111,10 +111,10 @@ def parts(tokenizer: Tokenizer, tokens: Sequence[int], message: bool = True) -> 
 @given(text=st.text(max_size=60) | st.sampled_from(SAMPLE))
 def test_byte_level_text_survives(byte_level: Path, text: str) -> None:
     tokenizer = Tokenizer.load(byte_level)
-    found = parts(tokenizer, tokenizer.encode(text))
-    assert "".join(found) == text.replace("<s>", "").replace("</s>", "")
+    actual = parts(tokenizer, tokenizer.encode(text))
+    assert "".join(actual) == text.replace("<s>", "").replace("</s>", "")
     if "\ufffd" not in text:
-        assert not any("\ufffd" in part for part in found)
+        assert not any("\ufffd" in part for part in actual)
 
 
 @given(tokens=st.lists(st.integers(0, 500), max_size=30))
@@ -262,14 +262,14 @@ def plain_stop(text: str, stops: Sequence[str]) -> str:
 )
 def test_stop_strings_however_the_text_is_cut(cuts: list[str], stops: list[str]) -> None:
     stream = TextStream(Letters(cuts), stops, strip=False)
-    found = ""
+    actual = ""
     for i in range(len(cuts)):
-        found += stream.push(i)
-        assert plain_stop("".join(cuts), stops).startswith(found)
+        actual += stream.push(i)
+        assert plain_stop("".join(cuts), stops).startswith(actual)
         if stream.stopped:
             break
-    found += stream.finish()
-    assert found == plain_stop("".join(cuts), stops)
+    actual += stream.finish()
+    assert actual == plain_stop("".join(cuts), stops)
     assert stream.stopped == any(stop in "".join(cuts) for stop in stops)
 
 

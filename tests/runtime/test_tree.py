@@ -62,7 +62,7 @@ def test_every_row_is_as_decoding_its_path(
     model = CpuExecutor.load(request.getfixturevalue(f"{bundle}_bundle"), pages=64)
     source, size = random.Random(3), model.manifest.vocab_size
     for length in (shortest, shortest + 9):
-        parts, wanted, paths = list[draft_tree.Part](), list[int](), list[list[int]]()
+        parts, expected, paths = list[draft_tree.Part](), list[int](), list[list[int]]()
         forks, free = list[draft_tree.Fork](), source.sample(range(40, 64), 24)
         for text in ([source.randrange(size) for _ in range(length - less)] for less in (0, 17)):
             draft, branches = grown(source, EXACT_ROWS // 2 - 1, size)
@@ -73,13 +73,13 @@ def test_every_row_is_as_decoding_its_path(
                 branch.shared = begin // PAGE
                 needed = -(-(begin + len(branch.tokens)) // PAGE) - branch.shared
                 branch.pages = [free.pop() for _ in range(needed)]
-            more, found = draft_tree.parts(len(text), own, branches, PAGE)
+            more, actual = draft_tree.parts(len(text), own, branches, PAGE)
             parts += [([text[-1], *draft], len(text) + len(draft), own), *more]
-            wanted += [1 + len(draft), *[len(branch.tokens) for branch in branches]]
-            forks += found
+            expected += [1 + len(draft), *[len(branch.tokens) for branch in branches]]
+            forks += actual
             for index, depth in draft_tree.rows(draft, branches):
                 paths.append(text + draft_tree.path_tokens(draft, branches, index)[:depth])
-        logits = model.forward(ModelStep.of(parts, wanted, prompt=False)._replace(forks=forks)).copy()
+        logits = model.forward(ModelStep.of(parts, expected, prompt=False)._replace(forks=forks)).copy()
         assert len(logits) == len(paths)
         for leaf in [p for p in paths if not any(len(o) > len(p) and o[: len(p)] == p for o in paths)]:
             alone = model.score(leaf, chunk=1)
@@ -170,10 +170,10 @@ def test_greedy_answers_alone_and_together(growing: Engine) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_same_tokens_and_logprobs(plain: Engine, growing: Engine, sampling: Sampling) -> None:
     requests = [Request(tuple(prompt), count, sampling, logprobs=3) for prompt, count in jobs(3, 6)]
-    wanted = [drain(ask(plain, request)) for request in requests]
-    found = [drain(queue) for queue in [ask(growing, request) for request in requests]]
-    assert [[(e.text, e.logprob, e.alternatives) for e in events] for events in found] == [
-        [(e.text, e.logprob, e.alternatives) for e in events] for events in wanted
+    expected = [drain(ask(plain, request)) for request in requests]
+    results = [drain(queue) for queue in [ask(growing, request) for request in requests]]
+    assert [[(e.text, e.logprob, e.alternatives) for e in events] for events in results] == [
+        [(e.text, e.logprob, e.alternatives) for e in events] for events in expected
     ]
 
 
@@ -206,9 +206,9 @@ def test_constraints_ends_and_stop_texts(toy_bundle: Path) -> None:
                 Request(prompt, 200, GREEDY),
                 Request(prompt, 60, GREEDY, stop=(text[20:23],), ignore_eos=True),
             ):
-                found, wanted = drain(ask(engine, request)), drain(ask(without, request))
-                assert [(e.text, e.finish, e.tokens) for e in found] == [
-                    (e.text, e.finish, e.tokens) for e in wanted
+                actual, expected = drain(ask(engine, request)), drain(ask(without, request))
+                assert [(e.text, e.finish, e.tokens) for e in actual] == [
+                    (e.text, e.finish, e.tokens) for e in expected
                 ]
         wait_idle(engine)
         assert engine.state().free_pages == engine.state().pages

@@ -25,23 +25,23 @@ from .shared import Server
 
 
 def test_a_trial_survives_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trial.Trial(GRAMMARS["json"]._tokens, 2.0)
+    actual = trial.Trial(GRAMMARS["json"]._tokens, 2.0)
     try:
-        assert found.run('start: "a"').error == ""
-        assert found._child.process is not None
-        found._child.process.kill()
-        found._child.process.wait()
-        assert "nothing" in found.run("start: nothing").error
-        found._child.end()
+        assert actual.run('start: "a"').error == ""
+        assert actual._child.process is not None
+        actual._child.process.kill()
+        actual._child.process.wait()
+        assert "nothing" in actual.run("start: nothing").error
+        actual._child.end()
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(SetupError, match=r"that tries constraints cannot start: .*/nowhere/python"):
-            found.run('start: "a"')
+            actual.run('start: "a"')
         monkeypatch.undo()
-        monkeypatch.setattr(found._child, "_module", "nowhere")
+        monkeypatch.setattr(actual._child, "_module", "nowhere")
         with pytest.raises(SetupError, match="has failed: see the lines above"):
-            found.run('start: "a"')
+            actual.run('start: "a"')
     finally:
-        found.close()
+        actual.close()
 
 
 def test_a_trial_ends_with_its_grammars() -> None:
@@ -55,15 +55,15 @@ def test_a_trial_ends_with_its_grammars() -> None:
 
 
 def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:
-    found = trial.Trial(GRAMMARS["json"]._tokens, 0.2)
+    actual = trial.Trial(GRAMMARS["json"]._tokens, 0.2)
     try:
         for multiple in (999983, 1999993):  # the second reaches its memory first
-            found._seconds = 0.2 if multiple < 1_000_000 else 60.0
+            actual._seconds = 0.2 if multiple < 1_000_000 else 60.0
             with pytest.raises(trial.TooCostlyError):
-                found.run(f'start: %json {{"type": "integer", "multipleOf": {multiple}}}')
-        assert found.run('start: "a"').error == ""
+                actual.run(f'start: %json {{"type": "integer", "multipleOf": {multiple}}}')
+        assert actual.run('start: "a"').error == ""
     finally:
-        found.close()
+        actual.close()
 
 
 def test_a_slow_mask_hides_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +100,10 @@ def test_a_constraint_that_fails_is_forgotten_with_its_memory() -> None:
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
     constraint = Constraint("regex", LATE, "x")
     compiled = weakref.ref(grammars.compiled(constraint, message=False))
-    found = compiled()
-    assert found is not None
-    matcher, letter = found.matcher(), TOKENIZERS["json"].vocabulary.token_id("a")
-    del found
+    actual = compiled()
+    assert actual is not None
+    matcher, letter = actual.matcher(), TOKENIZERS["json"].vocabulary.token_id("a")
+    del actual
     with pytest.raises(RequestError, match="the constraint cannot be followed: it is too complex"):
         for _ in range(60):
             matcher.mask()
@@ -116,14 +116,14 @@ def test_a_constraint_that_fails_is_forgotten_with_its_memory() -> None:
 def test_outcomes_of_trials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A constraint that was refused, or that had to make room for others, is not tried again."""
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
-    wanted = Constraint("regex", "quick", "x")
-    first = grammars.compiled(wanted, message=False)
+    expected = Constraint("regex", "quick", "x")
+    first = grammars.compiled(expected, message=False)
     for _ in range(3):
         with pytest.raises(RequestError, match="it is too complex"):
             grammars.compiled(Constraint("regex", "(a{1000}){1000}", "x"), message=False)
         grammars.close()
         grammars._kept.clear()
-        assert grammars.compiled(wanted, message=False) is not first
+        assert grammars.compiled(expected, message=False) is not first
     monkeypatch.setattr("mlcbuild_runtime.constraints.stages.KEPT", 1)
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
     for source in ("one", "two"):
@@ -166,8 +166,8 @@ def at_rest(server: Server) -> int:
     return resident(server.process.pid)
 
 
-def ask(server: Server, wanted: dict[str, Any] | None, timeout: float = shared.WAIT) -> httpx.Response:
-    body = {"prompt": "a", "max_tokens": 60, "response_format": wanted}
+def ask(server: Server, expected: dict[str, Any] | None, timeout: float = shared.WAIT) -> httpx.Response:
+    body = {"prompt": "a", "max_tokens": 60, "response_format": expected}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout, verify=shared.PLAIN)
 
 
@@ -176,7 +176,7 @@ def ask(server: Server, wanted: dict[str, Any] | None, timeout: float = shared.W
 def test_constraints_do_not_take_a_servers_memory(server: Server, at_rest: int, attack: str) -> None:
     """Others are answered meanwhile, and all attacks together leave no more behind than one may."""
     with ThreadPoolExecutor(30) as pool:
-        asked = [pool.submit(ask, server, wanted, 4 * shared.WAIT) for wanted in ATTACKS[attack]]
+        asked = [pool.submit(ask, server, expected, 4 * shared.WAIT) for expected in ATTACKS[attack]]
         answered = 0
         while not all(each.done() for each in asked):
             assert ask(server, None).status_code == 200

@@ -65,16 +65,16 @@ def sparse(path: Path) -> None:
 
 def sparse_and_listed(path: Path) -> None:
     sparse(path)
-    edit(path, lambda found: entry(found, "weights-00001-of-00001.safetensors").update(size=1 << 40))
+    edit(path, lambda actual: entry(actual, "weights-00001-of-00001.safetensors").update(size=1 << 40))
 
 
 def large_tokenizer(path: Path) -> None:
     os.truncate(path / "tokenizer_config.json", files_limit := 1 << 30)
-    edit(path, lambda found: entry(found, "tokenizer_config.json").update(size=files_limit))
+    edit(path, lambda actual: entry(actual, "tokenizer_config.json").update(size=files_limit))
 
 
-def entry(found: dict[str, Json], name: str) -> dict[str, Json]:
-    listed = section(found, "files")[name]
+def entry(actual: dict[str, Json], name: str) -> dict[str, Json]:
+    listed = section(actual, "files")[name]
     assert isinstance(listed, dict)
     return listed
 

@@ -197,15 +197,15 @@ def _variables(function: abi.Function) -> dict[str, Any]:
 
     n = tvm.tirx.Var("n", "int64")
     sizes: dict[Any, Any] = {"n": n, "b": n, "b+1": n + 1}
-    found = {"pages": _sequences(n, n, n + 1)[0], "params": _params()}
+    by_name = {"pages": _sequences(n, n, n + 1)[0], "params": _params()}
     for argument in function.arguments:
         shape = [
             size if isinstance(size, int) else sizes.setdefault(size, tvm.tirx.Var(size, "int64"))
             for size in argument.shape
         ]
         if argument.dtype is not None:
-            found[argument.name] = _var(argument.name, *shape, dtype=argument.dtype)
-    return {name: found[name] for name in function.names}
+            by_name[argument.name] = _var(argument.name, *shape, dtype=argument.dtype)
+    return {name: by_name[name] for name in function.names}
 
 
 def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
@@ -223,8 +223,8 @@ def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
     cache = _sequences(n, b, c)
     forks, drafts, params = _var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
     none = relax.const(np.zeros((1, 3), np.int32))
-    given = [tokens, rows, sampling_params, sampled, masks, *cache, *([forks] if drafts else []), params]
-    with builder.function(name, given, pure=False):
+    inputs = [tokens, rows, sampling_params, sampled, masks, *cache, *([forks] if drafts else []), params]
+    with builder.function(name, inputs, pure=False):
         table = builder.emit(relax.TupleGetItem(params, 0))
         flat = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
         arguments = [flat, *cache, forks if drafts else none]
@@ -250,16 +250,16 @@ def _emit_sample_tokens(builder: Any, *kernels: Any) -> None:
         _var("logits", q, v, dtype="float32"),
         _var("sampling_params", q, WAYS, dtype="float64"),
     )
-    given = [logits, sampling_params, _var("tokens", q), _masks()]
-    with builder.function("sample_tokens", given, pure=False):
-        builder.emit_func_output(_drawn(builder, kernels, given, (q, v)))
+    inputs = [logits, sampling_params, _var("tokens", q), _masks()]
+    with builder.function("sample_tokens", inputs, pure=False):
+        builder.emit_func_output(_drawn(builder, kernels, inputs, (q, v)))
 
 
-def _drawn(builder: Any, kernels: Sequence[Any], given: Sequence[Any], shape: tuple[Any, Any]) -> Any:
+def _drawn(builder: Any, kernels: Sequence[Any], inputs: Sequence[Any], shape: tuple[Any, Any]) -> Any:
     """Emits the masked logits, after tokens are drawn from them."""
     from tvm import relax
 
-    (masked, sample), (logits, sampling_params, sampled, masks) = kernels, given
+    (masked, sample), (logits, sampling_params, sampled, masks) = kernels, inputs
     flat = relax.TensorType(shape, "float32")
     logits = builder.emit(relax.op.call_tir_inplace(masked, [masks, logits], 1, flat))
     logits = builder.emit(relax.op.reshape(logits, (1, *shape)))

@@ -35,8 +35,8 @@ def build(store: Path, note: Path) -> subprocess.Popen[str]:
 
 def workers(parent: int) -> list[int]:
     """Returns process ids of a builder's workers."""
-    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-    rows = [line.split() for line in found.stdout.splitlines()]
+    result = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in result.stdout.splitlines()]
     return [int(pid) for pid, owner in rows if int(owner) == parent]
 
 

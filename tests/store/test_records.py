@@ -182,9 +182,9 @@ def test_records_of_one_action_share_their_source_files() -> None:
     other = Preimage(PREIMAGE.action, {}, CODE, {}, {})
     second = Record.create(other.key(), FILES, BuildInfo("s", other))
     Record.checked(RECORD.key, RECORD.encode())
-    made = [Record.checked(item.key, item.encode()).info for item in (RECORD, second)]
-    assert made[0].preimage.code is made[1].preimage.code
-    assert made[0].preimage == PREIMAGE and made[1].preimage == other
+    created = [Record.checked(item.key, item.encode()).info for item in (RECORD, second)]
+    assert created[0].preimage.code is created[1].preimage.code
+    assert created[0].preimage == PREIMAGE and created[1].preimage == other
 
 
 def test_the_short_way_to_canonical_json_gives_the_same_bytes() -> None:

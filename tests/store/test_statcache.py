@@ -36,8 +36,8 @@ def test_an_unchanged_file_is_not_hashed_again(
 ) -> None:
     path = old(tmp_path / "f", b"data")
     first = StatCache(tmp_path / "index")
-    digest, found = first.digest(path)
-    assert digest == bytes_digest(b"data") and found.st_size == 4
+    digest, actual = first.digest(path)
+    assert digest == bytes_digest(b"data") and actual.st_size == 4
     first.save()
     monkeypatch.setattr(statcache, "file_digest", lambda _: "hashed again")
     assert StatCache(tmp_path / "index").digest(path)[0] == digest
@@ -84,10 +84,10 @@ def test_recent_keys_are_kept_latest_first(tmp_path: Path) -> None:
         cache = StatCache(tmp_path / "index")
         cache.remember({"a": f"key{number}", "b": "same"})
         cache.save()
-    found = StatCache(tmp_path / "index")
-    assert found.keys("a") == [f"key{number}" for number in (7, 9, 8, 6, 5, 4, 3, 2)]
-    assert found.keys("b") == ["same"]
-    assert found.keys("c") == []
+    stat_cache = StatCache(tmp_path / "index")
+    assert stat_cache.keys("a") == [f"key{number}" for number in (7, 9, 8, 6, 5, 4, 3, 2)]
+    assert stat_cache.keys("b") == ["same"]
+    assert stat_cache.keys("c") == []
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, tmp_path / "index", str(n)]) for n in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
-    found = StatCache(tmp_path / "index")
-    assert all(found.keys(f"{process}/{n}") == ["key"] for process in range(3) for n in range(10))
+    stat_cache = StatCache(tmp_path / "index")
+    assert all(stat_cache.keys(f"{process}/{n}") == ["key"] for process in range(3) for n in range(10))
 
 
 def test_large_inode_numbers_survive(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def put(store: Store, files: dict[str, bytes], key: str = KEY, made: BuildInfo = MADE) -> Published:
+def put(store: Store, files: dict[str, bytes], key: str = KEY, created: BuildInfo = MADE) -> Published:
     with store.staging() as session:
         out = session.subdirectory() / "out"
         for name, data in files.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        return store.publish(key, made, out, {})
+        return store.publish(key, created, out, {})
 
 
 def test_what_is_published_is_found_and_linked_out(store: Store, tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_copied_store_works(store: Store, tmp_path: Path) -> None:
     subprocess.run(["cp", "-r", store.root, tmp_path / "copy"], check=True)  # loses the mtimes
     remove_tree(store.root)
     other = Store(tmp_path / "copy")
-    found = other.find(KEY)
-    assert found is not None and other.take_warnings() == []
+    record = other.find(KEY)
+    assert record is not None and other.take_warnings() == []
     assert other.blob(bytes_digest(b"1")).stat().st_mtime == STAMP
 
 
@@ -203,10 +203,10 @@ def test_an_output_that_links_an_input_is_recognised_without_hashing(store: Stor
         store.link_out(record.files, area / "in")
         (area / "out").mkdir()
         link_or_copy(area / "in" / "w", area / "out" / "renamed")
-        found = (area / "in" / "w").stat()
+        file_stat = (area / "in" / "w").stat()
         # The digest told here is believed only because inode, size and mtime say it is that very blob.
-        known = {(found.st_dev, found.st_ino): record.files[0]}
-        bundle = store.publish(OTHER_KEY, OTHER, area / "out", known).record
+        by_name = {(file_stat.st_dev, file_stat.st_ino): record.files[0]}
+        bundle = store.publish(OTHER_KEY, OTHER, area / "out", by_name).record
     assert bundle.files == (Entry("renamed", record.files[0].digest, 7),)
 
 
@@ -280,13 +280,13 @@ def test_sessions_remove_what_dead_processes_left_and_nothing_of_the_living(stor
 
 
 def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
-    for text, found in (
+    for text, actual in (
         ('{"format": "mlcbuild-store/9"}', "mlcbuild-store/9"),
         ("x", "something unreadable"),
     ):
         (tmp_path / "store.json").write_text(text)
         with pytest.raises(
-            StoreError, match=f"format is {found}, this mlcbuild knows mlcbuild-store/1; update"
+            StoreError, match=f"format is {actual}, this mlcbuild knows mlcbuild-store/1; update"
         ):
             Store(tmp_path)
 

@@ -131,10 +131,10 @@ def test_a_signature_is_what_the_format_says(tmp_path: Path, key: keyfile.Signer
     record = by_name(User(tmp_path / "one").run())["a"].record
     assert record is not None
     first, second, line = signing.seal(record, key).splitlines(keepends=True)
-    found = json.loads(line)
-    raw = base64.urlsafe_b64decode(found["key"].removeprefix("ed25519:") + "=")
+    document = json.loads(line)
+    raw = base64.urlsafe_b64decode(document["key"].removeprefix("ed25519:") + "=")
     message = b"mlcbuild-record/1\0" + record.key.encode() + b"\0" + first + second
-    Ed25519PublicKey.from_public_bytes(raw).verify(base64.b64decode(found["signature"]), message)
+    Ed25519PublicKey.from_public_bytes(raw).verify(base64.b64decode(document["signature"]), message)
 
 
 def test_keys_are_made_once_and_shown(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_keys_are_made_once_and_shown(tmp_path: Path) -> None:
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     user = User(tmp_path / "source")
-    records = [found.record for found in user.run().steps if found.record is not None]
+    records = [actual.record for actual in user.run().steps if actual.record is not None]
     path = tmp_path / "cache.tar"
     moved = archive.write(user.store, records, path)
     assert (moved.records, moved.blobs) == (3, 3)
@@ -185,11 +185,11 @@ def test_an_archive_makes_another_store_know_everything(exported: Path, tmp_path
 
 def members(path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
     with tarfile.open(path) as tar:
-        found = []
+        results = []
         for member in tar:
             file = tar.extractfile(member)
-            found.append((member, file.read() if file is not None else b""))
-        return found
+            results.append((member, file.read() if file is not None else b""))
+        return results
 
 
 def link(kind: bytes, name: str = "cas/" + "0" * 64) -> tuple[tarfile.TarInfo, bytes]:

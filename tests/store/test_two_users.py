@@ -72,7 +72,7 @@ def test_the_second_user_builds_nothing(name: str, filled: tuple[Nginx, str], tm
     variables = {key: text.format(place=tmp_path) for key, text in ENVIRONMENTS[name].items()}
     before = os.umask(0o077 if name.startswith("another home") else 0o022)
     try:
-        found = mlcbuild(
+        result = mlcbuild(
             *("run", "recipe.yaml" if name == "relative" else recipe, "--json"),
             store=tmp_path / "store",
             cwd=place if name == "relative" else tmp_path,
@@ -80,9 +80,9 @@ def test_the_second_user_builds_nothing(name: str, filled: tuple[Nginx, str], tm
         )
     finally:
         os.umask(before)
-    document = json.loads(checked(found))
-    assert {step["status"] for step in document["steps"]} == {"reused"}, found.stderr
-    assert "warning" not in found.stderr and verify(Store(tmp_path / "store")).ok
+    document = json.loads(checked(result))
+    assert {step["status"] for step in document["steps"]} == {"reused"}, result.stderr
+    assert "warning" not in result.stderr and verify(Store(tmp_path / "store")).ok
     assert (place / "dist" / "tiny-q4f16_1-host" / "bundle.json").is_file()
 
 

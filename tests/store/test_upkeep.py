@@ -30,9 +30,9 @@ GRAPH = Graph(
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    found = Store(tmp_path / "store")
-    assert execute(GRAPH, found, INLINE).ok
-    return found
+    actual = Store(tmp_path / "store")
+    assert execute(GRAPH, actual, INLINE).ok
+    return actual
 
 
 def blob(store: Store, name: str) -> Path:
@@ -47,9 +47,9 @@ def record_path(store: Store, name: str) -> Path:
 
 
 def test_a_sound_store_is_sound(store: Store) -> None:
-    found = verify(store)
-    assert found.ok
-    assert (found.records, found.blobs, found.bytes, found.unused) == (3, 2, 6, 0)
+    report = verify(store)
+    assert report.ok
+    assert (report.records, report.blobs, report.bytes, report.unused) == (3, 2, 6, 0)
 
 
 def test_bit_rot_is_found_and_repaired(store: Store) -> None:
@@ -57,9 +57,9 @@ def test_bit_rot_is_found_and_repaired(store: Store) -> None:
     rotten.chmod(0o644)
     rotten.write_text("bX")
     os.utime(rotten, (STAMP, STAMP))  # as damage below the filesystem: no time tells of it
-    found = verify(store)
-    assert found.damaged == (f"blob {rotten.name} (weights/b: text.txt) has other bytes than its name says",)
-    assert found.missing == ()
+    report = verify(store)
+    assert report.damaged == (f"blob {rotten.name} (weights/b: text.txt) has other bytes than its name says",)
+    assert report.missing == ()
     assert not rotten.exists()
     assert verify(store).missing == (f"weights/b: text.txt (blob {rotten.name})",)
     result = execute(GRAPH, Store(store.root), INLINE)
@@ -77,10 +77,10 @@ def test_missing_blobs_and_false_records_are_found(store: Store) -> None:
     torn = record_path(store, "weights/a")
     torn.chmod(0o644)
     torn.write_bytes(b"{")
-    found = verify(store)
-    assert found.missing == (f"weights/b: text.txt (blob {gone.name})",)
+    report = verify(store)
+    assert report.missing == (f"weights/b: text.txt (blob {gone.name})",)
     names = sorted((false.name, torn.name))
-    assert found.damaged == tuple(f"record {name} is not what its name says" for name in names)
+    assert report.damaged == tuple(f"record {name} is not what its name says" for name in names)
     assert verify(store).damaged == () and verify(store).records == 1
     assert execute(GRAPH, Store(store.root), INLINE).ok and verify(store).ok
 
@@ -100,13 +100,13 @@ def test_a_copy_of_a_store_gets_its_stamps_back(store: Store, tmp_path: Path) ->
 
 
 def test_status_counts_by_kind(store: Store) -> None:
-    found = status(store)
-    assert (found.records, found.blobs, found.bytes) == (3, 2, 6)
-    assert {name: (kind.records, kind.bytes) for name, kind in found.kinds.items()} == {
+    report = status(store)
+    assert (report.records, report.blobs, report.bytes) == (3, 2, 6)
+    assert {name: (kind.records, kind.bytes) for name, kind in report.kinds.items()} == {
         "bundle": (1, 4),
         "weights": (2, 6),
     }
-    weights = found.kinds["weights"]
+    weights = report.kinds["weights"]
     os.utime(record_path(store, "weights/a"), (STAMP, STAMP))
     assert status(store).kinds["weights"].oldest_use == STAMP < weights.oldest_use <= weights.last_used
     assert status(Store(store.root / "absent")).records == 0

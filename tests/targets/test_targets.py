@@ -110,10 +110,10 @@ def test_every_preset_is_spelled_out_and_listed() -> None:
 
 
 def test_systems_and_architectures() -> None:
-    found = {name: (target.architecture, target.system) for name, target in presets.presets().items()}
-    assert found["x86-64-v3"] == ("x86_64", "linux")
-    assert found["aarch64-linux"] == ("aarch64", "linux")
-    assert found["macos-arm64"] == ("arm64", "macos")
+    by_name = {name: (target.architecture, target.system) for name, target in presets.presets().items()}
+    assert by_name["x86-64-v3"] == ("x86_64", "linux")
+    assert by_name["aarch64-linux"] == ("aarch64", "linux")
+    assert by_name["macos-arm64"] == ("arm64", "macos")
     assert Target("", "x86_64-pc-windows-msvc", "generic").system == "windows"
     assert Target("", "aarch64-unknown-none-elf", "generic").system == "none"
 
@@ -150,24 +150,24 @@ def test_json_round_trip(target: Target) -> None:
 
 
 def test_inline_targets() -> None:
-    found, problems = inline(f"triple: {LINUX}\ncpu: haswell\nfeatures: [+avxvnni, -fma]\n")
+    actual, problems = inline(f"triple: {LINUX}\ncpu: haswell\nfeatures: [+avxvnni, -fma]\n")
     assert not problems
-    assert found == Target("mine", LINUX, "haswell", ("+avxvnni", "-fma"))
-    found, problems = inline(f"{{triple: {ARM}, cpu: cortex-a72, device: cpu, output: object}}")
+    assert actual == Target("mine", LINUX, "haswell", ("+avxvnni", "-fma"))
+    actual, problems = inline(f"{{triple: {ARM}, cpu: cortex-a72, device: cpu, output: object}}")
     assert not problems
-    assert found == Target("mine", ARM, "cortex-a72", output="object")
+    assert actual == Target("mine", ARM, "cortex-a72", output="object")
 
 
 def test_extends_keeps_what_is_not_given() -> None:
-    found, problems = inline("{extends: aarch64-linux, cpu: cortex-a76}")
+    actual, problems = inline("{extends: aarch64-linux, cpu: cortex-a76}")
     assert not problems
-    assert found == Target("mine", ARM, "cortex-a76", ("+dotprod",))
-    found, problems = inline("{extends: x86-64-v4-vnni, features: [-avx512vnni, +avxvnni], output: object}")
+    assert actual == Target("mine", ARM, "cortex-a76", ("+dotprod",))
+    actual, problems = inline("{extends: x86-64-v4-vnni, features: [-avx512vnni, +avxvnni], output: object}")
     assert not problems
-    assert found == Target("mine", LINUX, "x86-64-v4", ("+avxvnni", "-avx512vnni"), output="object")
-    found, problems = inline("{extends: host}")
+    assert actual == Target("mine", LINUX, "x86-64-v4", ("+avxvnni", "-avx512vnni"), output="object")
+    actual, problems = inline("{extends: host}")
     assert not problems
-    assert found == Target("mine", *this_machine.host())
+    assert actual == Target("mine", *this_machine.host())
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_extends_keeps_what_is_not_given() -> None:
     ],
 )  # fmt: skip
 def test_bad_names(text: str, expected: list[str]) -> None:
-    found, problems = inline(text)
-    assert found is None
+    actual, problems = inline(text)
+    assert actual is None
     assert len(problems) == len(expected)
     for problem, start in zip(problems, expected, strict=True):
         assert problem.startswith(start)
@@ -242,9 +242,9 @@ def test_preset_files_are_checked(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(InputError) as caught:
             presets.read_preset(path)
-        found = [str(problem).removeprefix(f"{path}:") for problem in caught.value.problems]
-        assert len(found) == len(expected), found
-        assert all(item.startswith(start) for item, start in zip(found, expected, strict=True)), found
+        results = [str(problem).removeprefix(f"{path}:") for problem in caught.value.problems]
+        assert len(results) == len(expected), results
+        assert all(item.startswith(start) for item, start in zip(results, expected, strict=True)), results
     path.write_text(f"triple: {LINUX}\ncpu: znver4\n")
     assert presets.read_preset(path) == Target("mine", LINUX, "znver4")
     path.write_text("triple: wgsl-unknown-unknown\ncpu: generic\ndevice: webgpu\n")
@@ -360,9 +360,9 @@ def test_other_systems_architectures_and_objects_do_not_run() -> None:
 def test_the_schema_is_valid_and_explains_every_key() -> None:
     from jsonschema import Draft202012Validator
 
-    found = schema.schema("target")
-    Draft202012Validator.check_schema(found)
-    properties = found["properties"]
+    actual = schema.schema("target")
+    Draft202012Validator.check_schema(actual)
+    properties = actual["properties"]
     assert isinstance(properties, dict)
     assert set(properties) == {"extends", "triple", "cpu", "features", "device", "output"}
     for rule in properties.values():

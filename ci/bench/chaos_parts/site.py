@@ -59,9 +59,9 @@ class Site:
         cache.fault = self._slow
         shutil.copytree(TINY, place / "tiny")
         (place / "recipe.yaml").write_text(RECIPE.format(url=cache.url))
-        self.known: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         self.must_build("the first run")
-        self.known = {name: tree(self.dist / name) for name in NAMES}
+        self.digests = {name: tree(self.dist / name) for name in NAMES}
 
     def _slow(self, handler: Handler) -> bool:
         time.sleep(self.delay)
@@ -114,10 +114,12 @@ class Site:
 
     def check(self, why: str, text: str) -> None:
         for name in NAMES:
-            code, told = self.finish(self.start("verify", f"dist/{name}"), why)
+            code, output = self.finish(self.start("verify", f"dist/{name}"), why)
             if code:
-                raise ViolationError(f"{why}: the run ends with 0, and {name} does not verify: {told[-300:]}")
-            if self.known and tree(self.dist / name) != self.known[name]:
+                raise ViolationError(
+                    f"{why}: the run ends with 0, and {name} does not verify: {output[-300:]}"
+                )
+            if self.digests and tree(self.dist / name) != self.digests[name]:
                 raise ViolationError(
                     f"{why}: the run ends with 0, and {name} is another bundle\n{text[-600:]}"
                 )

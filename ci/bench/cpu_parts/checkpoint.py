@@ -156,10 +156,10 @@ def make(root: Path, values: Mapping[str, object]) -> None:
 
 def _random(random: np.random.Generator, name: str, place: tuple[int, ...]) -> NDArray[np.float32]:
     """Returns norms near one; matrices whose products keep the size of what they multiply."""
-    found = random.standard_normal(place, np.float32)
+    actual = random.standard_normal(place, np.float32)
     if len(place) == 1:
-        return 1 + 0.1 * found
-    return found * np.float32(0.05 if "embed" in name else place[1] ** -0.5)
+        return 1 + 0.1 * actual
+    return actual * np.float32(0.05 if "embed" in name else place[1] ** -0.5)
 
 
 def _bfloat16(values: NDArray[np.float32]) -> bytes:
@@ -196,7 +196,7 @@ def read(root: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
             size = entry["data_offsets"][1] - entry["data_offsets"][0]
             data = file.read(size)
             if entry["dtype"] == "BF16":
-                found = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+                actual = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
             else:
-                found = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]]).astype(np.float32)
-            yield name, found.reshape(entry["shape"])
+                actual = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]]).astype(np.float32)
+            yield name, actual.reshape(entry["shape"])

@@ -87,12 +87,12 @@ def _say(answer: object) -> None:
 
 def _threads() -> dict[str, int]:
     """Returns thread -> CPU time in clock ticks; {} if the system does not report it."""
-    found = {}
+    by_name = {}
     root = Path("/proc/self/task")
     for task in root.iterdir() if root.is_dir() else ():
         fields = (task / "stat").read_text().rpartition(")")[2].split()
-        found[task.name] = int(fields[11]) + int(fields[12])
-    return found
+        by_name[task.name] = int(fields[11]) + int(fields[12])
+    return by_name
 
 
 def _active(before: dict[str, int]) -> int | None:

@@ -25,17 +25,17 @@ def reference(checkpoint: str, count: str, out: str) -> None:
     logits(config, weights, tokens).astype(np.float32).tofile(out)
 
 
-def compare(expected: str, found: str, vocabulary: str) -> None:
-    p, q = (np.fromfile(path, np.float32).reshape(-1, int(vocabulary)) for path in (expected, found))
+def compare(expected: str, actual: str, vocabulary: str) -> None:
+    p, q = (np.fromfile(path, np.float32).reshape(-1, int(vocabulary)) for path in (expected, actual))
     print(json.dumps(figures(p, q)))
 
 
-def figures(expected: NDArray[np.float32], found: NDArray[np.float32]) -> dict[str, float]:
+def figures(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> dict[str, float]:
     """Returns figures of logits [n, vocabulary] compared with expected ones: KL(expected || actual) in nats
     and agreement of the most likely token, means over positions; root of the mean square of the error over
     that of the values, both without their mean.
     """
-    p, q = expected.astype(np.float64), found.astype(np.float64)
+    p, q = expected.astype(np.float64), actual.astype(np.float64)
     p -= p.mean(axis=-1, keepdims=True)
     q -= q.mean(axis=-1, keepdims=True)
     error = float(np.sqrt(((p - q) ** 2).mean() / (p**2).mean()))

@@ -17,11 +17,11 @@ class CTranslate2:
     def _generate(self, prompts: list[list[int]], count: int) -> list[tuple[float, float]]:
         """Returns the (wall, CPU) time, in seconds, at which each token of the last sequence was computed."""
         words = [[f"<{token}>" for token in tokens] for tokens in prompts]
-        seen = []
+        observed = []
 
         def tell(result: ctranslate2.GenerationStepResult) -> bool:
             if result.batch_id == len(prompts) - 1:
-                seen.append(clock())
+                observed.append(clock())
             return False
 
         self.generator.generate_batch(
@@ -32,19 +32,19 @@ class CTranslate2:
             end_token=[],
             callback=tell,
         )
-        return seen
+        return observed
 
     def prefill(self, tokens: list[int]) -> None:
         self._generate([tokens], 1)
 
     def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
         prompts = [prompt(CONTEXT, self.vocabulary, sequence) for sequence in range(batch)]
-        seen = self._generate(prompts, 1 + steps)
-        return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen)]
+        observed = self._generate(prompts, 1 + steps)
+        return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(observed)]
 
     def save_logits(self, tokens: list[int], path: str) -> None:
-        found = self.generator.forward_batch([[f"<{token}>" for token in tokens]])
-        np.array(found)[0].astype(np.float32).tofile(path)
+        actual = self.generator.forward_batch([[f"<{token}>" for token in tokens]])
+        np.array(actual)[0].astype(np.float32).tofile(path)
 
 
 run(CTranslate2)

@@ -39,8 +39,8 @@ class OnnxRuntime:
         return samples
 
     def save_logits(self, tokens: list[int], path: str) -> None:
-        found = self._filled([tokens], 1).get_output("logits")
-        np.array(found)[0].astype(np.float32).tofile(path)
+        actual = self._filled([tokens], 1).get_output("logits")
+        np.array(actual)[0].astype(np.float32).tofile(path)
 
 
 run(OnnxRuntime)

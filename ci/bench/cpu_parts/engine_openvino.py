@@ -26,8 +26,8 @@ class OpenVino:
         mask = openvino.Tensor(np.ones((len(prompts), len(prompts[0])), np.int64))
         config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
         start = clock()
-        found = self.pipeline.generate(genai.TokenizedInputs(ids, mask), config)
-        return *since(start), [1e-3 * time for time in found.perf_metrics.raw_metrics.m_new_token_times]
+        actual = self.pipeline.generate(genai.TokenizedInputs(ids, mask), config)
+        return *since(start), [1e-3 * time for time in actual.perf_metrics.raw_metrics.m_new_token_times]
 
     def prefill(self, tokens: list[int]) -> None:
         self._generate([tokens], 1)
@@ -41,14 +41,14 @@ class OpenVino:
     def save_logits(self, tokens: list[int], path: str) -> None:
         model = openvino.Core().compile_model(f"{self.path}/openvino_model.xml", "CPU")
         count = len(tokens)
-        given = {
+        inputs = {
             "input_ids": np.array([tokens], np.int64),
             "attention_mask": np.ones((1, count), np.int64),
             "position_ids": np.arange(count, dtype=np.int64)[None],
             "beam_idx": np.zeros(1, np.int32),
         }
-        found = model.create_infer_request().infer(given)
-        np.array(found["logits"])[0].astype(np.float32).tofile(path)
+        actual = model.create_infer_request().infer(inputs)
+        np.array(actual["logits"])[0].astype(np.float32).tofile(path)
 
 
 run(OpenVino)

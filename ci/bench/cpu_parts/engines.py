@@ -34,8 +34,8 @@ def _compilers() -> dict[str, str]:
     if os.environ.get("CC") or os.environ.get("CXX"):
         return {}
     names = ["clang", *(f"clang-{version}" for version in range(22, 13, -1))]
-    found = next((name for name in names if shutil.which(name)), None)
-    return {"CC": found, "CXX": found.replace("clang", "clang++")} if found else {}
+    actual = next((name for name in names if shutil.which(name)), None)
+    return {"CC": actual, "CXX": actual.replace("clang", "clang++")} if actual else {}
 
 
 CONVERTER = ("torch==2.13.0", "transformers")

@@ -12,23 +12,23 @@ from tables import Row
 
 
 def show(shape: str, threads: int, measured: Measured) -> None:
-    found = measured.found
+    actual = measured.prepared
     best = _machine_limits(measured)
     print(f"\n## {shape}, {threads} thread{'s' if threads > 1 else ''}\n")
     print(
         f"the machine: reads {best['read']:.1f} GB/s, float32 {best['float32']:.0f} GFlop/s,"
         f" int8 {best['int8']:.0f} Gop/s (the best of {len(measured.limits)})"
     )
-    for entry in found.entries:
+    for entry in actual.entries:
         active = measured.samples[entry.name].threads
         if active and active != {threads}:
             print(f"note: {entry.name} worked with {sorted(active)} threads at different times")
-    samples = [(entry, measured.samples[entry.name]) for entry in found.entries]
+    samples = [(entry, measured.samples[entry.name]) for entry in actual.entries]
     wall = {entry.name: sample.wall for entry, sample in samples}
     cpu = {entry.name: sample.cpu for entry, sample in samples}
-    _rates("tokens per second", found, wall, best)
+    _rates("tokens per second", actual, wall, best)
     _rates(
-        "tokens per CPU second, all threads: what other work on the machine does not change", found, cpu, {}
+        "tokens per CPU second, all threads: what other work on the machine does not change", actual, cpu, {}
     )
     print("\n| | first token, s | its CPU s | resident MB | weights MB |\n|---|---|---|---|---|")
     for entry, sample in samples:
@@ -38,19 +38,21 @@ def show(shape: str, threads: int, measured: Measured) -> None:
 
 def rows(measured: Measured) -> list[Row]:
     """Returns the figures that `show` prints as rows of results, without the figures per CPU second."""
-    found, best = measured.found, _machine_limits(measured)
-    samples = {entry.name: measured.samples[entry.name] for entry in found.entries}
+    actual, best = measured.prepared, _machine_limits(measured)
+    samples = {entry.name: measured.samples[entry.name] for entry in actual.entries}
     speeds = []
     for figure in FIGURES:
         rates = {name: sample.wall[figure] for name, sample in samples.items()}
-        medians = {entry: statistics.median(rates[entry.name]) for entry in found.entries if entry.ours}
-        limit = _limit(figure, max(medians, key=medians.__getitem__), found.config, best) if medians else None
+        medians = {entry: statistics.median(rates[entry.name]) for entry in actual.entries if entry.ours}
+        limit = (
+            _limit(figure, max(medians, key=medians.__getitem__), actual.config, best) if medians else None
+        )
         kind, _, number = figure.partition(" ")
         words = f"{kind} of {number} tokens" if kind == "prefill" else f"{kind}, batch of {number}"
         speeds.append(Row(words, "tokens/s", rates, limit))
     first = {name: sample.wall["first token"] for name, sample in samples.items()}
     resident = {name: [sample.resident] for name, sample in samples.items()}
-    size = {entry.name: [entry.size / 1e6] for entry in found.entries}
+    size = {entry.name: [entry.size / 1e6] for entry in actual.entries}
     units = [("first token after start", "s", first), ("memory", "MB", resident), ("weights", "MB", size)]
     return [*speeds, *(Row(figure, unit, values) for figure, unit, values in units)]
 
@@ -62,21 +64,21 @@ def _machine_limits(measured: Measured) -> dict[str, float]:
 
 def _rates(
     title: str,
-    found: Prepared,
+    actual: Prepared,
     rates: Mapping[str, Mapping[str, Sequence[float]]],
     best: Mapping[str, float],
 ) -> None:
     floors = " | of the limit" if best else ""
-    print(f"\n{title}\n\n| | {' | '.join(entry.name for entry in found.entries)} | ratio{floors} |")
-    print("|---" * (len(found.entries) + 2 + bool(best)) + "|")
+    print(f"\n{title}\n\n| | {' | '.join(entry.name for entry in actual.entries)} | ratio{floors} |")
+    print("|---" * (len(actual.entries) + 2 + bool(best)) + "|")
     for figure in FIGURES:
-        cells = [_spread(rates[entry.name][figure], 1) for entry in found.entries]
-        medians = {entry: statistics.median(rates[entry.name][figure]) for entry in found.entries}
-        ours = max((entry for entry in found.entries if entry.ours), key=medians.__getitem__)
-        others = [medians[entry] for entry in found.entries if not entry.ours]
+        cells = [_spread(rates[entry.name][figure], 1) for entry in actual.entries]
+        medians = {entry: statistics.median(rates[entry.name][figure]) for entry in actual.entries}
+        ours = max((entry for entry in actual.entries if entry.ours), key=medians.__getitem__)
+        others = [medians[entry] for entry in actual.entries if not entry.ours]
         cells.append(f"{medians[ours] / max(others):.2f}" if others else "")
         if best:
-            cells.append(f"{medians[ours] / _limit(figure, ours, found.config, best):.0%}")
+            cells.append(f"{medians[ours] / _limit(figure, ours, actual.config, best):.0%}")
         print(f"| {figure} | {' | '.join(cells)} |")
 
 
@@ -108,8 +110,8 @@ def _limit(figure: str, entry: Entry, config: Mapping[str, int], best: Mapping[s
     return count * best["read"] * 1e9 / (weights + cache)
 
 
-def accuracy(shape: str, found: Prepared, figures: Iterable[tuple[str, Mapping[str, float]]]) -> None:
-    size = {entry.name: entry.size for entry in found.entries}
+def accuracy(shape: str, actual: Prepared, figures: Iterable[tuple[str, Mapping[str, float]]]) -> None:
+    size = {entry.name: entry.size for entry in actual.entries}
     print(f"\n{shape}: logits against the float32 reference of the same random weights\n")
     print("| | weights MB | KL, nats | relative error | same first choice |\n|---|---|---|---|---|")
     for name, found_figures in figures:

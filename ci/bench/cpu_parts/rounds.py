@@ -58,7 +58,7 @@ class Samples:
 class Measured:
     limits: list[Mapping[str, float]]
     samples: Mapping[str, Samples]
-    found: Prepared
+    prepared: Prepared
     """The engines, without those whose process ended unexpectedly."""
 
 
@@ -83,9 +83,9 @@ class Child:
         return cast("dict[str, object]", json.loads(line))
 
     def ask(self, **command: object) -> dict[str, object]:
-        given = cast("IO[str]", self.process.stdin)
-        given.write(json.dumps(command) + "\n")
-        given.flush()
+        inputs = cast("IO[str]", self.process.stdin)
+        inputs.write(json.dumps(command) + "\n")
+        inputs.flush()
         return self.hear()
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ def _popen(command: list[str], variables: Mapping[str, str]) -> subprocess.Popen
     )
 
 
-def measure(found: Prepared, plan: Plan) -> Measured:
-    vocabulary = found.config["vocab_size"]
-    samples = {entry.name: Samples() for entry in found.entries}
+def measure(actual: Prepared, plan: Plan) -> Measured:
+    vocabulary = actual.config["vocab_size"]
+    samples = {entry.name: Samples() for entry in actual.entries}
     limits: list[Mapping[str, float]] = []
 
     @contextmanager
@@ -118,13 +118,13 @@ def measure(found: Prepared, plan: Plan) -> Measured:
             del samples[name]
 
     for _ in range(plan.rounds):
-        for entry in found.entries:
+        for entry in actual.entries:
             if entry.name in samples:
                 with as_long_as_it_runs(entry.name):
                     samples[entry.name].add("first token", *_first(entry, plan.threads, vocabulary))
     with ExitStack() as stack:
         children = {}
-        for entry in found.entries:
+        for entry in actual.entries:
             if entry.name in samples:
                 children[entry.name] = child = Child.start(entry, plan.threads, CONTEXT, vocabulary)
                 stack.callback(child.close)
@@ -141,8 +141,8 @@ def measure(found: Prepared, plan: Plan) -> Measured:
                         time.sleep(SETTLE)
                         with as_long_as_it_runs(name):
                             _sample(child, figure, plan, samples[name])
-    left = tuple(entry for entry in found.entries if entry.name in samples)
-    return Measured(limits, samples, replace(found, entries=left))
+    left = tuple(entry for entry in actual.entries if entry.name in samples)
+    return Measured(limits, samples, replace(actual, entries=left))
 
 
 def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:
@@ -170,18 +170,18 @@ def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
         into.resident = cast(float, answer["resident"])
 
 
-def logits(found: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
+def logits(actual: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields (name, figures) for each engine's logits compared with those of the float32 reference: KL and
     agreement.
     """
-    vocabulary = found.config["vocab_size"]
+    vocabulary = actual.config["vocab_size"]
     variables = environment(OURS)
     expected = area / "reference.f32"
     script = str(HERE / "compare.py")
     if not expected.is_file():
-        made = [sys.executable, script, str(found.checkpoint), str(SCORED), str(expected)]
-        subprocess.run(made, env=variables, check=True)
-    for entry in found.entries:
+        created = [sys.executable, script, str(actual.checkpoint), str(SCORED), str(expected)]
+        subprocess.run(created, env=variables, check=True)
+    for entry in actual.entries:
         child = Child.start(entry, os.cpu_count() or 1, FIRST, vocabulary)
         child.hear()
         path = area / "logits.f32"

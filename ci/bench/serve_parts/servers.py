@@ -63,7 +63,7 @@ class Running:
 
 def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
     """Creates missing environments, models and servers, and returns the servers to compare."""
-    found = engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
+    prepared = engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
     area = directory / SHAPE
     listed = _ours(area, schemes, threads)
     model = area / "llama" / "q4_0.gguf"
@@ -74,7 +74,7 @@ def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competito
         if not whole.is_file():
             part = whole.with_suffix(".part")
             script = Path(__file__).with_name("add_vocabulary.py")
-            tokenizer = found.checkpoint / "tokenizer.json"
+            tokenizer = prepared.checkpoint / "tokenizer.json"
             subprocess.run([python, str(script), str(model), str(tokenizer), str(part)], check=True)
             part.rename(whole)
         limits = ("-c", str(CONTEXT * SLOTS), "-np", str(SLOTS), "-t", str(threads), "-tb", str(threads))
@@ -113,8 +113,8 @@ def _llama_server(directory: Path) -> str:
     """Returns the path of llama.cpp's server, built for this machine from the source that llama-cpp-python
     brings."""
     area = directory / "llama-server"
-    made = area / "build" / "bin" / "llama-server"
-    if not made.is_file():
+    created = area / "build" / "bin" / "llama-server"
+    if not created.is_file():
         print("building llama.cpp's server: this takes a while ...", flush=True)
         shutil.rmtree(area, ignore_errors=True)
         area.mkdir()
@@ -130,7 +130,7 @@ def _llama_server(directory: Path) -> str:
             subprocess.run(configure, check=True, stdout=log, stderr=log, env=variables)
             build = ["cmake", "--build", str(area / "build"), "--target", "llama-server", "--parallel"]
             subprocess.run(build, check=True, stdout=log, stderr=log)
-    return str(made)
+    return str(created)
 
 
 @contextmanager
