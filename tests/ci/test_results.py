@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -95,6 +96,31 @@ def test_tables_replace_what_stands_between_the_markers_of_a_page(tmp_path: Path
     assert once.startswith("a\n<!--") and once.endswith("-->\nz\n") and TABLE in once and "old" not in once
     assert _run("--directory", tmp_path, "--write", page).returncode == 0
     assert page.read_text() == once
+
+
+def test_tables_stand_in_the_order_of_a_reader(tmp_path: Path) -> None:
+    for name in ("build-1000", "weights-22-bf16", "cpu-x-2", "other", "serve-x", "accuracy-x"):
+        tables.write(tmp_path / f"{name}.json", replace(RESULTS, title=name))
+    titles = [
+        line.partition(".")[0] for line in _run("--directory", tmp_path).stdout.splitlines() if ": `" in line
+    ]
+    assert titles == ["cpu-x-2", "serve-x", "accuracy-x", "weights-22-bf16", "build-1000", "other"]
+
+
+def test_every_benchmark_of_the_front_page_starts_and_keeps_its_figures() -> None:
+    for name in ("cpu", "serve", "accuracy", "weights", "build"):
+        done = subprocess.run(
+            [sys.executable, BENCH / name, "--help"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 and "--json DIR" in done.stdout, done.stderr
+
+
+def test_a_row_of_cold_builds_compares_the_same_copies() -> None:
+    sys.path.insert(0, str(BENCH))
+    build = _loaded("bench_build", BENCH / "build")
+    actual = {("mlcbuild", "no-op"): [1.0], ("mlcbuild, graph", "cold"): [3.0], ("dvc", "cold"): [9.0]}
+    rows = {row.figure: row.samples for row in build.rows(actual | {("doit", "cold"): "no run"})}
+    assert rows == {"no-op": {"mlcbuild": [1.0]}, "plan": {}, "cold": {"mlcbuild": [3.0], "dvc": [9.0]}}
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
