@@ -103,13 +103,13 @@ def lines_of_code(source: str) -> int:
 
 def large_modules() -> dict[str, Path]:
     """Returns dotted name -> file of every module with LARGE lines of code or more."""
-    found = {}
+    by_name = {}
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
             if lines_of_code(path.read_text()) >= LARGE:
                 parts = path.relative_to(package.parent).with_suffix("").parts
-                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+                by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return by_name
 
 
 KERNELS = "each kernel of a CPU is compiled for all instruction sets and run beside NumPy in tests/compiler"

@@ -77,8 +77,8 @@ def test_a_step_that_waits_has_the_reason_of_the_first_one_that_runs() -> None:
     planned = [
         SimpleNamespace(name=name, state=state, reason=reason) for name, (state, reason) in states.items()
     ]
-    found = reasons(graph, cast(Plan, SimpleNamespace(steps=planned)))
-    assert found == dict.fromkeys("abc", "a: new")
+    actual = reasons(graph, cast(Plan, SimpleNamespace(steps=planned)))
+    assert actual == dict.fromkeys("abc", "a: new")
 
 
 def test_github_reads_one_line_of_json() -> None:

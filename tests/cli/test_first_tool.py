@@ -18,9 +18,9 @@ from tests.runtime import shared
 def client(tiny_bundles: Path) -> Iterator[openai.OpenAI]:
     with (
         shared.serving(tiny_bundles / "dist" / "tiny-q4a8_1-host") as running,
-        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as found,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as open_a_i,
     ):
-        yield found
+        yield open_a_i
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -39,11 +39,11 @@ def test_the_embedded_model_has_room_for_a_tool(client: openai.OpenAI, choice: A
         parallel_tool_calls=False,
         temperature=0,
     )
-    (found,) = answer.choices
+    (actual,) = answer.choices
     if choice == "auto":
-        assert (found.finish_reason, found.message.content) == ("stop", "42")
+        assert (actual.finish_reason, actual.message.content) == ("stop", "42")
     else:
-        assert found.finish_reason == "tool_calls"
-        (call,) = found.message.tool_calls or []
+        assert actual.finish_reason == "tool_calls"
+        (call,) = actual.message.tool_calls or []
         assert call.type == "function" and set(json.loads(call.function.arguments)) == {"a", "b"}
     assert answer.usage is not None and answer.usage.prompt_tokens < 300

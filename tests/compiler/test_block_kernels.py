@@ -125,13 +125,13 @@ def test_quantized_matrices_have_any_number_of_columns(isa: str, form: str) -> N
     definition = Storage(form, form, "x16", 8).definition
     stored = tuple(definition.pack(normal(50, NARROW), Scratch(), "matrix"))
     values = definition.unpack(stored, (50, NARROW))
-    exact, made = values.astype(np.float64), kernel(product(isa, form, NARROW), Fusion())
+    exact, created = values.astype(np.float64), kernel(product(isa, form, NARROW), Fusion())
     x = kernelbench.rows(np.random.default_rng(1), 65, NARROW)
-    seen = rounded(np.pad(x, ((0, 0), (0, -NARROW % 32))))[:, :NARROW]
+    observed = rounded(np.pad(x, ((0, 0), (0, -NARROW % 32))))[:, :NARROW]
     for m in (1, 8, 65):
-        actual = module(isa).run(made, (m, 50), x[:m], *stored)
-        bound = 3e-6 * (np.abs(seen[:m]) @ np.abs(exact.T))
-        assert (np.abs(actual - seen[:m] @ exact.T) <= bound).all(), m
+        actual = module(isa).run(created, (m, 50), x[:m], *stored)
+        bound = 3e-6 * (np.abs(observed[:m]) @ np.abs(exact.T))
+        assert (np.abs(actual - observed[:m] @ exact.T) <= bound).all(), m
     tokens = np.array([0, 49, 5, 17], np.int32)
     rows = module(isa).run(embedding.kernel(table(isa, form, NARROW)), (4, NARROW), tokens, *stored)
     np.testing.assert_allclose(rows, values[tokens], rtol=0, atol=1e-6 * np.abs(values).max())

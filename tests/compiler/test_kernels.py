@@ -91,16 +91,16 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
     bias = rng.standard_normal(shape[0]).astype(np.float32)
     added = (bias,) if shape == BIAS else ()
-    made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
+    created = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
     has_prompt_variant = product(isa, scheme, shape).has_prompt_variant
     assert has_prompt_variant == (isa == "avx512amx" and bool(SCHEMES[scheme].activation_bits))
     for m, bfloat16 in [(m, prompt) for m in ROWS for prompt in (False, True)[: 1 + has_prompt_variant]]:
         x = kernelbench.rows(rng, m, shape[1])
-        found = module(isa).run(made, (m, shape[0]), x, *stored, *added, prompt=bfloat16)
-        seen = x.astype(np.float64) if bfloat16 else kernelbench.activations(x, SCHEMES[scheme])
-        wanted = seen @ matrix.T + (bias if added else 0)
+        result = module(isa).run(created, (m, shape[0]), x, *stored, *added, prompt=bfloat16)
+        observed = x.astype(np.float64) if bfloat16 else kernelbench.activations(x, SCHEMES[scheme])
+        expected = observed @ matrix.T + (bias if added else 0)
         bound = (2e-2 if bfloat16 else 8e-6) * np.sqrt(shape[1])
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=bound, err_msg=f"m={m}")
+        np.testing.assert_allclose(result, expected, rtol=0, atol=bound, err_msg=f"m={m}")
 
 
 @each_product
@@ -111,14 +111,16 @@ def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int,
     rng = np.random.default_rng(2)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
     added = (rng.standard_normal(shape[0]).astype(np.float32),) if shape == BIAS else ()
-    made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
+    created = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
     x = kernelbench.rows(rng, 70, shape[1])
     ways = [(False, [*range(2, 17)]), (True, [2, 16, 17, 33, 70])]
     for prompt, counts in ways[: 1 + product(isa, scheme, shape).has_prompt_variant]:
-        alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added, prompt=prompt) for row in x]
+        alone = [
+            module(isa).run(created, (1, shape[0]), row[None], *stored, *added, prompt=prompt) for row in x
+        ]
         for m in counts:
-            found = module(isa).run(made, (m, shape[0]), x[:m], *stored, *added, prompt=prompt)
-            assert (found == np.concatenate(alone[:m])).all(), (m, prompt)
+            result = module(isa).run(created, (m, shape[0]), x[:m], *stored, *added, prompt=prompt)
+            assert (result == np.concatenate(alone[:m])).all(), (m, prompt)
 
 
 @each_isa
@@ -129,8 +131,8 @@ def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(2)
     stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
     tokens = np.array([0, 36, 5, 5, 17, 16, 15], np.int32)
-    found = module(isa).run(embedding.kernel(table(isa, scheme, shape)), (7, shape[1]), tokens, *stored)
-    np.testing.assert_allclose(found, matrix[tokens], rtol=1e-6, atol=0)
+    result = module(isa).run(embedding.kernel(table(isa, scheme, shape)), (7, shape[1]), tokens, *stored)
+    np.testing.assert_allclose(result, matrix[tokens], rtol=1e-6, atol=0)
 
 
 @each_int8_isa
@@ -138,10 +140,10 @@ def test_zero_rows_of_x_stay_zero(isa: str) -> None:
     """A group of zeros has no scale: nothing is divided by it."""
     kernelbench.need(TARGETS[isa])
     stored, _ = kernelbench.weights(np.random.default_rng(3), SCHEMES["q4a8_1"], 320, 576)
-    made = kernel(product(isa, "q4a8_1", (320, 576)), Fusion())
+    created = kernel(product(isa, "q4a8_1", (320, 576)), Fusion())
     for m in (1, 4, 65):
-        found = module(isa).run(made, (m, 320), np.zeros((m, 576), np.float32), *stored)
-        assert not found.any()
+        result = module(isa).run(created, (m, 320), np.zeros((m, 576), np.float32), *stored)
+        assert not result.any()
 
 
 @each_int8_isa
@@ -155,15 +157,15 @@ def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
     words, scales = pack(matrix.reshape(n, k).astype(np.float32), scheme)
     assert abs(scales).min() == 2.0**-24 and abs(scales).max() > 20000 and (scales < 0).any()
     stored, weight = (words, scales), unpack((words, scales), scheme, (n, k)).astype(np.float64)
-    made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
+    created = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
     for m in (1, 4, 65):
         x = rng.standard_normal((m, k // 32, 32)) * 10.0 ** rng.integers(-33, 31, (m, k // 32, 1))
         x[rng.random((m, k // 32)) < 0.1] = 0
         x[0] *= 1e-20
         x = x.reshape(m, k).astype(np.float32)
-        seen, found = kernelbench.activations(x, scheme), module(isa).run(made, (m, n), x, *stored)
-        bound = 1e-6 * (np.abs(seen) @ np.abs(weight.T)) + 1e-30
-        assert (np.abs(found - seen @ weight.T) <= bound).all(), m
+        observed, actual = kernelbench.activations(x, scheme), module(isa).run(created, (m, n), x, *stored)
+        bound = 1e-6 * (np.abs(observed) @ np.abs(weight.T)) + 1e-30
+        assert (np.abs(actual - observed @ weight.T) <= bound).all(), m
 
 
 @each_int8_isa
@@ -174,15 +176,15 @@ def test_a_row_that_is_no_number_stays_one(isa: str, scheme: str, wrong: float) 
     kernelbench.need(TARGETS[isa])
     rng, (n, k) = np.random.default_rng(8), (20, 1100)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], n, k)
-    made = kernel(product(isa, scheme, (n, k)), Fusion())
+    created = kernel(product(isa, scheme, (n, k)), Fusion())
     for m, bad, place in ((1, 0, 0), (3, 1, 1099), (9, 8, 500), (65, 40, 31)):
         x = kernelbench.rows(rng, m, k)
-        right = module(isa).run(made, (m, n), x, *stored)
+        right = module(isa).run(created, (m, n), x, *stored)
         x[bad, place] = wrong
-        found = module(isa).run(made, (m, n), x, *stored)
-        assert not np.isfinite(found[bad]).any(), (m, found[bad])
+        result = module(isa).run(created, (m, n), x, *stored)
+        assert not np.isfinite(result[bad]).any(), (m, result[bad])
         rest = np.arange(m) != bad
-        assert (found[rest] == right[rest]).all()
+        assert (result[rest] == right[rest]).all()
 
 
 @each_isa
@@ -193,9 +195,9 @@ def test_float16_of_every_magnitude(isa: str) -> None:
     values = bits[np.isfinite(bits)][: 4 * 37 * 64].reshape(-1)
     for start in range(0, values.size - 37 * 64, 37 * 64):
         plain = values[start : start + 37 * 64].reshape(37, 64)
-        made = embedding.kernel(table(isa, "q0f16", (37, 64)))
-        found = module(isa).run(made, (37, 64), np.arange(37, dtype=np.int32), plain)
-        np.testing.assert_array_equal(found, plain.astype(np.float32))
+        created = embedding.kernel(table(isa, "q0f16", (37, 64)))
+        result = module(isa).run(created, (37, 64), np.arange(37, dtype=np.int32), plain)
+        np.testing.assert_array_equal(result, plain.astype(np.float32))
 
 
 @pytest.mark.parametrize(("isa", "prompt"), [("portable", False), ("avx512amx", False), ("avx512amx", True)])
@@ -205,10 +207,10 @@ def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
     rng, (n, k) = np.random.default_rng(4), (320, 576)
     matrix = rng.standard_normal((n, k)).astype(np.float32)
     x = rng.standard_normal((8, k)).astype(np.float32)
-    made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
-    found = module(isa).run(made, (8, n), x, *pack(matrix, SCHEMES["q4a8_1"]), prompt=prompt)
+    created = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
+    result = module(isa).run(created, (8, n), x, *pack(matrix, SCHEMES["q4a8_1"]), prompt=prompt)
     exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
-    error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
+    error = np.sqrt(((result - exact) ** 2).mean() / (exact**2).mean())
     assert error <= 0.087
 
 
@@ -224,20 +226,20 @@ def test_tile_registers(scheme: str, shape: tuple[int, int]) -> None:
     rng, (n, k), m = np.random.default_rng(6), shape, 530
     stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], n, k)
     x = rng.standard_normal((m, k)).astype(np.float32)
-    made = kernel(product("avx512amx", scheme, shape), Fusion())
-    built = module("avx512amx") if shape in SHAPES else kernelbench.compiled(target, [made])
-    found = built.run(made, (m, n), x, *stored, prompt=True)
+    created = kernel(product("avx512amx", scheme, shape), Fusion())
+    built = module("avx512amx") if shape in SHAPES else kernelbench.compiled(target, [created])
+    result = built.run(created, (m, n), x, *stored, prompt=True)
     exact = x.astype(np.float64) @ matrix.T
-    assert np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean()) < 0.0026
-    assert abs((found * exact).sum() / (exact**2).sum() - 1) < 2e-4
+    assert np.sqrt(((result - exact) ** 2).mean() / (exact**2).mean()) < 0.0026
+    assert abs((result * exact).sum() / (exact**2).sum() - 1) < 2e-4
     for factor in (np.float32(2**20), np.float32(2**-20)):
-        scaled = built.run(made, (m, n), x * factor, *stored, prompt=True)
-        np.testing.assert_array_equal(scaled, found * factor)
+        scaled = built.run(created, (m, n), x * factor, *stored, prompt=True)
+        np.testing.assert_array_equal(scaled, result * factor)
 
 
 def test_equal_products_share_one_kernel() -> None:
     """Two products of one shape in one function: one PrimFunc, called for any number of rows."""
-    made = product("portable", "q4f16_1", (72, 72))
+    created = product("portable", "q4f16_1", (72, 72))
     builder = relax.BlockBuilder()
     m = Var("m", "int64")
     inputs = [
@@ -247,11 +249,11 @@ def test_equal_products_share_one_kernel() -> None:
     ]
     with builder.function("main", inputs):
         x, *stored = (NnTensor(_expr=variable) for variable in inputs)
-        y = made.apply(made.apply(x, stored), stored)
+        y = created.apply(created.apply(x, stored), stored)
         builder.emit_func_output(y._expr)
-    found = builder.get()
-    names = sorted(str(name.name_hint) for name in found.functions)
-    assert names == ["main", kernelbench.symbol(kernel(made, Fusion()))]
+    reply = builder.get()
+    names = sorted(str(name.name_hint) for name in reply.functions)
+    assert names == ["main", kernelbench.symbol(kernel(created, Fusion()))]
 
 
 @pytest.mark.parametrize(("isa", "other"), SAME.items())
@@ -260,9 +262,9 @@ def test_kernels_with_floats_are_the_same(isa: str, other: str) -> None:
 
     def programs(name: str) -> list[str]:
         floats = [case for case in CASES if not SCHEMES[case[0]].activation_bits]
-        made = [kernel(product(name, *case), Fusion(bias=case[1] == BIAS)) for case in floats]
-        made += [embedding.kernel(table(name, scheme, TABLES[0])) for scheme in SIMPLE]
-        return [str(function.script()).replace(name, other) for function in made]
+        created = [kernel(product(name, *case), Fusion(bias=case[1] == BIAS)) for case in floats]
+        created += [embedding.kernel(table(name, scheme, TABLES[0])) for scheme in SIMPLE]
+        return [str(function.script()).replace(name, other) for function in created]
 
     assert programs(isa) == programs(other)
 
@@ -293,23 +295,25 @@ def test_kernels_are_asked_how_much_they_take() -> None:
                     T.alloc_buffer((n, 100), "int8")
                     T.evaluate(0)
 
-    made = prim_func("takes", body)
-    assert taken_by(made, {"n": 65}, 0) == 4 * 96 * 16 + 2048 + 8192  # 6 KiB in two pages, then 6,500 bytes
-    assert taken_by(made, {}, 1) == 4096 + 4096
+    created = prim_func("takes", body)
+    assert (
+        taken_by(created, {"n": 65}, 0) == 4 * 96 * 16 + 2048 + 8192
+    )  # 6 KiB in two pages, then 6,500 bytes
+    assert taken_by(created, {}, 1) == 4096 + 4096
 
 
 def test_kernel_names_tell_formats_and_shapes_apart() -> None:
     shapes = ((32, 64), (64, 32))
     cases = [(scheme, shape, bias) for scheme in SIMPLE for shape in shapes for bias in (False, True)]
-    made = [kernel(product("avx2", scheme, shape), Fusion(bias=bias)) for scheme, shape, bias in cases]
+    created = [kernel(product("avx2", scheme, shape), Fusion(bias=bias)) for scheme, shape, bias in cases]
     tables = [embedding.kernel(table("avx2", scheme, shape)) for scheme in SIMPLE for shape in shapes]
-    names = [kernelbench.symbol(function) for function in made + tables]
+    names = [kernelbench.symbol(function) for function in created + tables]
     assert len(set(names)) == len(names)
 
 
 def scheme_kernels(isa: str, scheme: Storage) -> str:
     """Returns assembly of all products of one scheme."""
-    made = [
+    created = [
         kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES if case[0] == scheme.name
     ]
-    return "\n".join(module(isa).code(function) for function in made)
+    return "\n".join(module(isa).code(function) for function in created)

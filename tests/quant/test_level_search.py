@@ -25,8 +25,8 @@ def blocks_of(scheme: Storage, weight: Floats) -> list[BlockRows]:
 
 def error(scheme: Storage, weight: Floats) -> float:
     """Returns the squared error relative to the squares of the weights."""
-    found = unpack(pack(weight, scheme), scheme, weight.shape).astype(np.float64)
-    return float(np.square(found - weight).sum() / np.square(weight.astype(np.float64)).sum())
+    actual = unpack(pack(weight, scheme), scheme, weight.shape).astype(np.float64)
+    return float(np.square(actual - weight).sum() / np.square(weight.astype(np.float64)).sum())
 
 
 @EVERY
@@ -39,8 +39,8 @@ def test_stored_tensors_are_the_codes_and_numbers_of_the_search(
     expected = np.concatenate(
         [_values(part, scheme.definition.group_size) for part in blocks_of(scheme, weight)]
     )
-    found = unpack(pack(weight, scheme), scheme, shape)
-    np.testing.assert_array_equal(found, expected[:, : shape[1]])
+    actual = unpack(pack(weight, scheme), scheme, shape)
+    np.testing.assert_array_equal(actual, expected[:, : shape[1]])
 
 
 def _values(rows: BlockRows, group: int) -> Floats:
@@ -95,8 +95,8 @@ def test_a_group_of_small_weights_beside_large_ones_keeps_its_values(scheme: Sto
     """Scales in a block of 256 are integers of 7 bits: a group with smaller weights has a step of its own."""
     weight = normal(16, 256)
     weight[:, :32] *= 0.01
-    found = unpack(pack(weight, scheme), scheme, weight.shape)
-    small = np.square(found - weight)[:, :32].sum() / np.square(weight[:, :32]).sum()
+    actual = unpack(pack(weight, scheme), scheme, weight.shape)
+    small = np.square(actual - weight)[:, :32].sum() / np.square(weight[:, :32]).sum()
     assert small < {4: 0.2, 5: 0.06, 6: 0.01}[scheme.bits]
 
 
@@ -104,8 +104,8 @@ def test_a_group_of_small_weights_beside_large_ones_keeps_its_values(scheme: Sto
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1e-3, -1e-3, 6e4, -6e4])
 def test_groups_of_equal_weights_are_kept(scheme: Storage, value: float) -> None:
     weight = np.full((16, 256), value, np.float32)
-    found = unpack(pack(weight, scheme), scheme, weight.shape)
-    np.testing.assert_allclose(found, weight, rtol=5e-3, atol=0)
+    actual = unpack(pack(weight, scheme), scheme, weight.shape)
+    np.testing.assert_allclose(actual, weight, rtol=5e-3, atol=0)
 
 
 @EVERY
@@ -114,8 +114,8 @@ def test_bfloat16_and_float16_are_widened(scheme: Storage) -> None:
     halves = weight.astype(np.float16)
     bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
     for own, wide in ((bits, weight), (halves, halves.astype(np.float32))):
-        for found, expected in zip(pack(own, scheme), pack(wide, scheme), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(pack(own, scheme), pack(wide, scheme), strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 @EVERY

@@ -20,8 +20,8 @@ from .grammars import GRAMMARS, SIZE, TOKENIZERS, allowed_by
 @pytest.mark.parametrize("seed", [None, *range(8)])
 def test_text_and_calls(seed: int | None) -> None:
     call = HERMES.write("add", {"a": 1, "b": 'y{"}'})
-    found = pieces(f"Let me <tool see.\n{call}\n{call}", HERMES, "auto", seed)
-    assert found == [
+    parts = pieces(f"Let me <tool see.\n{call}\n{call}", HERMES, "auto", seed)
+    assert parts == [
         CallPiece("text", "Let me <tool see.\n"),
         *[CallPiece("call", "add"), CallPiece("arguments", '{"a": 1, "b": "y{\\"}"}')] * 2,
     ]
@@ -90,13 +90,13 @@ STYLES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "wanted"), STYLES)
+@pytest.mark.parametrize(("name", "text", "expected"), STYLES)
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_styles_of_models_are_read_and_allowed(
-    name: str, text: str, wanted: list[CallPiece], seed: int | None
+    name: str, text: str, expected: list[CallPiece], seed: int | None
 ) -> None:
     form = FORMS[name]
-    assert pieces(text, form, "auto", seed) == wanted
+    assert pieces(text, form, "auto", seed) == expected
     assert_allowed(text, form, ADD)
 
 
@@ -104,15 +104,15 @@ def assert_allowed(text: str, form: Form, tool: Tool) -> None:
     """Asserts that an answer of a text is allowed, written with special tokens where it has their names."""
     compiled = GRAMMARS["tools"].compiled(constraint(Toolbox((tool,), "auto", True), form, False), False)
     matcher = compiled.matcher()
-    known = {token: SPECIAL.token_bytes(token) for token in range(SIZE)}
-    known |= {token: name.encode() for name, token in form.tokens.items()}
+    by_name = {token: SPECIAL.token_bytes(token) for token in range(SIZE)}
+    by_name |= {token: name.encode() for name, token in form.tokens.items()}
     left = text.encode()
     while left:
-        fitting = [token for token in allowed_by(matcher).nonzero()[0].tolist() if known[token]]
-        token = next((token for token in fitting if left.startswith(known[token])), None)
+        fitting = [token for token in allowed_by(matcher).nonzero()[0].tolist() if by_name[token]]
+        token = next((token for token in fitting if left.startswith(by_name[token])), None)
         assert token is not None, left
         matcher.take(token)
-        left = left.removeprefix(known[token])
+        left = left.removeprefix(by_name[token])
     assert allowed_by(matcher)[sorted(TOKENIZERS["tools"].eos)].all(), text
 
 
@@ -173,8 +173,8 @@ def test_arguments_of_every_type(name: str, arguments: dict[str, Json], seed: in
 
 def test_an_answer_that_is_cut_off_keeps_whole_arguments() -> None:
     text = FORMS["qwen coder"].write("add", {"a": 1, "b": "x"})
-    found = pieces(text[: text.index("x\n")], FORMS["qwen coder"], "auto", 1)
-    assert found == [CallPiece("call", "add"), CallPiece("arguments", '{"a": 1')]
+    parts = pieces(text[: text.index("x\n")], FORMS["qwen coder"], "auto", 1)
+    assert parts == [CallPiece("call", "add"), CallPiece("arguments", '{"a": 1')]
 
 
 def test_ids_are_what_a_template_takes() -> None:

@@ -42,13 +42,13 @@ NAMED_FIRST = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS
 
 def split(text: str, seed: int | None = None, has_tools: bool = True) -> dict[str, str]:
     """Returns kind of piece -> text of a text that comes in parts."""
-    reader, source, found = HarmonyReader(has_tools), random.Random(seed), dict[str, str]()
+    reader, source, actual = HarmonyReader(has_tools), random.Random(seed), dict[str, str]()
     while text:
         size = len(text) if seed is None else source.randrange(1, 8)
         part, text = text[:size], text[size:]
         for piece in reader.read(part, last=not text):
-            found[piece.kind] = found.get(piece.kind, "") + piece.text
-    return found
+            actual[piece.kind] = actual.get(piece.kind, "") + piece.text
+    return actual
 
 
 @pytest.mark.parametrize("seed", [None, *range(6)])
@@ -115,16 +115,16 @@ def test_every_constrained_answer_is_a_call_or_has_its_format(
     # A random text would hardly ever end: reasoning is one letter long.
     short = type(bound)("lark", bound.source.replace(r"TEXT: /(.|\n)*/", "TEXT: /[a-z]/"), bound.param)
     shown = {token: text for text, token in channels.tokens.items()}
-    found = split(drawn(short, seed, "tools", False, shown), seed, box is not None)
+    parts = split(drawn(short, seed, "tools", False, shown), seed, box is not None)
     if choice == "required":
-        assert "call" in found
-    if "call" in found:
-        (tool,) = (tool for tool in (ADD, NOW) if tool.name == found["call"])
-        jsonschema.validate(json.loads(found["arguments"]), tool.parameters)
+        assert "call" in parts
+    if "call" in parts:
+        (tool,) = (tool for tool in (ADD, NOW) if tool.name == parts["call"])
+        jsonschema.validate(json.loads(parts["arguments"]), tool.parameters)
     elif kind == "schema":
-        jsonschema.validate(json.loads(found["text"]), SCHEMA)
+        jsonschema.validate(json.loads(parts["text"]), SCHEMA)
     elif kind == "lark":
-        assert found["text"][3:] == "!"
+        assert parts["text"][3:] == "!"
 
 
 def test_tools_and_a_grammar_are_refused() -> None:
@@ -157,11 +157,11 @@ def test_answers_of_a_server(server: Server) -> None:
             messages = [{"role": "user", "content": say(text)}]
             return {"model": server.name, "messages": messages, **fields}
 
-        found = ai.chat.completions.create(**asked(f"{THOUGHT}{FINAL}"))
-        message = found.choices[0].message
+        actual = ai.chat.completions.create(**asked(f"{THOUGHT}{FINAL}"))
+        message = actual.choices[0].message
         assert (message.content, message.to_dict()["reasoning_content"]) == ("Four.", "Two and two.")
-        assert found.usage is not None and found.usage.completion_tokens_details is not None
-        assert (found.usage.completion_tokens_details.reasoning_tokens or 0) > 0
+        assert actual.usage is not None and actual.usage.completion_tokens_details is not None
+        assert (actual.usage.completion_tokens_details.reasoning_tokens or 0) > 0
         for choice in ("auto", "required"):
             asks = asked(f"{THOUGHT}{CALL}", tools=TOOLS, tool_choice=choice)
             (answer,) = ai.chat.completions.create(**asks).choices

@@ -388,8 +388,8 @@ def test_large_bodies_wait_for_no_other_but_one_with_many_values(monkeypatch: py
         reader = body_reader.BodyReader(8 * MB)
 
         async def read(body: object) -> object:
-            async with reader.body(asking(body)) as found:
-                return found
+            async with reader.body(asking(body)) as actual:
+                return actual
 
         async with reader.body(asking(many)):
             assert await asyncio.create_task(read(long)) == long

@@ -24,10 +24,10 @@ def frequencies(
     sample: Sample, logits: Floats, sampling: Sampling, count: int = 5_000
 ) -> NDArray[np.float64]:
     numbers = generator(sampling).random(count).tolist()
-    found = sample(
+    actual = sample(
         np.repeat(logits[None], count, axis=0), [(*sampling.columns, number) for number in numbers], []
     )
-    return np.bincount(found, minlength=len(logits)) / count
+    return np.bincount(actual, minlength=len(logits)) / count
 
 
 def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], total: int) -> float:
@@ -37,8 +37,8 @@ def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], f
     rest = 1 - sum(common.values())
     statistic = sum((counts[key] - p * total) ** 2 / (p * total) for key, p in common.items())
     if rest * total >= 5:
-        seen = total - sum(counts[key] for key in common)
-        statistic += (seen - rest * total) ** 2 / (rest * total)
+        observed = total - sum(counts[key] for key in common)
+        statistic += (observed - rest * total) ** 2 / (rest * total)
     degrees = len(common) - (rest * total < 5)
     return float((statistic - degrees) / (2 * degrees) ** 0.5)
 
@@ -51,12 +51,12 @@ def kept(logits: Floats, sampling: Sampling) -> list[int]:
     if sampling.top_k:
         order = [i for i in order if p[i] >= p[order[min(sampling.top_k, len(p)) - 1]]]
     order = [i for i in order if p[i] >= sampling.min_p * p.max()]
-    total, found = p[order].sum(), list[int]()
+    total, actual = p[order].sum(), list[int]()
     for i in order if sampling.top_p < 1 else ():
-        if p[found].sum() >= sampling.top_p * total - 1e-12 and logits[i] < logits[found[-1]]:
+        if p[actual].sum() >= sampling.top_p * total - 1e-12 and logits[i] < logits[actual[-1]]:
             break
-        found.append(i)
-    return found or order
+        actual.append(i)
+    return actual or order
 
 
 def one(sample: Sample, logits: Floats, sampling: Sampling, number: float = 0.5) -> int:
@@ -76,16 +76,16 @@ def test_what_a_mask_lacks_is_not_chosen(sample: Sample, width: int, temperature
     memory = random.standard_normal(1 + 3 * width).astype(np.float32)
     logits = memory[1:].reshape(3, width)
     masks = [(row, random.integers(0, 1 << 31, 1 + width // 32, dtype=np.int32)) for row in (2, 0)]
-    wanted = logits.copy()
+    expectation = logits.copy()
     for row, mask in masks:
         mask[0] |= 1
-        wanted[row, np.unpackbits(mask.view(np.uint8), count=width, bitorder="little") == 0] = -np.inf
+        expectation[row, np.unpackbits(mask.view(np.uint8), count=width, bitorder="little") == 0] = -np.inf
     way = *Sampling(temperature).columns, 0.7
-    expected = sample(wanted.copy(), [way] * 3, [])
+    expected = sample(expectation.copy(), [way] * 3, [])
     assert sample(logits, [way] * 3, masks) == expected
-    assert np.array_equal(logits, wanted)
+    assert np.array_equal(logits, expectation)
     if temperature == 0:
-        assert expected == wanted.argmax(axis=1).tolist()
+        assert expected == expectation.argmax(axis=1).tolist()
 
 
 def test_tiny_temperatures_are_as_zero(sample: Sample) -> None:
@@ -95,8 +95,8 @@ def test_tiny_temperatures_are_as_zero(sample: Sample) -> None:
 
 def test_frequencies_follow_the_softmax(sample: Sample) -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    found = frequencies(sample, logits, Sampling(seed=1))
-    assert np.abs(found - [0.5, 0.3, 0.15, 0.05]).max() < 0.03
+    counts = frequencies(sample, logits, Sampling(seed=1))
+    assert np.abs(counts - [0.5, 0.3, 0.15, 0.05]).max() < 0.03
     cooler = frequencies(sample, logits, Sampling(temperature=0.5, seed=1))
     squares = np.array([0.25, 0.09, 0.0225, 0.0025])
     assert np.abs(cooler - squares / squares.sum()).max() < 0.03
@@ -126,8 +126,8 @@ def test_every_kept_token_can_be_chosen(sample: Sample) -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     for sampling, count in ((Sampling(top_p=0.65), 2), (Sampling(top_k=3), 3), (Sampling(min_p=0.45), 3)):
         assert frequencies(sample, logits, replace(sampling, seed=3)).nonzero()[0].tolist() == [*range(count)]
-    found = frequencies(sample, logits, Sampling(top_p=0.65, seed=3))
-    assert abs(found[0] - 4 / 7) < 0.03
+    counts = frequencies(sample, logits, Sampling(top_p=0.65, seed=3))
+    assert abs(counts[0] - 4 / 7) < 0.03
 
 
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one(sample: Sample) -> None:
@@ -169,5 +169,5 @@ def test_all_logits_minus_infinity_are_an_error(sample: Sample) -> None:
 
 
 def test_one_impossible_token_is_never_chosen(sample: Sample) -> None:
-    found = frequencies(sample, np.array([0, -np.inf, 0], np.float32), Sampling(seed=5), 2000)
-    assert found[1] == 0
+    counts = frequencies(sample, np.array([0, -np.inf, 0], np.float32), Sampling(seed=5), 2000)
+    assert counts[1] == 0

@@ -31,10 +31,10 @@ def test_the_most_likely_of_many(size: int, count: int, different: int, masked: 
     own, top = logprobs(logits, 0, count)
     exact = logits.astype(np.float64)
     exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
-    wanted = sorted(range(size), key=lambda i: (-logits[i], i))[:count]
-    assert [item.token for item in top] == wanted
-    found = [own.logprob, *(item.logprob for item in top)]
-    np.testing.assert_allclose(found, exact[[0, *wanted]], rtol=1e-6, atol=1e-6)
+    expected = sorted(range(size), key=lambda i: (-logits[i], i))[:count]
+    assert [item.token for item in top] == expected
+    results = [own.logprob, *(item.logprob for item in top)]
+    np.testing.assert_allclose(results, exact[[0, *expected]], rtol=1e-6, atol=1e-6)
 
 
 def test_penalties_by_their_definition() -> None:

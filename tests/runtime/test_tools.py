@@ -45,10 +45,10 @@ def shown(form: Form) -> dict[int, str]:
 def test_every_forced_answer_is_calls(form: str, parallel: bool, seed: int, message: bool) -> None:
     box = Toolbox((ADD, NOW), "required", parallel)
     text = drawn(constraint(box, FORMS[form], message), seed, "tools", message, shown(FORMS[form]))
-    found = pieces(text, FORMS[form], "required", seed)
-    assert [piece.kind for piece in found] == ["call", "arguments"] * (len(found) // 2)
-    assert len(found) == 2 or parallel
-    for call, arguments in zip(found[::2], found[1::2], strict=True):
+    parts = pieces(text, FORMS[form], "required", seed)
+    assert [piece.kind for piece in parts] == ["call", "arguments"] * (len(parts) // 2)
+    assert len(parts) == 2 or parallel
+    for call, arguments in zip(parts[::2], parts[1::2], strict=True):
         (tool,) = (tool for tool in box.tools if tool.name == call.text)
         jsonschema.validate(json.loads(arguments.text), tool.parameters)
 
@@ -65,8 +65,8 @@ ANSWER: dict[str, Json] = {
 @settings(max_examples=80, deadline=None)
 @given(form=st.sampled_from(sorted(FORMS)), seed=st.integers(0, 10_000))
 def test_every_answer_is_calls_or_has_its_format(form: str, seed: int) -> None:
-    box, wanted = Toolbox((ADD,), "auto", False), schema_constraint(ANSWER, "response_format")
-    text = drawn(constraint(box, FORMS[form], False, wanted), seed, "tools", False, shown(FORMS[form]))
+    box, expected = Toolbox((ADD,), "auto", False), schema_constraint(ANSWER, "response_format")
+    text = drawn(constraint(box, FORMS[form], False, expected), seed, "tools", False, shown(FORMS[form]))
     first, *others = pieces(text, FORMS[form], "auto", seed, formatted=True)
     if first.kind == "call":
         (arguments,) = others
@@ -87,15 +87,15 @@ def test_a_special_token_is_no_text() -> None:
 
 def test_a_free_answer_may_be_text_or_calls() -> None:
     for form in (HERMES, PLAIN):
-        wanted = constraint(Toolbox((ADD,), "auto", True), form, space=False)
+        expected = constraint(Toolbox((ADD,), "auto", True), form, space=False)
         vocabulary = TOKENIZERS["json"].vocabulary
         letters = {vocabulary.token_bytes(token): token for token in range(SIZE - 1, 6, -1)}
         for text in ("Hello, you {there}", form.write("add", {"a": 5, "b": "x"})):
-            matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
+            matcher = GRAMMARS["json"].compiled(expected, message=False).matcher()
             for byte in text.encode():
                 matcher.take(letters[bytes([byte])])
             assert allowed_by(matcher)[sorted(TOKENIZERS["json"].eos)].all(), text
-        matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
+        matcher = GRAMMARS["json"].compiled(expected, message=False).matcher()
         for byte in (form.mark + '{"name": "').encode():
             matcher.take(letters[bytes([byte])])
         allowed = {vocabulary.token_bytes(int(token))[:1] for token in allowed_by(matcher).nonzero()[0]}
@@ -158,9 +158,9 @@ def test_calls_and_results_in_words() -> None:
         {"role": "tool", "content": "2", "tool_call_id": "1"},
         {"role": "tool", "content": "3", "tool_call_id": "unknown"},
     ]
-    found = in_words(messages, Toolbox((NOW,), "auto", True), PLAIN)
-    assert str(found[0]["content"]).startswith("Be brief.\n\nTools:\n")
-    assert [message["content"] for message in found[1:]] == [
+    actual = in_words(messages, Toolbox((NOW,), "auto", True), PLAIN)
+    assert str(actual[0]["content"]).startswith("Be brief.\n\nTools:\n")
+    assert [message["content"] for message in actual[1:]] == [
         "?",
         '{"name": "add", "arguments": {"a": 1}}',
         "Result of add: 2",
@@ -200,8 +200,8 @@ def test_calls_that_begin_with_a_special_token(toy_copy: Path) -> None:
                 for call in chunk.choices[0].delta.tool_calls or []:
                     assert call.function is not None
                     arguments += call.function.arguments or ""
-            (made,) = choice.message.tool_calls or []
-            assert made.type == "function" and arguments == made.function.arguments
+            (created,) = choice.message.tool_calls or []
+            assert created.type == "function" and arguments == created.function.arguments
             flat: Any = [{"type": "function", **TOOLS[0]["function"]}]
             del options["seed"]
             (item,) = client.responses.create(**options, input="hi", tools=flat).output[:1]
@@ -251,8 +251,8 @@ def test_forced_calls_whole_and_streamed(native_server: Server) -> None:
                 finish = chunk.choices[0].finish_reason or finish
                 assert not chunk.choices[0].delta.content
             assert (name, finish) == ("add", "tool_calls")
-            (made,) = whole.message.tool_calls or []
-            assert made.type == "function" and arguments == made.function.arguments
+            (created,) = whole.message.tool_calls or []
+            assert created.type == "function" and arguments == created.function.arguments
 
 
 def test_allowed_tools(native_server: Server) -> None:
@@ -260,12 +260,12 @@ def test_allowed_tools(native_server: Server) -> None:
     body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
     used = set()
     for seed in range(4):
-        found = post(
+        document = post(
             native_server, CHAT, {**body, "seed": seed, "tool_choice": allowed("required", "now")}
         ).json()
-        (call,) = found["choices"][0]["message"]["tool_calls"]
+        (call,) = document["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "now"
-        used.add(found["usage"]["prompt_tokens"])
+        used.add(document["usage"]["prompt_tokens"])
     free = {**body, "max_tokens": 1, "tool_choice": allowed("auto", "now", "now")}
     used.add(post(native_server, CHAT, free).json()["usage"]["prompt_tokens"])
     used.add(post(native_server, CHAT, {**body, "max_tokens": 1}).json()["usage"]["prompt_tokens"])
@@ -327,8 +327,8 @@ def test_tools_and_a_format(native_server: Server) -> None:
     body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
     for (first, other), finish in (("{<", "stop"), ("<{", "tool_calls")):  # <tool_call>
         bias = {str(ord(first) - ord("!")): 100, str(ord(other) - ord("!")): -100}
-        given = {**body, "logit_bias": bias, "response_format": json_schema}
-        (choice,) = post(native_server, CHAT, given).json()["choices"]
+        inputs = {**body, "logit_bias": bias, "response_format": json_schema}
+        (choice,) = post(native_server, CHAT, inputs).json()["choices"]
         assert choice["finish_reason"] == finish
         if finish == "stop":
             jsonschema.validate(json.loads(choice["message"]["content"]), ANSWER)

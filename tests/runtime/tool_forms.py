@@ -58,16 +58,16 @@ def pieces(
     text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
 ) -> list[CallPiece]:
     """Returns the pieces of a text that comes in parts, with neighbours of one kind joined."""
-    reader, source, found = Reader(form, choice, formatted, TEXTS), random.Random(seed), list[CallPiece]()
+    reader, source, actual = Reader(form, choice, formatted, TEXTS), random.Random(seed), list[CallPiece]()
     while text:
         size = len(text) if seed is None else source.randrange(1, 8)
         part, text = text[:size], text[size:]
         for piece in reader.read(part, last=not text):
-            if found and found[-1].kind == piece.kind != "call":
-                found[-1] = CallPiece(piece.kind, found[-1].text + piece.text)
+            if actual and actual[-1].kind == piece.kind != "call":
+                actual[-1] = CallPiece(piece.kind, actual[-1].text + piece.text)
             else:
-                found.append(piece)
-    return found
+                actual.append(piece)
+    return actual
 
 
 def tool(**function: Any) -> dict[str, Any]:

@@ -73,9 +73,9 @@ def _read(model: Path, text: str) -> tuple[ModelConfig, list[int]]:
     if model.suffix != ".gguf":
         config = parsing.parse(json.loads((model / "config.json").read_text()))
         return config, list(Tokenizer.load(model).encode(text))
-    with tempfile.TemporaryDirectory() as made:
-        gguf_text.tokenizer({"file": model.name}, {"checkpoint": model.parent}, Path(made))
-        return gguf_config.read_config(model), list(Tokenizer.load(Path(made)).encode(text))
+    with tempfile.TemporaryDirectory() as temporary_directory:
+        gguf_text.tokenizer({"file": model.name}, {"checkpoint": model.parent}, Path(temporary_directory))
+        return gguf_config.read_config(model), list(Tokenizer.load(Path(temporary_directory)).encode(text))
 
 
 def exact(expected: Reference) -> Loss:
@@ -100,11 +100,11 @@ def loss(name: str, size: int, expected: Reference, score: Callable[[list[int]],
     return Loss(name, size, kl / positions, agree / positions, perplexity, expected.parameters)
 
 
-def _parts(expected: Logits, found: Logits) -> Iterator[tuple[int, Logits, Logits]]:
+def _parts(expected: Logits, actual: Logits) -> Iterator[tuple[int, Logits, Logits]]:
     """Yields (first position, two arrays of log-probabilities in float64) of some positions at a time, since
     those of all take gigabytes."""
     for start in range(0, len(expected), 64):
-        yield start, *(_log_softmax(logits[start : start + 64]) for logits in (expected, found))
+        yield start, *(_log_softmax(logits[start : start + 64]) for logits in (expected, actual))
 
 
 def _log_softmax(logits: Logits) -> Logits:

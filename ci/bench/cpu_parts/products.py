@@ -31,7 +31,7 @@ def noise(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.nd
 
 def compiled(target: Target, functions: dict[str, tvm.tirx.PrimFunc]) -> dict[str, Callable[..., None]]:
     library = tvm.compile(tvm.IRModule(functions), target=tvm_target(target))
-    return {name: library.mod[str(made.attrs["global_symbol"])] for name, made in functions.items()}
+    return {name: library.mod[str(created.attrs["global_symbol"])] for name, created in functions.items()}
 
 
 def tensor(values: np.ndarray) -> object:
