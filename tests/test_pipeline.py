@@ -32,9 +32,9 @@ def built(directory: Path, text: str, lock: Lock | None = None) -> Pipeline:
     return pipeline.build(recipe.load(path), lock or Lock())
 
 
-def kinds(made: Pipeline) -> Counter[str]:
+def kinds(created: Pipeline) -> Counter[str]:
     """Returns steps by the first part of their names."""
-    return Counter(step.name.partition("/")[0] for step in made.graph.steps())
+    return Counter(step.name.partition("/")[0] for step in created.graph.steps())
 
 
 MATRIX = """
@@ -56,8 +56,8 @@ def fine_tune(directory: Path) -> None:
 
 def test_what_cells_of_the_matrix_share(tmp_path: Path) -> None:
     fine_tune(tmp_path)
-    made = built(tmp_path, MATRIX)
-    assert kinds(made) == {
+    created = built(tmp_path, MATRIX)
+    assert kinds(created) == {
         "config": 2,
         "tokenizer": 2,
         "reference": 2,
@@ -66,15 +66,15 @@ def test_what_cells_of_the_matrix_share(tmp_path: Path) -> None:
         "bundle": 12,
         "verify": 12,
     }
-    libraries = [step for step in made.graph.steps() if step.name.startswith("library/")]
+    libraries = [step for step in created.graph.steps() if step.name.startswith("library/")]
     assert all("one" not in step.name and "two" not in step.name for step in libraries)
 
 
 def test_no_path_and_no_display_name_enters_a_library_or_weights(tmp_path: Path) -> None:
-    made = built(
+    created = built(
         tmp_path, "models: {shown: ./tiny}\nquantizations: {alias: q4f16_1}\ntargets: {mine: x86-64-v3}\n"
     )
-    for step in made.graph.steps():
+    for step in created.graph.steps():
         if step.name.startswith(("library/", "weights/", "config/", "reference/", "verify/")):
             text = json.dumps(dict(step.params))
             assert not any(word in text for word in ("shown", "alias", "mine", str(tmp_path))), step.name
@@ -91,16 +91,16 @@ matrix:
   include:
     - {quantization: q4f16_1, compile: {max_batch: 2}, verify: {prompts: ["a b"]}}
 """
-    made = built(tmp_path, text)
-    references = sorted(step.name for step in made.graph.steps() if step.name.startswith("reference/"))
+    created = built(tmp_path, text)
+    references = sorted(step.name for step in created.graph.steps() if step.name.startswith("reference/"))
     assert len(references) == 2
     assert references[0] == "reference/tiny"
     assert references[1].startswith("reference/tiny/")
 
 
 def test_each_variant_knows_its_steps(tmp_path: Path) -> None:
-    made = built(tmp_path, "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
-    (product,) = made.products
+    created = built(tmp_path, "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
+    (product,) = created.products
     assert {name.partition("/")[0] for name in product.steps} == {
         "config",
         "tokenizer",
@@ -111,19 +111,19 @@ def test_each_variant_knows_its_steps(tmp_path: Path) -> None:
         "verify",
     }
     assert product.last == "verify/tiny-q0f32-x86-64-v2"
-    assert made.choose(["tiny-*"]) == (product.last,)
-    assert made.choose(["weights/*"]) == ("weights/tiny/q0f32/plain",)
+    assert created.choose(["tiny-*"]) == (product.last,)
+    assert created.choose(["weights/*"]) == ("weights/tiny/q0f32/plain",)
     with pytest.raises(UsageError, match="no step is called 'tony'"):
-        made.choose(["tony"])
+        created.choose(["tony"])
 
 
 def test_speed_is_measured_beside_what_makes_a_bundle(tmp_path: Path) -> None:
     text = "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\nbench: {prompt_tokens: 9}\n"
-    made = built(tmp_path, text)
-    (product,) = made.products
+    created = built(tmp_path, text)
+    (product,) = created.products
     assert product.bench is not None and product.bench not in product.steps
-    assert made.choose(["tiny-*"]) == product.ends == (product.last, product.bench)
-    bench = made.graph.step(product.bench)
+    assert created.choose(["tiny-*"]) == product.ends == (product.last, product.bench)
+    bench = created.graph.step(product.bench)
     assert (bench.shared, bench.alone) == (False, True)
     assert bench.params == {"prompt_tokens": 9, "generate_tokens": 64, "machine": machine.kind()}
     assert machine.label(machine.kind()) in bench.needs
@@ -141,28 +141,28 @@ def test_a_speed_that_no_context_holds_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_step_of_a_local_model_reads_only_the_files_it_needs(tmp_path: Path) -> None:
-    made = built(tmp_path, "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
-    source = made.graph["fetch/tiny"]
+    created = built(tmp_path, "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
+    source = created.graph["fetch/tiny"]
     assert isinstance(source, Source)
     assert "model.safetensors" in source.files
     assert "heldout.jsonl" not in source.files
-    selects = {step.name: step.inputs.get("checkpoint") for step in made.graph.steps()}
+    selects = {step.name: step.inputs.get("checkpoint") for step in created.graph.steps()}
     config = selects["config/tiny"]
     assert config is not None
     assert config.select == ("config.json",)
 
 
 def test_a_target_of_another_machine_is_not_verified(tmp_path: Path) -> None:
-    made = built(
+    created = built(
         tmp_path,
         "models: {tiny: ./tiny}\nquantizations: [q0f32]\n"
         "targets: {board: {triple: aarch64-unknown-linux-gnu, cpu: generic, output: object},"
         " here: {extends: x86-64-v2, output: object}}\n",
     )
-    reasons = {product.variant.target.name: product.unverified for product in made.products}
+    reasons = {product.variant.target.name: product.unverified for product in created.products}
     assert reasons["here"] == "an object file must be linked into a program before it can run"
-    assert all(product.verify is None for product in made.products)
-    assert kinds(made)["reference"] == 0
+    assert all(product.verify is None for product in created.products)
+    assert kinds(created)["reference"] == 0
 
 
 def test_faults_of_models_are_told_at_their_place_all_at_once(tmp_path: Path) -> None:
@@ -270,21 +270,21 @@ def test_a_hub_model_is_a_step_with_its_pinned_files(tmp_path: Path) -> None:
     source = HubSource("org/name", "main")
     commit = "a" * 40
     files = {name: Pinned(1, "b" * 64) for name in ("config.json", "model.safetensors", "tokenizer.json")}
-    made = built(
+    created = built(
         tmp_path,
         "models: {far: hf://org/name@main}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n",
         Lock({source: Locked(commit, files)}),
     )
-    step = made.graph.step("fetch/far")
+    step = created.graph.step("fetch/far")
     assert step.params["commit"] == commit
     assert "main" not in json.dumps(dict(step.params)), "a branch never enters a key"
-    assert any(step.name.startswith("library/bbbbbbbbbbbb/") for step in made.graph.steps())
+    assert any(step.name.startswith("library/bbbbbbbbbbbb/") for step in created.graph.steps())
 
 
 def test_steps_reserve_memory_for_one_expert_at_a_time(tmp_path: Path) -> None:
     typecheckpoints.write("qwen3_moe", tmp_path / "experts")
-    made = built(tmp_path, "models: {m: ./experts}\nquantizations: [q8a8_1]\ntargets: [x86-64-v3]\n")
-    (weights,) = (step for step in made.graph.steps() if step.name.startswith("weights/"))
+    created = built(tmp_path, "models: {m: ./experts}\nquantizations: [q8a8_1]\ntargets: [x86-64-v3]\n")
+    (weights,) = (step for step in created.graph.steps() if step.name.startswith("weights/"))
     golden = experts_golden.golden("qwen3_moe-8-of-257")
     shapes = [param.shape for param in parameters(golden.config)]
     stack = max(math.prod(shape) for shape in shapes)

@@ -18,9 +18,9 @@ from tests.runtime import shared
 def client(tiny_bundles: Path) -> Iterator[openai.OpenAI]:
     with (
         shared.serving(tiny_bundles / "dist" / "tiny-q4a8_1-host") as running,
-        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as open_a_i,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield open_a_i
+        yield client
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

@@ -39,8 +39,8 @@ def tiny_server(tiny_bundle: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def tiny_client(tiny_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as open_a_i:
-        yield open_a_i
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def ask(client: openai.OpenAI, prompt: str, temperature: float = 0, seed: int | None = None) -> str:

@@ -210,8 +210,8 @@ SAID = "<think>\nTwo and two.\n</think>\n\n"
 
 @pytest.fixture
 def ai(thinker: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as open_a_i:
-        yield open_a_i
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def asked(server: Server, text: str, **fields: Any) -> dict[str, Any]:

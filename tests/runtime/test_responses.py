@@ -42,8 +42,8 @@ def real(tiny_bundle: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def ai(real: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as open_a_i:
-        yield open_a_i
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def said(server: Server, messages: list[Any], **body: Any) -> str:
