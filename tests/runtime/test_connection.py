@@ -128,7 +128,7 @@ def test_a_client_that_resets_a_connection_while_it_ends(way: str) -> None:
         with connected(loop) as (client, opening):
             wire, connection = await opening
             client.sendall(b"GET /h")
-            while not connection._framing:
+            while not connection._input.framing:
                 await asyncio.sleep(0.001)
             if way == "unsent":
                 wire.write(b"x" * (8 << 20))

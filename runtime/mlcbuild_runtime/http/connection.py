@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import socket
 from asyncio import BufferedProtocol
 from typing import Any
@@ -21,10 +20,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mlcbuild_runtime.http.host_field import host_fault
+from mlcbuild_runtime.http.request_input import HEAD_BYTES, HEAD_FIELDS, RequestInput
 from mlcbuild_runtime.openai.chat_documents import error_document
 
-HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
-"""Maximum bytes and fields of a request's head, and of the framing and trailers of a chunked body."""
 HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
 """Maximum seconds for a whole head, from its first byte or the connection's start; and between two
 requests."""
@@ -41,8 +39,6 @@ _BUFFER = memoryview(bytearray(1 << 14))
 chunks of one byte, 16 KB take 1 to 2 ms. It is in use only between a call of `get_buffer` and the following
 `buffer_updated`, which an event loop never interleaves, and a process has one server.
 """
-_END = re.compile(rb"\n\r?\n")
-"""Matches the end of a request's head or of a chunked body; the data of a chunk may match, too."""
 _BEGINNING = b"HTTP/1.1 "
 """The first bytes of every HTTP answer."""
 
@@ -111,23 +107,14 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
     flow: _Flow
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _ahead = b""
-    _at = 0
-    """Index in `_ahead` of the first received byte that has not been parsed."""
-    _tail = b""
-    """The last two bytes that were parsed outside of a body with a length."""
-    _framing = _payload = _fields = 0
-    """Number of bytes of the request outside of its body, of bytes in its body, and of header fields or
-    trailers."""
-    _left = 0
-    """Number of bytes that remain of a body with a length."""
-    _has_line = _in_body = _half_closed = _keeps_alive = False
+    _input: RequestInput
+    _half_closed = _keeps_alive = False
     _drained = 0
     _refusal: RequestError | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._wire, self._outlet = transport, _Outlet(transport, self)
+        self._wire, self._outlet, self._input = transport, _Outlet(transport, self), RequestInput()
         super().connection_made(self._outlet)
         self.flow = _Flow(self._outlet)
         self._rest(HEAD_SECONDS)
@@ -152,8 +139,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
             self._set_timer(HEAD_SECONDS)
-        self._ahead = self._ahead[self._at :] + bytes(_BUFFER[:nbytes])
-        self._at = 0
+        self._input.receive(bytes(_BUFFER[:nbytes]))
         self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes at once
@@ -185,38 +171,22 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         return None if cycle is None or cycle.response_complete else cycle
 
     def _parse(self) -> None:
-        while self._at < len(self._ahead) and not self.ended:
+        while not (self.ended or self._input.is_parsed):
             cycle = self._running
             if cycle is not None and not cycle.more_body:
                 self.flow.hold()
                 return
-            self._feed(self._size())
+            self._feed(self._input.take())
         if not self.ended:
-            self._ahead, self._at = b"", 0
+            self._input.discard()
             self.flow.release()
 
-    def _size(self) -> int:
-        """Returns the number of unparsed bytes that belong to the current request."""
-        if self._left:
-            return min(self._left, len(self._ahead) - self._at)
-        seam = self._tail + self._ahead[self._at : self._at + 2]
-        if (end := _END.search(seam)) and end.end() > len(self._tail):
-            return end.end() - len(self._tail)
-        end = _END.search(self._ahead, self._at)
-        return (end.end() if end else len(self._ahead)) - self._at
-
-    def _feed(self, size: int) -> None:
-        part = self._ahead[self._at : self._at + size]
-        self._at += size
-        if self._left:
-            self._left -= size
-        else:
-            self._tail = (self._tail + part[-2:])[-2:]
-            self._framing += size
-            if not self._in_body and self._framing > HEAD_BYTES:
-                self._refuse(_too_large() if self._has_line else _too_long())
-                return
-            self._has_line |= b"\n" in part
+    def _feed(self, part: bytes) -> None:
+        if self._input.is_head_too_large:
+            self._refuse(_too_large() if self._input.has_line else _too_long())
+            return
+        if not self._input.in_body:
+            self._input.has_line |= b"\n" in part
         try:
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade:
@@ -226,47 +196,42 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             by_us = isinstance(error, httptools.HttpParserCallbackError)
             reason = "its target is no path" if by_us else str(error)
             self._refuse(self._refusal or RequestError(f"this is no valid HTTP request: {reason}"))
-        # A chunk of one byte is framed by five bytes.
-        if self._in_body and self._framing > HEAD_BYTES + 8 * self._payload:
+        if self._input.is_body_too_fragmented:
             self._refuse(_too_large())
 
     # Events of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_body, self._payload, self._fields, self._left = False, 0, 0, 0
+        self._input.begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields += 1
-        if self._fields > HEAD_FIELDS:
+        if not self._input.add_field():
             self._refusal = _too_large()
             raise ValueError
-        if not self._in_body:  # Otherwise it is a trailer, which is ignored.
+        if not self._input.in_body:  # Otherwise it is a trailer, which is ignored.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if fault := host_fault(self.headers, self.parser.get_http_version()):
             self._refusal = RequestError(fault)
             raise ValueError
-        self._in_body, self._tail = True, b""
-        self._framing, self._fields = 0, 0
+        self._input.end_head(self.headers)
         self._set_timer(None)
         super().on_headers_complete()
         # If the answer precedes the end of the body, it is the connection's last: nobody reads the rest of
         # the body.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
-        self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
 
     def on_body(self, body: bytes) -> None:
-        self._payload += len(body)
+        self._input.add_body(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keeps_alive
-        self._in_body = self._has_line = False
-        self._framing, self._left, self._tail = 0, 0, b""
+        self._input.end()
 
     # Output
 
@@ -277,7 +242,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self.idle_since = self.loop.time()
         if self._half_closed:
             self.end()
-        elif self._ahead:
+        elif not self._input.is_parsed:
             self._unset_keepalive_if_required()
             self._set_timer(HEAD_SECONDS)
             self.loop.call_soon(self._parse)
@@ -316,8 +281,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         if self.is_over:
             return
         self.ended = True
-        unread |= self._at < len(self._ahead) or bool(self.cycle is not None and self.cycle.more_body)
-        self._ahead = b""
+        unread |= not self._input.is_parsed or bool(self.cycle is not None and self.cycle.more_body)
+        self._input.discard()
         self._unset_keepalive_if_required()
         self._set_timer(None)
         if unread and not self._half_closed:
@@ -375,7 +340,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     def _late(self) -> None:
         """Ends a connection whose request head was not complete in time."""
-        if self._framing:
+        if self._input.framing:
             text = f"the request's head did not come to its end within {HEAD_SECONDS:g} s"
             self._refuse(RequestError(text, code="timeout", status=408))
         else:

@@ -1,0 +1,104 @@
+"""Received bytes that are not parsed yet, and the state of the request to which they belong.
+
+The parser is fed up to the end of one request, so that the next one waits unparsed. Where a request ends
+shows only in its bytes: a line without content ends its head and a chunked body, and a body with a length
+ends after as many bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
+"""Maximum bytes and fields of a request's head, and of the framing and trailers of a chunked body."""
+
+_END = re.compile(rb"\n\r?\n")
+"""Matches the end of a request's head or of a chunked body; the data of a chunk may match, too."""
+
+
+class RequestInput:
+    """The input of one connection."""
+
+    def __init__(self) -> None:
+        self.in_body = False
+        """True between the end of a request's head and the end of the request."""
+        self.has_line = False
+        """True once the request's first line is complete."""
+        self.framing = 0
+        """Number of bytes of the current head, or of those of a body that are not its content."""
+        self._ahead, self._at = b"", 0
+        """The received bytes, and the index of the first one that has not been parsed."""
+        self._tail = b""
+        """The last two bytes that were parsed outside of a body with a length."""
+        self._payload = self._fields = 0
+        """Number of bytes of the body's content, and of header fields or trailers."""
+        self._left = 0
+        """Number of bytes that remain of a body with a length."""
+
+    def receive(self, data: bytes) -> None:
+        """Adds bytes to those that are not parsed."""
+        self._ahead, self._at = self._ahead[self._at :] + data, 0
+
+    def discard(self) -> None:
+        """Drops all bytes."""
+        self._ahead, self._at = b"", 0
+
+    @property
+    def is_parsed(self) -> bool:
+        return self._at >= len(self._ahead)
+
+    def take(self) -> bytes:
+        """Returns the bytes up to the end of the current request, and counts them as parsed."""
+        part = self._ahead[self._at : self._at + self._size()]
+        self._at += len(part)
+        if self._left:
+            self._left -= len(part)
+        else:
+            self._tail = (self._tail + part[-2:])[-2:]
+            self.framing += len(part)
+        return part
+
+    def _size(self) -> int:
+        if self._left:
+            return min(self._left, len(self._ahead) - self._at)
+        seam = self._tail + self._ahead[self._at : self._at + 2]
+        if (end := _END.search(seam)) and end.end() > len(self._tail):
+            return end.end() - len(self._tail)
+        end = _END.search(self._ahead, self._at)
+        return (end.end() if end else len(self._ahead)) - self._at
+
+    @property
+    def is_head_too_large(self) -> bool:
+        return not self.in_body and self.framing > HEAD_BYTES
+
+    @property
+    def is_body_too_fragmented(self) -> bool:
+        # A chunk of one byte is framed by five bytes.
+        return self.in_body and self.framing > HEAD_BYTES + 8 * self._payload
+
+    # Events of the parser
+
+    def begin(self) -> None:
+        """Handles the beginning of a request."""
+        self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
+
+    def add_field(self) -> bool:
+        """Counts a header field or trailer, and returns False if there are too many."""
+        self._fields += 1
+        return self._fields <= HEAD_FIELDS
+
+    def end_head(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Handles the end of a head. headers: its fields, as (name in small letters, value)."""
+        self.in_body, self._tail = True, b""
+        self.framing, self._fields = 0, 0
+        self._left = next((int(value) for name, value in headers if name == b"content-length"), 0)
+
+    def add_body(self, size: int) -> None:
+        """Counts bytes of the body's content."""
+        self._payload += size
+
+    def end(self) -> None:
+        """Handles the end of a request."""
+        self.in_body = self.has_line = False
+        self.framing, self._left, self._tail = 0, 0, b""
