@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlcbuild_runtime.engine.prompt_turns import SMALLEST, TILE_ROWS, TURN_SECONDS, TurnLength, allot
+from mlcbuild_runtime.engine.prompt_turns import ROW_MULTIPLE, SMALLEST, TURN_SECONDS, TurnLength, allot
 
 ROOT = Path(__file__).parents[2]
 LAST = "first token, last of all, s"
@@ -53,7 +53,7 @@ def test_a_turn_is_as_long_as_the_last_one_says() -> None:
     assert length.tokens(alone=False) == 256
     length.record(256, 256 / 1000)  # 1,000 tokens/s
     tokens = length.tokens(alone=False)
-    assert 0 <= TURN_SECONDS * 1000 - tokens < TILE_ROWS and tokens % TILE_ROWS == 0
+    assert 0 <= TURN_SECONDS * 1000 - tokens < ROW_MULTIPLE and tokens % ROW_MULTIPLE == 0
     assert length.tokens(alone=True) == 256
     length.record(5, 5.0)  # too few tokens to tell
     assert length.tokens(alone=False) == tokens

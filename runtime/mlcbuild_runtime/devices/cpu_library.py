@@ -24,7 +24,7 @@ VERSION: str = tvm_ffi.__version__
 SPINS = 2000
 """Number of rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a
 millisecond, which spans the gaps within a step. TVM's default of 300,000 takes CPU time from other processes
-on shared cores.
+on shared cores: this many gave a fifth more tokens beside processes that compute (`ci/bench/busy`).
 """
 _CPU, _POOLED = 1, 2
 """DLPack's number for CPU memory (kDLCPU) and TVM's for a pooled allocator (AllocatorType::kPooled)."""

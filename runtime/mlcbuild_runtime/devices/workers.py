@@ -10,7 +10,7 @@ WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
 threads are tried again. A failed trial costs one step, which may take a second."""
 SHARE = 0.7
 """Minimum ratio of the CPU time that the threads got to the time that they could have had. A process below it
-competes for cores.
+competes for cores. `ci/bench/busy` shows what this and the constants below are worth beside others.
 """
 REST = 8.0
 """Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""

@@ -19,7 +19,7 @@ TURN_SECONDS = 0.25
 """Seconds of one turn while other requests run. `ci/bench/turns`: at 850 prompt tokens/s, 0.15 s lets 16
 clients that come at once wait 12 % longer for their first tokens (p90), since more decode steps come in
 between."""
-TILE_ROWS = 16
+ROW_MULTIPLE = 16
 """Prompt tokens of one turn are a multiple of this number, the rows that the widest int8 kernels compute
 together."""
 SMALLEST = 64
@@ -39,7 +39,7 @@ class TurnLength:
         waits."""
         if alone or not self._token_seconds:
             return self._limit
-        whole_tiles = int(TURN_SECONDS / self._token_seconds) // TILE_ROWS * TILE_ROWS
+        whole_tiles = int(TURN_SECONDS / self._token_seconds) // ROW_MULTIPLE * ROW_MULTIPLE
         return min(self._limit, max(SMALLEST, whole_tiles))
 
     def record(self, tokens: int, seconds: float) -> None:

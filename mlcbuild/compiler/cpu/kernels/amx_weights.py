@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Expr
 
+from mlcbuild.compiler.cpu.kernels.amx import LANES
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, moved, splat, typed
 
-LANES = 16
 SCALE_EXPONENT = 8
 _CUT = 1.0 + 0.7213 * (7 / 16) / 128
 """Factor that compensates for cutting three bits off a float16, which loses 7/16 of the last kept place on

@@ -21,7 +21,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
-"""Maximum number of rows that are prepared on one core, since waking the other cores would take longer."""
+"""Maximum number of rows that are prepared on one core, since waking the other cores would take longer;
+`ci/bench/kernels --threads 2` prints what that takes."""
 
 
 class RowSource(Protocol):

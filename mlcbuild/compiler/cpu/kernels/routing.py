@@ -19,8 +19,7 @@ from mlcbuild.models import Experts
 
 SERIAL_ROWS = 4
 """Maximum number of rows whose experts one core chooses alone, since waking the other cores would take
-longer.
-"""
+longer; `ci/bench/kernels --threads 2` prints what that takes."""
 _LEAST = float("-inf")
 _SMALLEST_SUM = 1e-20
 """Lower bound of the sums of scores by which weights are divided, since sigmoids may all be 0."""
