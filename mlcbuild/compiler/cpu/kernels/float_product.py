@@ -28,7 +28,7 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
 from mlcbuild.compiler.cpu.kernels.floats import over_rows
-from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_ROWS, Fusion
+from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_BYTES, SERIAL_ROWS, Fusion
 from mlcbuild.compiler.cpu.kernels.vectors import (
     Register,
     argument,
@@ -53,9 +53,6 @@ rows takes 1.8 times as long as streaming on a core of Zen 5, and for 32 rows th
 BLOCK_VALUES = 1024
 """Maximum number of weights of one row that are unpacked at a time. On a core of Zen 5, half as many take the
 same time within 3 %, and twice as many up to 8 % less with 32 rows (`ci/bench/constants`)."""
-SERIAL_BYTES = 48 << 10
-"""Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more.
-`ci/bench/kernels --threads 2` prints what waking costs."""
 
 
 class RowFormat(Protocol):

@@ -23,7 +23,7 @@ from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
 from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
 from mlcbuild.compiler.cpu.kernels.int8_group import ActivationRows, Column, add_group, paired
-from mlcbuild.compiler.cpu.kernels.prologue import Fusion
+from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_BYTES, Fusion
 from mlcbuild.compiler.cpu.kernels.quantize_activations import quantize_row
 from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
 from mlcbuild.compiler.cpu.kernels.vectors import (
@@ -57,9 +57,6 @@ FEW, FEW_FIXED = 32, 92
 """Up to FEW rows of x, FEW_FIXED percent of the tiles are assigned to cores statically: memory bandwidth is
 the limit, so the core that uses weights must also prefetch them. With no static tiles, decoding was 10 to
 20 % slower (`ci/bench/cpu`, two cores of Zen 4)."""
-SERIAL_BYTES = 48 << 10
-"""Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more.
-`ci/bench/kernels --threads 2` prints what waking costs."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from mlcbuild.compiler.cpu.kernels.norm import Norm
 from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import Activation
 
+SERIAL_BYTES = 48 << 10
+"""Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more.
+`ci/bench/kernels --threads 2` prints what waking costs."""
 SERIAL_ROWS = 4
 """Maximum number of rows that are prepared on one core, since waking the other cores would take longer;
 `ci/bench/kernels --threads 2` prints what that takes."""
