@@ -44,12 +44,10 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 )
 
 COLUMNS = 4
-"""Weight rows in a register tile; their lane sums form one vector of the output. With 8, registers do not
-suffice: 32 rows of x take 2.2 times as long on a core of Zen 5 (`ci/bench/constants`)."""
+"""Weight rows in a register tile; 8 take 2.2 times as long for 32 rows of x (Zen 5, `ci/bench/constants`)."""
 STREAMED_ROWS = 16
 """Maximum number of rows of x for which weights are streamed and not unpacked into a buffer. Unpacking for 8
-rows takes 1.8 times as long as streaming on a core of Zen 5, and for 32 rows the same (`ci/bench/constants`).
-"""
+rows takes 1.8 times as long as streaming on Zen 5, and for 32 rows the same (`ci/bench/constants`)."""
 BLOCK_VALUES = 1024
 """Maximum number of weights of one row that are unpacked at a time. On a core of Zen 5, half as many take the
 same time within 3 %, and twice as many up to 8 % less with 32 rows (`ci/bench/constants`)."""
