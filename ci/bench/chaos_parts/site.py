@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -45,6 +45,17 @@ def tree(directory: Path) -> str:
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def cpu_seconds(group: int) -> float:
+    """Returns the CPU seconds of the live processes of a process group."""
+    ticks = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Site:
@@ -87,12 +98,18 @@ class Site:
         """Waits for a command, checks that it ended by itself without a traceback, and returns (exit code,
         printed text). why: the disturbance, for messages.
         """
-        try:
-            text, _ = process.communicate(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise ViolationError(f"{why}: no end after {PATIENCE} s") from None
+        spent, end = 0.0, time.monotonic() + PATIENCE
+        while True:
+            try:
+                text, _ = process.communicate(timeout=5)
+                break
+            except subprocess.TimeoutExpired:
+                if (now := cpu_seconds(process.pid)) > spent:
+                    spent, end = now, time.monotonic() + PATIENCE
+                if spent > PATIENCE or time.monotonic() > end:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.communicate()
+                    raise ViolationError(f"{why}: no end after {spent:.0f} s of CPU time") from None
         if "Traceback" in text or "a defect of mlcbuild" in text:
             raise ViolationError(f"{why}: {text[-600:]}")
         return process.returncode, text
