@@ -1,4 +1,5 @@
-"""Searches the scale of a group of weights that leaves the least squared error."""
+"""Searches the scale of a group of weights that leaves the least squared error, each weight counting by its
+magnitude."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ class Search:
     """Constants of the search for a group's scale, for one number of bits."""
 
     unit: int
-    """The integer that the group's weight of largest magnitude is scaled to. It is small enough for sums of
-    eight products with a code to fit in int16, of which NumPy handles twice as many at once as of float32.
-    """
+    """The integer that the group's weight of largest magnitude is scaled to."""
+    shift: int
+    """Number of bits by which the magnitude of a weight in these units is shifted right to be its importance.
+    Sums of eight products of it with two codes then fit in int16, of which NumPy handles twice as many at
+    once as of float32, and sums of 32 products with a code and the weight are exact in float32."""
     widths: tuple[int, ...]
     """Step widths from which the search for a scale starts. The first two divide the unit into `top` steps
     and one less, so that weights on such grids are met exactly."""
@@ -28,7 +31,7 @@ class Search:
     """
 
 
-SEARCHES = {4: Search(504, (63, 72, 59), 8), 5: Search(240, (15, 16), 16)}
+SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
 """Number of bits -> constants of the search. With 8 bits the search is left out, since it would reduce the
 error very little.
 """
@@ -45,14 +48,17 @@ def fit(
 
     planes: the weights, [QUADS, groups * QUAD]. extreme: the weight of largest magnitude of each group.
 
-    The scale is that of least squared error, as far as one step of Lloyd's method (1982) from three starts
-    gets there. With 4 bits: u = rint(w * (504 / extreme)); for steps of 63, 72 and 59 c = clip(floor(u / step
-    + 1/2), -7, 8) and a = sum(u * c) / sum(c * c); the first c with the largest a * sum(u * c) gives fit =
-    extreme * (a / 504). Sums are of whole numbers below 2**24, exact in any order. A group that was
-    dequantized from 4 bits with its extreme at -8 or 7 steps is met exactly (scales in float16), and the
-    squared error on gaussian weights is 10% below that of extreme / -8, and 30% below that of max|w| / 7.
-    With 5 bits it is the same with 240 for 504, steps of 15 and 16, and codes -15 .. 16; the error is 8%
-    below that of extreme / -16, a quarter of that of 4 bits.
+    The scale is that of least weighted error, as far as one step of Lloyd's method (1982) from three starts
+    gets there. With 4 bits: u = rint(w * (504 / extreme)) and v = |u| // 8; for steps of 63, 72 and 59
+    c = clip(floor(u / step + 1/2), -7, 8) and a = sum(v * u * c) / sum(v * c * c); the first c with the
+    largest a * sum(v * u * c) gives fit = extreme * (a / 504). Sums are of whole numbers below 2**24, exact
+    in any order. A group that was dequantized from 4 bits with its extreme at -8 or 7 steps is met exactly
+    (scales in float16). With 5 bits it is the same with 240 for 504, |u| // 16, steps of 15 and 16, and codes
+    -15 .. 16.
+
+    In trained models, unlike random ones, large weights meet large activations. With all weights counting
+    alike the squared error is 4 % lower, and the embedded model's KL is 0.0278 in place of 0.0218 (Q4_0:
+    0.0259); that of SmolLM2-135M from a file in Q4_1 is the same. Counting by squares or cubes is no better.
     """
     units = scratch.array("units", planes.shape, np.int16)
     codes = scratch.array("codes", planes.shape, np.int16)
@@ -60,16 +66,24 @@ def fit(
     np.multiply(planes, np.repeat(_inverse(extreme, search.unit), QUAD), out=wide)
     np.rint(wide, out=wide)
     np.copyto(units, wide, casting="unsafe")
+    importance = scratch.array("importance", planes.shape, np.int16)
+    np.right_shift(np.abs(units, out=importance), search.shift, out=importance)
+    weighted = np.multiply(importance, units, out=wide, casting="unsafe")
     starts = len(search.widths)
-    quads = scratch.array("sums", (2, starts, planes.size // QUADS), np.int16)
-    for width, along, size in zip(search.widths, *quads, strict=True):
+    along = scratch.array("along", (starts, planes.size // QUADS), np.float32)
+    sizes = scratch.array("sums", along.shape, np.int16)
+    levels = scratch.array("levels", planes.shape, np.float32)
+    for width, products, squares in zip(search.widths, along, sizes, strict=True):
         np.add(units, np.int16(width // 2), out=codes)
         np.floor_divide(codes, np.int16(width), out=codes)
         if width * search.top <= search.unit:  # A wider step would leave the largest codes unused.
             np.clip(codes, np.int16(1 - search.top), np.int16(search.top), out=codes)
-        np.einsum("pq,pq->q", units, codes, out=along)
-        np.einsum("pq,pq->q", codes, codes, out=size)
-    along, size = _group_sums(quads)
+        np.copyto(levels, codes)
+        np.einsum("pq,pq->q", weighted, levels, out=products)
+        np.multiply(codes, codes, out=codes)
+        np.einsum("pq,pq->q", importance, codes, out=squares)
+    along = along[:, ::QUAD] + along[:, 1::QUAD] + along[:, 2::QUAD] + along[:, 3::QUAD]
+    size = _group_sums(sizes)
     steps = along / np.maximum(size, np.float32(1))
     gains = steps * along
     step, best = steps[0], gains[0]

@@ -54,14 +54,14 @@ def fit(group: list[float], extreme: float, bits: int) -> float:
     """Returns the scale for levels -7 .. 8, or -15 .. 16."""
     if abs(extreme) < 2**-96:
         return 0.0
-    unit, widths, high = (504, (63, 72, 59), 8) if bits == 4 else (240, (15, 16), 16)
+    unit, shift, widths, high = (504, 3, (63, 72, 59), 8) if bits == 4 else (240, 4, (15, 16), 16)
     inverse = f32(unit / extreme)
     units = [round(f32(w * inverse)) for w in group]
     best, most = 0.0, 0.0
     for width in widths:
         codes = [min(max(math.floor(Fraction(u, width) + Fraction(1, 2)), 1 - high), high) for u in units]
-        along = sum(u * c for u, c in zip(units, codes, strict=True))
-        fitted = f32(along / sum(c * c for c in codes))
+        along = sum((abs(u) >> shift) * u * c for u, c in zip(units, codes, strict=True))
+        fitted = f32(along / sum((abs(u) >> shift) * c * c for u, c in zip(units, codes, strict=True)))
         if f32(fitted * along) > most:
             best, most = fitted, f32(fitted * along)
     return f32(extreme * f32(best / unit))
