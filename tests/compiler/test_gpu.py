@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from mlcbuild_format import abi, program_json
 from mlcbuild_format.fields import parse_json
-from mlcbuild_runtime.devices import host_sampling
+from mlcbuild_format.program import GUARANTEED
+from mlcbuild_runtime.devices import gpu, gpu_adapter, host_sampling
 from mlcbuild_runtime.devices.gpu import GpuExecutor
 from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import forward, score
@@ -201,6 +202,27 @@ def test_the_memory_of_a_library_is_what_its_executor_allocates(model: GpuExecut
     assert model.pages == model.limits.pages
     assert allocated == model.device.allocated_bytes
     assert abs(memory.total - allocated) <= 0.01 * allocated
+
+
+@pytest.mark.skipif(not EVERY, reason="MLCBUILD_TEST_EVERY is not set: this compiles all kernels again")
+def test_a_device_with_the_guaranteed_limits_is_enough(
+    model: GpuExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is opened without required limits has WebGPU's defaults, and wgpu holds it to them."""
+    monkeypatch.setattr(gpu_adapter, "open_device", lambda adapter: adapter.request_device_sync())
+    monkeypatch.setattr(gpu_adapter, "limits", lambda adapter: GUARANTEED)
+    own = golden("qwen3")
+    least = gpu.load(model.path, model.manifest, None, None)
+    try:
+        assert (
+            least.device.device.limits["max-storage-buffers-per-shader-stage"] == GUARANTEED.storage_buffers
+        )
+        for chunk in (None, 1):
+            assert np.array_equal(
+                score(least, own.tokens, chunk=chunk), score(model, own.tokens, chunk=chunk)
+            )
+    finally:
+        least.close()
 
 
 def test_blocks_without_kernels_are_named() -> None:

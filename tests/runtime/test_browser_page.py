@@ -60,7 +60,9 @@ def evaluate(browser: Browser, body: str) -> Any:
 
 
 ENGINE = """
-    window.engine ??= await (await import("./index.js")).loadEngine("bundle/");
+    window.lines ??= [];
+    window.engine ??= await (await import("./index.js")).loadEngine(
+        "bundle/", { onProgress: (step) => window.lines.push(step) });
     const create = (content, more) => window.engine.chat.completions.create(
         { messages: [{ role: "user", content }], temperature: 0, ...more });
     const sum = "What is 20 + 11?";

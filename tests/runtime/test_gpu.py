@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -122,3 +123,26 @@ def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
     with pytest.raises(EngineError, match=r"failed: .*; restart the server$"):
         executor.step(step, [greedy])
     executor.close()
+
+
+def measured(path: Path, **variables: str) -> dict[str, Any]:
+    """Returns the document of ci/bench/gpu for a bundle."""
+    script = shared.ROOT / "ci" / "bench" / "gpu"
+    done = shared.run(str(script), str(path), "--rounds", "1", extra=variables)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_the_benchmark_measures_every_part(webgpu_toy_bundle: Path) -> None:
+    if not has_adapter():
+        pytest.skip("this machine has no GPU adapter, not even one in software")
+    document = measured(webgpu_toy_bundle)
+    assert {"copy", "launch", "gemv", "prefill", "decode 1", "serve"} <= set(document)
+    assert document["decode 1"]["launches_per_step"] == 7
+    assert document["serve"]["requests"] == 8
+
+
+def test_the_benchmark_ends_cleanly_without_its_adapter(webgpu_toy_bundle: Path) -> None:
+    document = measured(webgpu_toy_bundle, MLCBUILD_DEVICE="Voodoo 2")
+    assert list(document) == ["skipped"]
