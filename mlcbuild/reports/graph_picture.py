@@ -13,6 +13,7 @@ from html import escape
 
 from mlcbuild.build.graph import Graph, Source
 from mlcbuild.build.plan import Plan
+from mlcbuild.reports import graph_view
 
 _COLOURS = {
     "source": ("#eef1f5", "#8a94a3"),
@@ -116,8 +117,16 @@ def drawing(
     keys = "".join(_key(index, state) for index, state in enumerate(shown)) if legend else ""
     top = 36.0 if keys else 0.0
     edges = networkx.transitive_reduction(graph.network).edges
-    body = [_edge(boxes[name], boxes[user]) for name, user in sorted(edges)]
-    body += [_node(name, box, states[name], reasons.get(name, "")) for name, box in boxes.items()]
+    numbers = {name: number for number, name in enumerate(boxes)}
+    body = [
+        f'<path data-from="{numbers[name]}" data-to="{numbers[user]}" {_edge(boxes[name], boxes[user])}'
+        for name, user in sorted(edges)
+    ]
+    for name, box in boxes.items():
+        users = [user for user in graph.users[name] if user.startswith("bundle/")]
+        shared = f"shared by {len(users)} bundles" if len(users) > 1 else ""
+        words = "; ".join(filter(None, (reasons.get(name, ""), shared)))
+        body.append(f'<g data-node="{numbers[name]}">{_node(name, box, states[name], words)}')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height + top:.0f}" '
         f'viewBox="0 0 {width:.0f} {height + top:.0f}" font-family="ui-sans-serif, system-ui, sans-serif" '
@@ -137,10 +146,11 @@ def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -
     table = f"<table><tr><th>step</th><th>state</th><th>why</th></tr>\n{rows}</table>" if rows else ""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#1c2330}div{overflow:auto}"
+        "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#1c2330}"
         "table{border-collapse:collapse;margin-top:16px}td,th{text-align:left;padding:4px 16px 4px 0;"
-        "border-bottom:1px solid #e2e6ec;vertical-align:top}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n<div>\n{svg(graph, plan)}</div>\n{table}</body></html>\n"
+        "border-bottom:1px solid #e2e6ec;vertical-align:top}"
+        f"{graph_view.STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{graph_view.view(svg(graph, plan))}{table}</body></html>\n"
     )
 
 
@@ -251,7 +261,7 @@ def _node(name: str, box: Box, state: str, reason: str) -> str:
     fill, border = _COLOURS[state]
     tip = f"{name}: {_WORDS[state]}" + (f", {reason}" if reason else "") if state else name
     return (
-        f'<g><title>{escape(tip)}</title><rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" '
+        f'<title>{escape(tip)}</title><rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" '
         f'height="{_HEIGHT:.0f}" rx="6" fill="{fill}" stroke="{border}" stroke-width="1.3"/>'
         f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle" '
         f'fill="#1c2330">{escape(name)}</text></g>'
@@ -263,7 +273,7 @@ def _edge(start: Box, end: Box) -> str:
     x2, y2 = end.x, end.y + _HEIGHT / 2
     bend = min(_GAP_X, (x2 - x1)) / 2
     return (
-        f'<path d="M{x1:.1f} {y1:.1f} C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}" '
+        f'd="M{x1:.1f} {y1:.1f} C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}" '
         f'fill="none" stroke="#a9b3c1" stroke-width="1.1"/>'
     )
 

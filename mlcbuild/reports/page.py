@@ -14,15 +14,13 @@ from pathlib import Path
 from mlcbuild_format import sizes
 
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
-from mlcbuild.reports import chart, graph_picture, runlog
+from mlcbuild.reports import chart, graph_picture, graph_view, runlog
 from mlcbuild.reports.chart import Bar, Point
 from mlcbuild.reports.report import duration
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 
 MOST_DRAWN = 300
 """Maximum number of nodes of a graph that the page draws."""
-FITTING = 60
-"""Maximum number of nodes of a picture that is shrunk to the page's width; a larger picture is scrolled."""
 MOST_ROWS = 500
 """Maximum number of rows of a table, and of failures. The page states how many are left out."""
 MOST_PLOTS = 30
@@ -47,8 +45,7 @@ font-variant-numeric:tabular-nums}
 td.why{color:#5d6877;overflow-wrap:anywhere}
 .built{color:#2c7a3d}.reused{color:#5d6877}.failed{color:#c8453b;font-weight:600}.skipped{color:#96700f}
 .up{color:#c8453b}.down{color:#2c7a3d}
-.fit svg{max-width:100%;height:auto}
-.plots{display:flex;flex-wrap:wrap;gap:24px}
+.plots{display:flex;flex-wrap:wrap;gap:24px}.plots>*{max-width:100%}.plots svg{max-width:100%;height:auto}
 pre{background:#f5f6f8;border-radius:6px;padding:10px;white-space:pre-wrap;
 overflow-wrap:anywhere;margin:6px 0}
 .key{display:inline-block;margin:0 14px 10px 0;color:#5d6877}
@@ -70,9 +67,10 @@ def html(log: RunLog, before: RunLog | None) -> str:
         _drawing(log),
         _steps(log),
     ]
+    style = _STYLE + graph_view.STYLE
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width">\n<style>{style}</style></head>\n'
         "<body><main>\n" + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
     )
 
@@ -275,10 +273,7 @@ def _drawing(log: RunLog) -> str:
     states = {**dict.fromkeys(sources, "source"), **{step.name: step.status for step in log.steps}}
     words = {step.name: step.words for step in log.steps}
     drawn = graph_picture.drawing(Graph(nodes), states, words)
-    return _section(
-        "Steps and what they need",
-        f'<div class="{"fit" if len(nodes) < FITTING else "scroll"}">{drawn}</div>',
-    )
+    return _section("Steps and what they need", graph_view.view(drawn))
 
 
 def _steps(log: RunLog) -> str:
