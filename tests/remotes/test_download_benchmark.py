@@ -15,7 +15,14 @@ from tests.conftest import ROOT
 @pytest.mark.skipif(NGINX is None, reason=WITHOUT_NGINX)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_downloads_are_measured_beside_curl() -> None:
-    command = [sys.executable, ROOT / "ci/bench/remotes", "http", "--megabytes=1", "--rounds=1", "--share=0"]
+    command = [
+        sys.executable,
+        str(ROOT / "ci/bench/remotes"),
+        "http",
+        "--megabytes=1",
+        "--rounds=1",
+        "--share=0",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [
