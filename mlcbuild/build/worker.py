@@ -39,7 +39,7 @@ them.
 """
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 REMARK = "note: "
-"""Begins each line of a step's log that its run shows, too."""
+"""Prefix of each line of a step's log that the run also shows."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mlcbuild import progress
 from mlcbuild.errors import VerificationError
 
 _PERIOD = 0.2
-"""Seconds between two looks at the progress of the process."""
+"""Seconds between two checks of the progress of the process."""
 
 
 def run(module: str, *arguments: str) -> Any:
@@ -41,7 +41,9 @@ def run(module: str, *arguments: str) -> Any:
 
 
 def _wait(process: subprocess.Popen[bytes], note: Path) -> int:
-    """Passes on the progress that a process writes to the file `note`, and returns its exit code."""
+    """Waits for a process, reports the progress that it writes to the file `note`, and returns its
+    exit code.
+    """
     try:
         while True:
             try:

@@ -280,8 +280,9 @@ def recorded(graph: Graph, store: Store) -> dict[str, int]:
 
 
 def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, float]:
-    """Returns step -> seconds for the steps that a plan must run: what the step took last time in this store,
-    by the file of durations, or an estimate."""
+    """Returns step name -> expected seconds, for the steps that a plan must run: their last duration in this
+    store, the one in the file of durations, or an estimate.
+    """
     names = {step.name for step in plan.steps if step.state != "hit"}
     costs = step_costs(graph.steps(), {**read(file), **recorded(graph, Store(store.root))})
     return {name: cost / 1000 for name, cost in costs.items() if name in names}

@@ -18,7 +18,7 @@ class _Option:
     """All spellings, such as ("--output", "-o")."""
     help: str
     values: tuple[str, ...]
-    """The values that it accepts; () if there is no list of them."""
+    """The values that the option accepts; () if there is no list of them."""
     takes_value: bool
 
 
@@ -28,7 +28,7 @@ class _Verb:
     help: str
     options: tuple[_Option, ...]
     words: tuple[str, ...]
-    """The first arguments that the verb accepts; () if files may come there."""
+    """The possible first arguments of the verb; () if it expects files."""
 
 
 def completion(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Everything that determines the bytes of a library: read from a step's parameters, and checked."""
+"""Reads and checks everything that determines the bytes of a library, from a step's parameters."""
 
 from __future__ import annotations
 

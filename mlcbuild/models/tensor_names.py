@@ -53,7 +53,9 @@ class Piece:
 
     @property
     def stored_rows(self) -> int:
-        """Returns the number of rows of the whole tensor, unless it is transposed."""
+        """Returns the number of rows that the stored tensor has. Must not be called for a
+        transposed tensor.
+        """
         return self.rows // len(self.taken) * self.block if self.block else self.rows
 
     @property

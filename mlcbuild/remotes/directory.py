@@ -25,7 +25,7 @@ from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowE
 _ABANDONED = 86_400
 """Seconds after which an unfinished upload is removed."""
 _NAME_BYTES = 16
-"""Random bytes in the name of an upload."""
+"""Number of random bytes in the name of an upload."""
 _is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch
 
 

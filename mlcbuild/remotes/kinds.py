@@ -155,8 +155,9 @@ def scheme(url: str) -> str:
 
 
 def normal(url: str) -> str:
-    """Returns a URL that `fault` accepts in the form in which equal addresses are equal: with its scheme in
-    small letters, without slashes at its end."""
+    """Returns a URL in a form that is the same for equal addresses: scheme in small letters, no slashes at
+    the end. `fault` must accept the URL.
+    """
     kind, separator, rest = url.partition("://")
     return f"{kind.lower()}{separator}{rest.rstrip('/')}"
 

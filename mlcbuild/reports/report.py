@@ -42,7 +42,9 @@ _STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yello
 PULSE = 15.0
 """Seconds without output after which a line says which steps are running."""
 _WIDE = 100
-"""Columns of a terminal from which a running step is one row of the live view, else two."""
+"""Number of columns of a terminal from which on a running step is one row of the live view; with fewer it is
+two.
+"""
 _ETA_FROM = 3.0
 """Minimum expected seconds of a step for which the remaining time is shown."""
 
@@ -126,8 +128,9 @@ class Tally:
         return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
 
     def left(self, name: str) -> float | None:
-        """Returns the estimated remaining seconds of a running step: by its progress, its last run, or what
-        such a step usually takes. None without all of these."""
+        """Returns the estimated remaining seconds of a running step, from its progress, its last run, or the
+        usual duration of such a step. None if all of these are unknown.
+        """
         step = self.running.get(name)
         if step is None:
             return None

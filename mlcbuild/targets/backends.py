@@ -124,8 +124,9 @@ GPU_LAYOUTS: Mapping[str, str] = {
     for name, layout in CPU_LAYOUTS.items()
     if name not in _TILES_ONLY
 }
-"""Name of a format -> the physical layout that the kernels of GPUs read. Where CPUs read the same, both share
-weights."""
+"""Name of a format -> the physical layout that GPU kernels read. If CPU kernels read the same, both share
+weights.
+"""
 
 
 def _gpu_layout(scheme: Scheme) -> str:

@@ -85,8 +85,9 @@ def _parts(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _note(part: str, manifest: Manifest) -> Path | None:
-    """Returns the path of the file that records that a part of a bundle has passed; None if the account has
-    no cache directory."""
+    """Returns the path of the file that records that a part of a bundle has passed its test in a child
+    process; None if the account has no cache directory.
+    """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         if sys.platform == "darwin":

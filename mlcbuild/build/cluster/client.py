@@ -46,7 +46,7 @@ _CENSUS = 2.0
 _ABSENT = 60.0
 """Seconds without a suitable worker after which a job fails."""
 MAX_STARTS = 3
-"""Maximum starts of a job, so that one that kills its worker does not kill all workers."""
+"""Maximum number of starts of a job, so that a job that kills its worker does not kill all workers."""
 _MAX_SUPPLIES = 3
 """Maximum number of times that the missing inputs of a job are sent before the job fails."""
 

@@ -56,7 +56,9 @@ class ISA:
     amx: bool = False
     """True if AMX tile registers multiply bfloat16 for many rows of x."""
     smmla: bool = False
-    """True if an Arm instruction multiplies two rows of x with two rows of weights, eight bytes of each."""
+    """True if the instruction set has Arm's smmla, which multiplies two rows of x with two rows of weights,
+    eight bytes of each.
+    """
 
 
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")

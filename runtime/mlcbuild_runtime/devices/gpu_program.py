@@ -100,7 +100,7 @@ class DeviceProgram:
 
     @property
     def allocated_bytes(self) -> int:
-        """Returns the number of bytes of all buffers but those of uniforms."""
+        """Returns the number of bytes of all buffers except those of uniforms."""
         return sum(buffer.size for buffer in self._buffers.values())
 
     def _pipeline(self, shader: Shader) -> Any:

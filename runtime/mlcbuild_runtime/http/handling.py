@@ -1,5 +1,6 @@
-"""Handles requests up to their answers: body, model, work on a thread, submission, as every endpoint needs
-it."""
+"""Implements the steps that all endpoints have in common: reading the body, choosing the model, working on a
+thread, and submitting requests to the engine.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class LlamaEndpoints:
-    """The endpoints of one server that llama.cpp's server has and OpenAI has not."""
+    """The endpoints of llama.cpp's server that OpenAI's API does not have."""
 
     def __init__(self, requests: RequestHandling) -> None:
         self._requests = requests

@@ -1,4 +1,4 @@
-"""The syntax of a chat's answers: what constrains one answer, and what splits it into pieces."""
+"""Defines the syntax of a chat's answers: how an answer is constrained, and how it is split into pieces."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 class AnswerSyntax(Protocol):
-    """The syntax of the answers to one prompt."""
+    """The syntax of the answers to one rendered prompt: how they are constrained, and how they are split into
+    pieces.
+    """
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
         """Returns text -> token, for the special tokens that are part of the syntax."""
         ...
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint of an answer: its format, its calls, and the reasoning before it. With
-        `space`, the answer may begin with a space. Raises RequestError."""
+        """Returns the constraint of an answer: its format, its calls, and the reasoning before it. space:
+        True if the answer may begin with a space. Raises RequestError.
+        """
         ...
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
@@ -35,7 +38,9 @@ class AnswerSyntax(Protocol):
 
 
 def answer_syntax(tokenizer: Tokenizer, form: Form, prompt: str) -> AnswerSyntax:
-    """Returns the syntax of the answers to a rendered prompt, by the chat template of the tokenizer."""
+    """Returns the syntax of the answers to a rendered prompt, according to the tokenizer's chat template.
+    form: the syntax of tool calls.
+    """
     channels = Harmony.of(tokenizer.template.source, tokenizer.vocabulary)
     if channels is not None:
         return ChannelSyntax(channels)
@@ -44,7 +49,7 @@ def answer_syntax(tokenizer: Tokenizer, form: Form, prompt: str) -> AnswerSyntax
 
 @dataclass(frozen=True)
 class ChannelSyntax:
-    """Answers in channels."""
+    """The syntax of answers in channels, as gpt-oss writes them."""
 
     channels: Harmony
 
@@ -57,14 +62,14 @@ class ChannelSyntax:
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns what makes the parser of an answer."""
+        """Returns a function that creates the parser of an answer."""
         has_tools = call.toolbox is not None
         return partial(HarmonyReader, has_tools) if has_tools or call.splits_reasoning else None
 
 
 @dataclass(frozen=True)
 class MarkedSyntax:
-    """Answers in which marks surround calls and reasoning."""
+    """The syntax of answers in which marks surround calls and reasoning."""
 
     form: Form
     thinking: Thinking | None

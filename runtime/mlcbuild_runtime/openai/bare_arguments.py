@@ -1,4 +1,6 @@
-"""Arguments of tool calls as Gemma's models write them: bare keys, and a mark around each string."""
+"""Reads and writes arguments of tool calls as Gemma's models write them: bare keys, and a mark around each
+string.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class BareReader:
         self._quote, self._open, self._at_key = quote, list[str](), False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Returns the JSON of the parts of `text` that are complete, and the number of letters read. Stops
-        after the end of the object."""
+        """Adds text, and returns (JSON of the parts that are complete, number of characters read). It stops
+        after the end of the object.
+        """
         written, at = "", 0
         while at < len(text):
             letter, word = text[at], _WORD.match(text, at)
@@ -59,7 +62,7 @@ class BareReader:
 
     @property
     def is_complete(self) -> bool:
-        """True before the object begins and after it has ended."""
+        """Returns True before the object begins and after it has ended."""
         return not self._open
 
     def _punctuation(self, letter: str) -> str:
@@ -72,10 +75,10 @@ class BareReader:
 
 
 class BareRules:
-    """The rules of a Lark grammar for such arguments."""
+    """The rules of a Lark grammar for arguments with bare keys."""
 
     def __init__(self, quote: str, literal: Callable[[str], str]) -> None:
-        """`literal` returns a text as a Lark expression, with its special tokens."""
+        """Prepares the rules. literal: returns a text as a Lark expression, with its special tokens."""
         self._mark, self._quote, self._literal = quote, literal(quote), literal
         end = "" if self._quote.startswith("<[") else "[lazy]"
         self.listed = [
@@ -90,9 +93,10 @@ class BareRules:
         """Rules, besides the ones that expressions of `value` refer to."""
 
     def value(self, schema: Json) -> str:
-        """Returns a Lark expression of the values that a JSON schema accepts; a superset of them where a
-        schema uses more than types, `properties`, `items`, `enum`, `const` and `anyOf`. Keys come in the
-        schema's order."""
+        """Returns a Lark expression that matches the values which a JSON schema accepts, and more if the
+        schema uses keywords other than types, `properties`, `items`, `enum`, `const` and `anyOf`. Keys come
+        in the schema's order.
+        """
         if not isinstance(schema, dict):
             return "any"
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -120,7 +124,7 @@ class BareRules:
         return "object" if kind == "object" else "any"
 
     def _object(self, properties: Mapping[str, Json], required: list[Json]) -> str:
-        """Returns the rule of an object. An optional property is left out with its comma."""
+        """Returns the rule of an object. An optional property may be left out together with its comma."""
         later, first = "", ""
         for key, schema in reversed(list(properties.items())):
             name = f"p{len(self.listed)}"

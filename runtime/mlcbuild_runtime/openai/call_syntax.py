@@ -50,7 +50,7 @@ class JsonReader:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Returns the part of `text` up to the brace that closes the object, and its length."""
+        """Adds text, and returns (its part up to the brace that closes the object, length of that part)."""
         end = 0
         for letter in text:
             end += 1
@@ -67,7 +67,7 @@ class JsonReader:
 
     @property
     def is_complete(self) -> bool:
-        """True before the object begins and after it has ended."""
+        """Returns True before the object begins and after it has ended."""
         return self._depth == 0 and not self._quoted
 
 

@@ -1,4 +1,4 @@
-"""Answers in channels, as gpt-oss writes them (OpenAI's harmony format).
+"""Reads and constrains answers in channels, as gpt-oss writes them (OpenAI's harmony format).
 
 Reasoning, calls and text are messages of one answer, each with a header that names its channel and, for a
 call, the function.
@@ -30,7 +30,7 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
 
 @dataclass(frozen=True)
 class Harmony:
-    """The channels of a chat template's answers."""
+    """The channels that a chat template uses for answers."""
 
     tokens: Mapping[str, int]
     """Text -> token, for all of MARKS."""
@@ -98,7 +98,7 @@ class HarmonyReader:
         self._kind = ""
         """Kind of the message that is being read; "" in a header."""
         self._kinds = set[str]()
-        """Kinds of earlier messages: those of one kind are paragraphs."""
+        """Kinds of earlier messages. Messages of one kind are joined as paragraphs."""
 
     @property
     def is_thinking(self) -> bool:

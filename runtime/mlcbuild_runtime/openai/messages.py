@@ -87,7 +87,9 @@ def messages(body: RequestBody) -> tuple[Message, ...]:
 
 
 def _named(listed: list[Message]) -> list[Message]:
-    """Returns messages with the tool's name in each result, for templates that write it (Gemma, Kimi)."""
+    """Returns messages in which each tool result has the tool's name, for templates that write it (Gemma,
+    Kimi).
+    """
     names: dict[Json, Json] = {}
     named = list[Message]()
     for message in listed:
@@ -140,7 +142,9 @@ def _message(where: str, message: Json) -> Message:
 
 
 def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the id of the call that a result belongs to, and the tool's name where the message has it."""
+    """Returns the id of the call to which a result belongs, and the tool's name if the message has it, as
+    fields of a message. where: place for errors.
+    """
     id, name = message.get("tool_call_id"), message.get("name")
     if not isinstance(id, str | None):
         raise wrong(f"{where}.tool_call_id", "a text", id)

@@ -309,8 +309,9 @@ def _instructions(box: Toolbox, form: Form) -> str:
 
 
 def _in_short(tool: Tool) -> str:
-    """Returns a tool as JSON of few tokens: no spaces, no empty description, no parameters where there are
-    none."""
+    """Returns a tool as JSON with few tokens: no spaces, no empty description, and no parameters if the tool
+    has none.
+    """
     shown: dict[str, Json] = {"name": tool.name}
     if tool.description:
         shown["description"] = tool.description

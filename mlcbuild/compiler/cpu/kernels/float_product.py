@@ -68,7 +68,8 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Returns vectors per block; lane l of vector p is k = start + l * lane_step + p * plane_step."""
+        """Returns the number of vectors in a block: lane l of vector p is k = start + l * lane_step + p *
+        plane_step."""
         ...
 
     @property
@@ -81,7 +82,7 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the excess of streamed values, before their scale; 0 if they are exact."""
+        """Returns the number by which streamed values are too large, before their scale; 0 if exact."""
         ...
 
     def factor(self, plane: int) -> float:

@@ -19,11 +19,12 @@ from mlcbuild.quant.groups import QUADS
 
 @dataclass(frozen=True)
 class Column:
-    """One vector of rows of weights in one group."""
+    """The weights of one vector of rows in one group, with their scales and minima."""
 
     operands: list[list[Expr]]
-    """For each quad of a group, the operands with the weights; where rows of x are paired, those of
-    dot.Products.pair_step."""
+    """For each quad of a group, the operands with the weights; if two rows of x are multiplied at a time,
+    those of dot.Products.pair_step.
+    """
     scales: list[Expr]
     """One vector for each half of the group that has scales of its own, or for the whole group."""
     minima: list[Expr]
@@ -42,7 +43,7 @@ class ActivationRows:
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:
-    """Returns True if so many rows of x are multiplied two at a time."""
+    """Returns True if rows of x are multiplied two at a time. rows: their number."""
     return matrix.dot.row_pairs and rows % 2 == 0
 
 
@@ -84,10 +85,11 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
 
 
 def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the same products as _quad_products, for two rows of x at a time.
+    """Emits the products of a group, or of one half of it, for two rows of x at a time, and returns int32
+    sums of [row][column].
 
-    A register holds [row of x, row of weights], 2 x 2: weights' rows 0 and 1 in the first of two registers,
-    2 and 3 in the second one.
+    A register holds [row of x, row of weights], 2 x 2: rows 0 and 1 of the weights in the first of two
+    registers, rows 2 and 3 in the second.
     """
     form, products, lanes = x.matrix.records, x.matrix.dot, x.matrix.isa.lanes
     pairs = list(zip(x.rows[::2], x.rows[1::2], strict=True))

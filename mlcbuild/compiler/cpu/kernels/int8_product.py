@@ -80,8 +80,9 @@ class Int8Call:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
-        """Returns for each quad of a group the operands with the weights of one vector of rows; with
-        `paired`, those of dot.Products.pair_step. vector: index of the vector in the tile."""
+        """Returns for each quad of a group the operands with the weights of one vector of rows. vector: index
+        of the vector in the tile; paired: True for the operands of dot.Products.pair_step.
+        """
         form = self.matrix.dot
         count = QUADS // form.fields
         high = [T.bind(self.packed(tile, group, QUADS // 2 + i, vector)) for i in range(form.high_lines)]

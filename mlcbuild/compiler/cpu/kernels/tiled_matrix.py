@@ -134,7 +134,7 @@ class TiledMatrix:
 
     @property
     def block_tiles(self) -> int:
-        """Returns the number of tiles that are unpacked together."""
+        """Returns the number of tiles of weights that are unpacked into a buffer at a time."""
         return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
 
     @property

@@ -123,7 +123,9 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
 
 
 def add_normed(name: str, spec: NormSpec, scale: float, apart: bool = False) -> KernelBuilder:
-    """Returns the kernel x += scale * norm(delta), for every row. apart: True if the sum is stored in y."""
+    """Returns the kernel x += scale * norm(delta), applied to every row. apart: True if the sum is stored in
+    y instead.
+    """
     with kernel(name) as k:
         n = k.size("n")
         x, delta = k.buffer("x", (n, spec.columns)), k.buffer("delta", (n, spec.columns))

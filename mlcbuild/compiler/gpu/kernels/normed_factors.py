@@ -37,7 +37,7 @@ class RowBlock:
     count: int
     n: Value
     added: AddedRows | None = None
-    """The rows that are added to x while it is read; None: there are none."""
+    """The rows that are added to x while it is read; None: nothing is added."""
 
     def place(self, index: Value) -> Value:
         """Returns the index of the row of x at position `index` of the block. Positions beyond the last row
@@ -61,12 +61,12 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """Inverse root of each row of a block, in registers."""
+    """1 / root of the mean square of each row of a block, in registers."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
-        """Returns four numbers of x with those of these rows added. index: position of the row in the block;
-        place: index of the row.
+        """Returns four values of x plus those of the added rows. values: of x; index: position of the row in
+        the block; place: index of the row in the tensor; column: index of the four columns.
         """
         sums, last = [], self.rows.columns - 1
         for offset, (value, own) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
@@ -79,7 +79,7 @@ class AddedRows:
 
 @dataclass(frozen=True)
 class AddedBuffers:
-    """The buffers of what is added to x: x + scale * norm(delta) is stored in `sum`."""
+    """The buffers for a sum that is added to x: x + scale * norm(delta) is also stored in `sum`."""
 
     delta: RowsOf
     sums: Value
@@ -93,8 +93,8 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Returns a block whose rows are the sums. The first workgroup of each block stores them. at: index
-        of the workgroup among those of the block, and the thread.
+        """Returns a block whose rows are the sums, which the first workgroup of each block stores. at: (index
+        of the workgroup among those of the block, thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)

@@ -52,7 +52,7 @@ class ProductSpec:
     """The norm of rows `delta` that are added to x first; the sums are stored in `sum`, too. None: nothing is
     added."""
     added_scale: float = 1.0
-    """Factor of what is added to x."""
+    """Factor of the rows that are added to x."""
     gate: Gate | None = None
     """The gate function: W then has 2 * outputs rows, and y = gate(first half, second half). None: the
     product has no gate.

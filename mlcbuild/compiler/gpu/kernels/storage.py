@@ -41,19 +41,21 @@ class StoredAs:
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
-        """Returns the description of a format that keeps the values of quantized checkpoints."""
+        """Returns how GPU kernels read a format that keeps the values of quantized checkpoints."""
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
         return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels)
 
     @property
     def block_words(self) -> int:
-        """Returns the number of words of the scales and minima of BLOCK_WEIGHTS weights with levels."""
+        """Returns the number of 32-bit words in the scales and minima of BLOCK_WEIGHTS weights, for scales of
+        two levels.
+        """
         return 1 + self.minimum_word * (1 + self.minimum)
 
     @property
     def minimum_word(self) -> int:
-        """Returns the number of words of a block's scales."""
+        """Returns the number of 32-bit words in a block's scales, after which its minima follow."""
         return BLOCK_WEIGHTS // self.group // 4
 
 
@@ -71,7 +73,7 @@ _PLAIN: Mapping[str, StoredAs] = {
 
 
 def stored_as(name: str) -> StoredAs:
-    """Returns the description by which GPU kernels read tensors of the format `name`."""
+    """Returns how GPU kernels read the tensors of the format `name`."""
     if name in _PLAIN:
         return _PLAIN[name]
     blocks = load_format(name, "row").blocks
@@ -80,7 +82,7 @@ def stored_as(name: str) -> StoredAs:
 
 
 Scale: TypeAlias = tuple[Value, Value | None]
-"""A scale, and the minimum of its weights; None: nothing is added."""
+"""(scale, minimum of the same weights); the minimum is None if nothing is added."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class StoredMatrix:
 
     @property
     def runs(self) -> int:
-        """Returns the number of runs of a group of 32 weights that have a scale of their own: 1 or 2."""
+        """Returns the number of runs in a group of 32 weights that have separate scales: 1 or 2."""
         return GROUP // self.form.group
 
     def scales(self, row: Value, group: Value) -> list[Scale]:
@@ -202,7 +204,9 @@ class StoredMatrix:
         return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
-        """Returns weights of a run of a group, of which `inside` is the place of one."""
+        """Returns scaled weights of a run of a group. codes: their codes; inside: position in the group of
+        one of them.
+        """
         scales = self.scales(row, group)
         scale, minimum = scales[0]
         if len(scales) > 1:
@@ -212,7 +216,7 @@ class StoredMatrix:
         return [code * scale if minimum is None else code * scale + minimum for code in codes]
 
     def _codes_at(self, row: Value, group: Value, index: Value, width: int) -> list[Value]:
-        """Returns `width` codes of a group from number index * width on; width: 1 or CHUNK."""
+        """Returns `width` codes of a group, from code index * width on. width: 1 or CHUNK."""
         bits = self.form.bits
         low = 8 if bits == 8 else 4
         place = bind(group * low + index * (width * low) // 32)
@@ -232,8 +236,9 @@ class StoredMatrix:
         high_shift: Value | int = 0,
         count: int = CHUNK,
     ) -> list[Value]:
-        """Returns codes, less the one that stands for 0, from a bit of a word on. high: the word that holds
-        the bits above the low four."""
+        """Returns codes minus the code of 0, from a bit of a word on. shift: that bit; high: the word that
+        holds the bits above the low four.
+        """
         low, codes = 8 if self.form.bits == 8 else 4, []
         for place in range(count):
             code = _bits(word, shift, place, low)
@@ -256,7 +261,9 @@ class StoredMatrix:
 
 
 def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
-    """Returns the bits of the code with number `place` behind a shift."""
+    """Returns the bits of a code in a word. shift: bit at which the codes begin; place: number of the code
+    after that bit; width: bits of a code.
+    """
     first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
     return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
 
