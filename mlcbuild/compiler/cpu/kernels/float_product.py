@@ -68,8 +68,7 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Returns the number of vectors in a block: lane l of vector p is k = start + l * lane_step + p *
-        plane_step."""
+        """Returns vectors per block; lane l of vector p is k = start + l * lane_step + p * plane_step."""
         ...
 
     @property
