@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_a_blob_is_stamped_and_read_only(blobs: Blobs) -> None:
     assert path.stat().st_mtime_ns == STAMP_NS and not path.stat().st_mode & 0o222
     assert blobs.holds(DIGEST, len(DATA)) and blobs.hold(DIGEST, len(DATA)) and blobs.sound(ENTRY)
     assert blobs.read_blob(ENTRY) == DATA
+
+
+def test_holding_a_blob_renews_its_ctime_for_garbage_collection(blobs: Blobs) -> None:
+    path = put(blobs)
+    before = path.stat().st_ctime_ns
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    assert blobs.hold(DIGEST, len(DATA)) and path.stat().st_ctime_ns > before
 
 
 def test_wrong_bytes_do_not_get_in(blobs: Blobs) -> None:
