@@ -208,8 +208,11 @@ def test_the_memory_of_a_library_is_what_its_executor_allocates(model: GpuExecut
 def test_a_device_with_the_guaranteed_limits_is_enough(
     model: GpuExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is opened without required limits has WebGPU's defaults, and wgpu holds it to them."""
-    monkeypatch.setattr(gpu_adapter, "open_device", lambda adapter: adapter.request_device_sync())
+    """wgpu holds a device to the limits with which it is opened."""
+    required = {name: getattr(GUARANTEED, own) for name, own in gpu_adapter._LIMITS.items()}
+    monkeypatch.setattr(
+        gpu_adapter, "open_device", lambda adapter: adapter.request_device_sync(required_limits=required)
+    )
     monkeypatch.setattr(gpu_adapter, "limits", lambda adapter: GUARANTEED)
     own = golden("qwen3")
     least = gpu.load(model.path, model.manifest, None, None)
