@@ -93,9 +93,12 @@ def _log_softmax(logits: Any) -> Any:
 
 LIMITS = {
     "q0f32": 0.0,
-    "q0f16": 1e-4,
+    "q0f16": 1e-3,
     **dict.fromkeys(("q8f32_1", "q8f16_1", "q8a8_1"), 0.2),
     "q5a8_1": 0.5,
     **dict.fromkeys(("q4f32_1", "q4f16_1", "q4a8_1"), 2.0),
 }
-"""Scheme -> largest divergence in nats on these checkpoints, whose weights are random."""
+"""Scheme -> largest divergence in nats on these checkpoints, whose weights are random.
+
+Rounding may change the choice of an expert. In float16 that costs one of 20 tokens 6e-3, and the others 1e-7.
+"""
