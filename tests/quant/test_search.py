@@ -42,7 +42,7 @@ def test_weighted_error_of_few_bits(scheme: Storage) -> None:
     groups = weight.reshape(-1, 32).astype(np.float64)
     extreme = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
 
-    def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def errors(values: NDArray[np.floating]) -> NDArray[np.float64]:
         weighted: NDArray[np.float64] = (np.abs(groups) * (values - groups) ** 2).mean(1)
         return weighted
 
@@ -87,7 +87,9 @@ def test_trained_weights_lose_less_than_with_scales_of_their_extremes(scheme: st
         groups, top = weight.reshape(-1, 32), 2 ** (storage.bits - 1)
         extreme = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
         scale = (extreme / -top).astype(np.float16).astype(np.float32)
-        whole = np.clip(np.rint(groups / np.where(scale == 0, 1, scale)), -top, top - 1) * scale
+        whole: NDArray[np.float32] = (
+            np.clip(np.rint(groups / np.where(scale == 0, 1, scale)), -top, top - 1) * scale
+        )
         return whole.reshape(weight.shape)
 
     own = divergence(lambda weight: unpack(pack(weight, storage), storage, weight.shape))
