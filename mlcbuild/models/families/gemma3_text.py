@@ -1,6 +1,4 @@
-"""The model family Gemma 3 (text): in five of six layers windows with a separate rotary embedding; norms of
-queries and keys.
-"""
+"""The model family Gemma 3 (text): windows with an own rope in five of six layers; query and key norms."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The model family Hunyuan with experts: attention of the dense model, and one more expert that every row
-uses.
-"""
+"""The model family Hunyuan with experts: the dense model's attention, and an expert that all rows use."""
 
 from __future__ import annotations
 
