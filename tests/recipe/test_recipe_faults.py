@@ -283,8 +283,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "target from a later version": (
         changed(targets="[cuda-sm90]"),
         [
-            "4:11: target 'cuda-sm90' is unknown; known: aarch64-linux, host, macos-arm64, webgpu, "
-            "x86-64-v2, x86-64-v3, x86-64-v3-vnni, "
+            "4:11: target 'cuda-sm90' is unknown; known: aarch64-linux, aarch64-linux-i8mm, host, "
+            "macos-arm64, macos-arm64-m2, webgpu, x86-64-v2, x86-64-v3, x86-64-v3-vnni, "
             "x86-64-v4, x86-64-v4-amx, x86-64-v4-vnni"
         ],
     ),
