@@ -277,9 +277,9 @@ class _Local:
     digest: str
     """Digest of the model config."""
     file: str | None = None
-    """Name of the GGUF file, for a checkpoint that is one."""
+    """Name of the GGUF file, for a checkpoint that is a single GGUF file; None for a directory."""
     settings: str = ""
-    """Its quantization_config as JSON; "" for unquantized weights."""
+    """The local checkpoint's quantization_config as JSON; "" for unquantized weights."""
 
 
 def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[str]]) -> Checkpoint:

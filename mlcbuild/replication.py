@@ -46,7 +46,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The outcome of downloading results from remotes."""
+    """The outcome of downloading build results from remotes."""
 
     fetched: int
     present: int
@@ -136,7 +136,7 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckedStore:
-    """The result of a check of a store."""
+    """The result of checking every file of a store."""
 
     check: upkeep.Verified
     warnings: tuple[str, ...] = ()

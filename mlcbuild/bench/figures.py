@@ -26,7 +26,7 @@ SLO_METRICS = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Sample:
-    """The measurements of one request. Times are seconds of one clock."""
+    """The measurements of one request to the measured server. Times are seconds of one clock."""
 
     due: float
     sent: float
@@ -48,7 +48,9 @@ class Sample:
         return len(self.texts) if self.answer_tokens is None else self.answer_tokens
 
     def values(self) -> dict[str, float]:
-        """Returns name of a metric -> seconds, for each metric that the request has."""
+        """Returns name of a latency metric (ttft, tpot, itl, e2e) -> its values in seconds, for each metric
+        that the request has.
+        """
         seconds = {"e2e": self.end - self.due}
         if self.texts:
             seconds["ttft"] = self.texts[0] - self.due
@@ -65,8 +67,8 @@ class Sample:
 
 
 def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
-    """Returns the measurements of a streamed request. due, sent, end: seconds of one clock. It raises
-    nothing: a problem becomes the sample's error.
+    """Returns the measurements of a streamed request. due, sent, end: times, in seconds of one clock, at
+    which the request was due, was sent and ended. It raises nothing: a problem becomes the sample's error.
     """
     if reply.status != 200:
         return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))

@@ -101,7 +101,9 @@ async def prepare(server: Server, style: Style, timeout: float) -> Style:
 async def _asked(
     server: Server, path: str, document: Mapping[str, Json] | None, timeout: float
 ) -> Mapping[str, object]:
-    """Sends one request and returns the JSON document of the answer. Raises BenchError."""
+    """Sends one HTTP request to the measured server and returns the JSON document of the answer. Raises
+    BenchError.
+    """
     where = f"{server.name}{server.path}{path}"
     try:
         async with asyncio.timeout(timeout):
@@ -183,8 +185,8 @@ async def run(server: Server, style: Style, load: Load, workload: Workload, time
 
 
 def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
-    """Yields the requests of a workload; if `start` is a time, only until the workload's seconds since then
-    are over.
+    """Yields the requests of a workload. start: time at which the load began, after which the workload's
+    `seconds` limit the requests; None: all requests are yielded.
     """
     most = workload.requests
     demands = (

@@ -1,4 +1,4 @@
-"""Draws the results of a load test."""
+"""Draws the results of a load test as an SVG chart."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of a measurement."""
+    """The requests of one load test: number, lengths and arrival times."""
 
     prompts: Lengths
     answers: Lengths

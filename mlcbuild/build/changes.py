@@ -88,8 +88,8 @@ def _files(tree: Tree | None) -> dict[str, str]:
 
 
 def _leaves(value: Json, present: bool, path: str = "") -> dict[str, str]:
-    """Returns dotted path -> text for every leaf of a JSON value; {} if `present` is False. path: prefix of
-    the paths.
+    """Returns dotted path of a leaf -> its text, for every leaf of a JSON value; {} if `present` is False.
+    path: prefix of the paths.
     """
     if not present:
         return {}

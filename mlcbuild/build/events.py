@@ -17,7 +17,7 @@ Status: TypeAlias = Literal["built", "reused", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step."""
+    """The outcome of one build step in a run."""
 
     name: str
     status: Status
@@ -35,7 +35,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run."""
+    """The outcome of a run: one result for each step."""
 
     steps: tuple[StepResult, ...]
     """One result for each step, in the order of the plan."""

@@ -257,7 +257,7 @@ class _Loop:
 
     def _is_needless(self, item: TrackedStep, key: str, lock: HeldLock) -> bool:
         """Returns True, and stores the result, if another process has built the step since the plan was made.
-        key: the step's key; lock: the held lock of the key.
+        key: the step's key; lock: the lock of this key, which the caller holds.
         """
         record = None if item.name in self.planner.force else self.owner.notes.find(key)
         if record is None:
@@ -328,8 +328,8 @@ class _Loop:
             self.tracker.settle(result)
 
     def _end_elsewhere(self, item: TrackedStep, result: StepResult, outcome: Outcome) -> None:
-        """Stores the result of a step whose files are on a remote. If this machine needs the files, it
-        downloads them first.
+        """Stores the result of a step that another machine built and whose files are on a remote. If this
+        machine needs the files, downloads them first.
         """
         item.remote = Planned(item.name, "remote", result.key, result.reason, outcome.record, outcome.origin)
         if outcome.unsent:

@@ -113,7 +113,7 @@ _BOOT = (
 
 @dataclass
 class _Worker:
-    """A worker process and the connection to it."""
+    """A worker process of this machine and the connection to it."""
 
     process: subprocess.Popen[bytes]
     connection: Connection[Job | None, Outcome | tuple[int, int, str]]
@@ -122,7 +122,7 @@ class _Worker:
     """Actions that this worker process has run, whose modules are therefore loaded."""
 
     def take(self, job: Job) -> bool:
-        """Sends a job to the worker and returns True; returns False if the worker is dead."""
+        """Sends a job to this worker process and returns True; returns False if the process is dead."""
         self.job = job
         self.actions.add(job.preimage.action)
         try:

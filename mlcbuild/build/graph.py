@@ -25,7 +25,7 @@ _GLOB = frozenset("*?[")
 
 @dataclass(frozen=True)
 class Input:
-    """One argument of an action."""
+    """One named argument of a step's action: files of another step or of the user."""
 
     node: str
     """Name of the step, or of the directory of source files, whose files are passed to the action."""

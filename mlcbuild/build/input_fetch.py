@@ -87,7 +87,7 @@ class InputFetcher:
         return self.fetch(name, remote.record.files, name)
 
     def end(self, done: Fetched) -> tuple[TrackedStep, TrackedStep]:
-        """Notes that a download has ended, successfully or not.
+        """Records that a download has ended, successfully or not.
 
         Returns (step whose files were downloaded, step that waited for them).
         """

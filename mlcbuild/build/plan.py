@@ -39,7 +39,7 @@ _LARGE = 256 << 20
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan for one step."""
+    """The plan for one step: its key, and whether and why it must run."""
 
     name: str
     state: State
@@ -140,7 +140,7 @@ class Planner:
             raise SourceError("\n".join(problems))
 
     def all(self) -> Iterator[Planned]:
-        """Plans every step, in order."""
+        """Plans every step of the graph, in the graph's order, and yields each plan."""
         plans: dict[str, Planned] = {}
         for wave in [self.steps] if self.sharing.empty else self._waves():
             if not self.sharing.empty:
@@ -207,7 +207,9 @@ class Planner:
         return Preimage(step.action, params, self._code.files(step), dict(step.tools), inputs)
 
     def _expected(self, step: Step) -> Expected:
-        """Returns the text that the record of a step must have, according to the step's key and inputs."""
+        """Returns the text that the store's record of a step must have, according to the step's key and
+        inputs.
+        """
         _, code, tools = self._code.salt(step)
         inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
         return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
@@ -221,7 +223,7 @@ class Planner:
         return self._rows_texts[tree.digest]
 
     def tree(self, item: Input) -> Tree:
-        """Returns the files that an input selects."""
+        """Returns the tree of files that one input of a step selects."""
         result = self.results[self.graph.resolve(item.node)]
         if not item.select:
             return result if isinstance(result, Tree) else Tree(result.tree, result.files)
@@ -310,7 +312,7 @@ class _Code:
 
     def salt(self, step: Step) -> tuple[str, bytes, bytes]:
         """Returns (salt of a step, its source files as canonical JSON, its tools as canonical JSON). The salt
-        is a digest of both.
+        is a digest of the source files and tools.
         """
         place = step.action, step.code, *step.tools.items()
         if place not in self._salts:

@@ -59,7 +59,7 @@ class Capacity:
         return not self._held or (self._cores() > 0 and len(self._held) < self._executor.capacity)
 
     def fits(self, step: Step) -> bool:
-        """Returns True if the memory that a step needs is free.
+        """Returns True if the executor has the memory that a step needs.
 
         A step that needs more than all memory runs when no other step does, and so does a step marked
         `alone`.

@@ -67,7 +67,8 @@ class LockWait:
     is_reported: bool = False
 
     def postpone(self) -> bool:
-        """Schedules the next attempt. Returns True once, when the wait is long enough to be reported.
+        """Schedules the next attempt to acquire the lock. Returns True once, when the wait is long enough to
+        be reported.
 
         It is not reported at once, because a process that removes stale locks also holds them for a moment.
         """

@@ -105,7 +105,7 @@ class Tracker:
         self._plan()
 
     def _plan(self) -> None:
-        """Sets the initial state of every step."""
+        """Sets the initial state of every step from its plan."""
         for place, planned in enumerate(self._notes.plan()):
             step = self._planner.graph.step(planned.name)
             item = self.steps[planned.name] = TrackedStep(step, place, planned)
@@ -214,7 +214,7 @@ class Tracker:
     def _advance(self, item: TrackedStep, need: StepResult) -> list[StepResult]:
         """Updates a pending step after its input `need` got a result.
 
-        Returns the results that follow, or [] if the step has no result yet.
+        Returns the results of steps that follow from it, or [] if the step has no result yet.
         """
         if need.record is None:
             reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason

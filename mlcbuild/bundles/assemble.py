@@ -140,7 +140,7 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
 
 def _place_other_files(inputs: Mapping[str, Path], weights: Sequence[str], out: Path) -> None:
-    """Adds weights, tokenizer and runtime libraries to a bundle."""
+    """Adds weights, tokenizer and runtime libraries to a bundle's directory."""
     for name in weights:
         _place(inputs["weights"] / name, out / name)
     for path in sorted(inputs["tokenizer"].iterdir()):

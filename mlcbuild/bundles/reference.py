@@ -21,8 +21,8 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Rope, frequencies, parameters
 
 Weights: TypeAlias = Mapping[str, Any]
-"""Parameter name -> values in the shape that `parameters` states: arrays of any dtype that NumPy can convert.
-A stack may be a quant.stack.Stack, since its matrices are read one at a time.
+"""Parameter name -> values in the shape that the model's architecture defines for it: arrays of any dtype
+that NumPy can convert. A stack may be a quant.stack.Stack, since its matrices are read one at a time.
 """
 
 

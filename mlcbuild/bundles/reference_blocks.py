@@ -44,7 +44,9 @@ class Rotation:
     """The rotary embedding at the positions of the new tokens."""
 
     cos: Array
-    """Cosines times the attention factor, [n, dim / 2]. `sin` has the same shape and factor."""
+    """Cosines of the rotary embedding's angles times its attention factor, [n positions, dim / 2]. `sin` has
+    the same shape and factor.
+    """
     sin: Array
     query_scale: Array | None
     """Factor of the query at each of n positions, [n]; None: queries are not scaled."""
@@ -64,7 +66,9 @@ class Inputs:
     state: State
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
-        """Returns x times the weight `<name>.weight`, plus its bias if it has one."""
+        """Returns x W^T for the weight W called `<name>.weight`, plus the bias `<name>.bias` if the layer has
+        one.
+        """
         y: Array = x @ self.weight(f"{name}.weight").T
         return y + self.weight(f"{name}.bias") if has_bias else y
 
@@ -101,7 +105,9 @@ def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str
 
 
 def _rows(values: Array, x: Array) -> Array:
-    """Returns a vector of norm weights unchanged, or as one row for each head of x [heads, n, head_dim]."""
+    """Returns a vector of norm weights unchanged if it applies to all heads, or as one row for each head of x
+    [heads, n, head_dim].
+    """
     return values if values.size == x.shape[-1] else values.reshape(x.shape[0], 1, x.shape[-1])
 
 
@@ -208,8 +214,8 @@ class _Biases:
     heads: slice
 
     def scores(self, products: Array, part: slice) -> Array:
-        """Returns the attention scores [g, rows, m] before masking. products: of queries and keys; part: the
-        rows among the new tokens.
+        """Returns the attention scores [g, rows, m] of g query heads before masking. products: those of
+        queries and keys, [g, rows, m]; part: the range of rows among the new tokens.
         """
         spec, dtype = self.spec, products.dtype
         keys = np.arange(products.shape[-1])

@@ -85,7 +85,9 @@ def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
 
 
 def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array, int]) -> Array:
-    """Returns the output of one expert. inputs: (its rows, number of the expert)."""
+    """Returns the output rows of one expert of a mixture. inputs: (normalized rows [n, hidden] of this
+    expert, number of the expert).
+    """
     x, expert = inputs
     pair = x @ weight("mlp.experts.gate_up.weight", expert).T
     if spec.bias:

@@ -70,7 +70,9 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 class _Progress:
-    """Reports how many tokens have logits. One layer of a token counts as a fraction of the token."""
+    """Reports how many tokens of the prompts have reference logits. One layer of a token counts as a fraction
+    of the token.
+    """
 
     def __init__(self, tokens: int, layers: int) -> None:
         self._tokens, self._layers, self._done = tokens, layers, 0

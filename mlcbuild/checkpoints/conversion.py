@@ -200,7 +200,7 @@ class _Job:
     start: int
     stop: int
     index: int
-    """Index of axis 0 of the stored tensors at which these rows begin."""
+    """Index along axis 0 of a stored tensor at which a decoded block of rows begins."""
 
     @property
     def size(self) -> int:

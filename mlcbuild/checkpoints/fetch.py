@@ -234,7 +234,7 @@ def _named(source: HubSource, name: str) -> None:
 
 
 def _counter(total: int) -> Callable[[int], None]:
-    """Returns a function that adds up the bytes of all downloads and reports progress. total: the expected
+    """Returns a callback that adds up the bytes of all downloads and reports progress. total: the expected
     number of bytes.
     """
     done = 0

@@ -47,7 +47,7 @@ Floats: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of GGUF tensors."""
+    """A type of GGUF tensors: its name, number and block size."""
 
     name: str
     """The name of the type in ggml, such as "Q4_K"."""
@@ -174,7 +174,7 @@ def _field(blocks: Bytes, start: int, *shape: int) -> Bytes:
 
 
 def _runs(array: Bytes) -> NDArray[np.void]:
-    """Returns a view [..., 1] in which each run of bytes, the last axis, is one element.
+    """Returns a view [..., 1] of a byte array, in which each run of bytes along the last axis is one element.
 
     NumPy copies runs of 16 bytes about six times faster as elements.
     """
@@ -205,7 +205,7 @@ def _codes(blocks: Bytes, start: int, count: int, run: int, bits: int) -> Bytes:
 
 
 def _join(low: Bytes, high: Bytes, bits: int) -> Bytes:
-    """Returns codes whose low `bits` bits are in `low` and whose bits above them are in `high`. All arrays
+    """Returns codes whose lowest `bits` bits are in `low` and whose other bits are in `high`. All arrays
     have the same shape.
     """
     return np.left_shift(high, bits, dtype=np.uint8) | low
@@ -303,7 +303,7 @@ def _ternary_digits(packed: Bytes, count: int) -> Bytes:
     """Returns the first `count` base-3 digits of fractions stored in bytes: [blocks, run] -> [blocks, count *
     run].
 
-    A byte stands for byte / 256, at or just above a fraction of five digits.
+    A byte b encodes b / 256, which is at or just above a fraction of five base-3 digits.
     """
     digits = np.empty((len(packed), count, packed.shape[1]), np.uint8)
     for index in range(count):

@@ -78,7 +78,7 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
-    """Returns file name -> content of the tokenizer's files; an empty dictionary if `reader` has noted a
+    """Returns file name -> content of a tokenizer's files; an empty dictionary if `reader` has noted a
     problem.
     """
     if vocabulary.model == "gpt2":

@@ -21,7 +21,9 @@ from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.groups import GROUP
 
 Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
-"""Function of (reader, first row, number of rows) that returns numbers of these rows."""
+"""Function of (reader, first row, number of rows) that returns the codes, scales, zero points or minima of
+these rows.
+"""
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
 """(type, least integer, greatest integer) of the tensor types whose weights are an integer times a float16.
 """
@@ -67,7 +69,7 @@ class GroupedMatrix:
         return rows
 
     def _spread(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Expands numbers of groups, [rows, groups], to numbers of columns, [rows, columns]."""
+        """Repeats the number of each group for the group's columns: [rows, groups] -> [rows, columns]."""
         if self.places is not None:
             return numbers[:, self.places]
         if numbers.shape[1] == 1:

@@ -154,8 +154,8 @@ def _remark(unread: Mapping[str, str | None]) -> None:
 
 
 def _report(what: str, reasons: Mapping[str, str | None]) -> None:
-    """Prints a line for each group of similar tensor names. what: what was done with them; reasons: tensor
-    name -> why, or None.
+    """Prints a line for each group of similar tensor names. what: a word for what was done with the tensors;
+    reasons: tensor name -> reason, or None.
     """
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():

@@ -230,8 +230,8 @@ class Rows:
         _cast(self._rows(piece, low, high - low)[rows - low], out)
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
-        """Reads rows of a parameter that are columns of the tensor. Only the needed columns of each of its
-        rows are read.
+        """Reads rows of a parameter that are stored as columns of a tensor. Only the needed columns of each
+        stored row are read.
         """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
@@ -245,8 +245,8 @@ class Rows:
             done += len(own)
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
-        """Returns columns low..high-1 of one matrix of a tensor, each as a row of the result. order: which
-        rows of the matrix belong to the parameter; matrix: index of the matrix in a stack.
+        """Returns columns low..high-1 of one matrix of a stored tensor, each as a row of the result. order:
+        ranges of the matrix's rows that belong to the parameter; matrix: index of the matrix in a stack.
         """
         base, taken = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:

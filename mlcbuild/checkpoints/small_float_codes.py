@@ -19,7 +19,7 @@ from mlcbuild.checkpoints.stored_parts import Floats, whole
 from mlcbuild.quant.blocks import BlockRows
 
 _TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Code -> twice the value of the 4-bit float, without a sign of zero."""
+"""Code of a 4-bit float (E2M1) -> twice its value, without a sign of zero."""
 _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
 """Byte of a scale -> half of the power of two that it stands for. Byte 255 is not treated as NaN: such
 weights become infinite or huge, and are refused where weights are stored.
@@ -48,7 +48,9 @@ class Fp4Matrix:
         return unpacked(raw.reshape(count, -1), 4)
 
     def _scales(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns half of the scales of `count` rows from row `first` on: float32 [count, groups]."""
+        """Returns half of the scales of `count` rows of a matrix of 4-bit floats, from row `first` on:
+        float32 [count, groups].
+        """
         raw = reader.elements(self.scale, (first, first + count))
         if self.overall is None:
             return _HALVES.take(raw)

@@ -36,7 +36,7 @@ class StoredParts:
 
     module: str
     tensors: Mapping[str, Tensor]
-    """Last part of a tensor's name -> tensor."""
+    """Last part of a stored tensor's name, such as "qweight" -> the tensor."""
 
     def __getitem__(self, part: str) -> Tensor:
         if part not in self.tensors:
@@ -98,8 +98,8 @@ def replaced(
     marks: Iterable[str],
     combine: Callable[[StoredParts], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Returns tensors in which the tensors that `combine` returns replace all stored tensors of each
-    quantized module.
+    """Returns the tensors of a checkpoint, with the stored tensors of each quantized module replaced by those
+    that `combine` returns.
 
     marks: last parts of tensor names; a module that has one of them is quantized. combine: function that
     returns last part of a name -> tensor for one module. Tensors that scale activations are removed

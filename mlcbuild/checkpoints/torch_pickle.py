@@ -109,7 +109,9 @@ class _Machine:
         self._at = 0
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
-        """For each mark on the stack, the values that were below it."""
+        """For each open MARK of the pickle's stack machine, outermost first, the list of values below the
+        mark.
+        """
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:

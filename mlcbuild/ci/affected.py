@@ -91,7 +91,7 @@ class _Search:
 
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
-    """Returns the files of a source that changed, and those of a checkpoint that were deleted."""
+    """Returns the files of a source directory that changed, and those of a checkpoint that were deleted."""
     root = source.root.resolve()
     # A link is an input in two respects: its target path, and the contents there.
     changed_files = [
@@ -121,7 +121,7 @@ def _code(module: str) -> tuple[Path, ...]:
 
 
 def _steps(graph: Graph, last: str) -> list[Step]:
-    """Returns the step called `last` and all steps on which it depends."""
+    """Returns the step called `last` and all steps on which it depends, directly or indirectly."""
     steps: dict[str, Step] = {}
     pending = [graph.resolve(last)]
     while pending:

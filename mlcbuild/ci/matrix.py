@@ -61,7 +61,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The options of a CI matrix."""
+    """The options of the command `ci matrix`."""
 
     command: Command
     """The parts of the command line that all jobs of the matrix share."""

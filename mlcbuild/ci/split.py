@@ -54,7 +54,7 @@ tried.
 
 @dataclass(frozen=True)
 class StepShard:
-    """The part of a build that one machine does."""
+    """The part of a build that one shard (one machine) runs."""
 
     steps: tuple[str, ...]
     """Names of the steps that this shard must build, in the graph's order. Every step belongs to exactly one
@@ -129,7 +129,7 @@ def _early(
 
 @dataclass
 class _Dealt:
-    """An assignment of final steps to shards."""
+    """An assignment of final steps to shards, which `split` evaluates."""
 
     held: list[set[str]]
     """For each shard, the names of the steps that it would run if no store held any result."""
@@ -165,8 +165,8 @@ def _kind(name: str) -> str:
 
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
-    """Returns the thresholds, in milliseconds, to try: each cost that occurs, and one with which nothing is
-    kept together.
+    """Returns the thresholds, in milliseconds, to try when a build is split into shards: each cost of a step
+    that occurs, and one with which no steps are kept together.
     """
     levels = sorted(set(costs.values()))
     if len(levels) > _TRIED:

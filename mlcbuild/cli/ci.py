@@ -30,8 +30,9 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 
 def shard(arguments: argparse.Namespace) -> int:
-    """Prints the split that `run --shard` uses, and what of it this store lacks; with --record, after writing
-    new durations."""
+    """Prints the split into shards that `run --shard` uses, and for each shard the work for which this store
+    has no result; with --record, after writing new durations.
+    """
     session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:
         session.record_durations()

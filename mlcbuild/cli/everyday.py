@@ -50,7 +50,9 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields DIRECTORY or NAME=DIRECTORY for each bundle that the argument NAME or NAME=NAME means."""
+    """Yields the texts DIRECTORY or NAME=DIRECTORY for each bundle that a command-line argument NAME or
+    NAME=NAME refers to.
+    """
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():
         alias, name = "", text

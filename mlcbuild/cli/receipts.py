@@ -38,7 +38,7 @@ class Printed:
 
     lines: tuple[str, ...]
     places: str
-    """The end of the last line: the directories of the bundles."""
+    """The end of the last line that a run prints: the directories of the finished bundles."""
 
 
 class _DoubtError(Exception):
@@ -172,8 +172,8 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directories of a bundle that must be watched, and adds its files to `blobs`. looked: time of
-    the run, in ns since 1970.
+    """Yields the directories of a bundle that a receipt must watch, and adds the bundle's files to `blobs`.
+    looked: time of the run, in ns since 1970.
     """
     if output.is_symlink():
         raise _DoubtError(output)
@@ -198,8 +198,8 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 
 
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
-    """Returns directory of records -> its stat, or zeros if its mtime is too recent to detect a later change.
-    looked: time of the run, in ns since 1970.
+    """Returns directory of the store's records -> its stat, or zeros if its mtime is too recent to detect a
+    later change. looked: time of the run, in ns since 1970.
     """
     stats = {}
     there: set[str] = set()
@@ -214,7 +214,7 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
 
 
 def _without_work(log: RunLog) -> RunLog:
-    """Returns the log of the same run if it had reused every step."""
+    """Returns the log that the same run would have written if it had reused every step."""
 
     def reused(step: LoggedStep) -> LoggedStep:
         return replace(step, status="reused", words="", start=None, seconds=0.0, tail="", worker="")
@@ -224,5 +224,7 @@ def _without_work(log: RunLog) -> RunLog:
 
 
 def _texts(printed: Printed, steps: int) -> list[str]:
-    """Returns the printed texts before and after the seconds that a run took. steps: number of steps."""
+    """Returns (text before, text after) the number of seconds in the last line that a run prints. steps:
+    number of the run's steps.
+    """
     return ["\n".join([*printed.lines, f"0 built, {steps} reused in "]), printed.places]

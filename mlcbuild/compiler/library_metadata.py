@@ -37,7 +37,7 @@ class LibraryCode:
     format: str
     """Format of the metadata: LIBRARY in mlcbuild_format/versions.py, or FORMAT of a GPU program."""
     params: Sequence[Tensor]
-    """The tensors that the code takes, in its order."""
+    """The parameter tensors that the compiled library takes, in the order of its arguments."""
     tools: Mapping[str, str]
     """Name -> version of each program that made the code."""
     memory: LibraryMemory

@@ -21,7 +21,7 @@ _PART_OF_MEMORY = 0.5
 programs.
 """
 _BYTES = {8: 1.07, 6: 0.83, 4: 0.58}
-"""Bits of a weight -> bytes of storage, scales included."""
+"""Bits of a quantized weight -> bytes of storage per weight, scales included."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Common:
     feed_forward: Dense
     norm: Norm
     count: int
-    """Number of layers."""
+    """Number of layers of the model."""
     model: ModelConfig
     """The model without layers. Its last norm is `norm`."""
 

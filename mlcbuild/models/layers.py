@@ -50,8 +50,9 @@ class Rope:
     """
 
     dim: int
-    """Number of leading dimensions of each head that are rotated; even, at most head_dim. The rest pass
-    unchanged."""
+    """Number of leading dimensions of each attention head that are rotated; even, at most head_dim. The rest
+    pass unchanged.
+    """
     inv_freq: tuple[float, ...]
     """The dim / 2 inverse frequencies of the rotation, each exactly representable in float32."""
     attention_factor: float = 1.0
@@ -177,7 +178,7 @@ class LayerSpec:
     norms: Norms
     residual: Residual = "sequential"
     residual_scale: float = 1.0
-    """Factor of the output that each half of the layer adds to the residual stream (Granite)."""
+    """Factor of the output that each half of a layer adds to the residual stream (Granite)."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Param:
     name: str
     shape: tuple[int, ...]
     parts: tuple[int, ...] = ()
-    """Number of rows of each part that checkpoints may store as a separate tensor, in order; (): the
-    parameter has no parts. In a stack, these are rows of each matrix.
+    """Number of rows of each part of the parameter that checkpoints may store as a separate tensor, in order;
+    (): the parameter has no parts. In a stack, these are rows of each matrix.
     """
     stored: Stored = "scheme"
 

@@ -1,4 +1,4 @@
-"""Rounds numbers to the floating-point types of checkpoints."""
+"""Rounds numbers to the floating-point types in which checkpoints store weights."""
 
 from __future__ import annotations
 

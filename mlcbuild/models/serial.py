@@ -25,7 +25,7 @@ KINDS: Mapping[type, str] = {
     RmsNorm: "rms",
     LayerNorm: "layer",
 }
-"""Class of a block or norm -> its value of `kind` in JSON."""
+"""Class of a block or norm of the model -> value of the field `kind` that marks it in JSON."""
 LAYERS, SPECS = "layers", "layer_specs"
 
 

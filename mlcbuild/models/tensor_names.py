@@ -32,11 +32,13 @@ class Piece:
     tensor: str
     rows: int
     block: int = 0
-    """Number of rows in each block of the tensor, if the parameter has only some rows of each block; 0: the
-    tensor's rows are those of the parameter, in order.
+    """Number of rows in each block of a checkpoint's tensor, if a model parameter has only some rows of each
+    block; 0: the tensor's rows are those of the parameter, in order.
     """
     take: tuple[Range, ...] = ()
-    """The rows of each block that belong to the parameter, in the parameter's order."""
+    """Ranges of rows, within each block of a checkpoint's tensor, that belong to the model parameter, in the
+    parameter's order.
+    """
     columns: tuple[Range, ...] = ()
     """The tensor's columns in the order of the parameter; (): in stored order."""
     transposed: bool = False

@@ -31,12 +31,14 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
 
 
 def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Does what `pack` does for the layout row."""
+    """Packs the rows like `pack`, for the layout `row`, in which rows follow each other."""
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 
 def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
-    """Returns what `_conformed` returns, for all rows."""
+    """Checks quantized blocks of several rows against their format, and returns the fields (codes, scales,
+    minima) of all rows, concatenated.
+    """
     parts = [_conformed(blocks, part, name) for part in rows]
     return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
 

@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def zero(self) -> int:
-        """Returns the stored code that stands for 0."""
+        """Returns the stored code that represents the weight 0."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property

@@ -50,7 +50,8 @@ class Format:
 
     tensors: tuple[FormatTensor, ...]
     """The tensors that store a matrix, in the order in which files hold them and libraries take them. Axis 0
-    of each counts blocks of `rows_per_index` rows, so that rows can be converted a few at a time."""
+    of each counts blocks of `rows_per_index` matrix rows, so that a matrix can be converted in parts.
+    """
     pack: Pack
     """Function of (rows of a matrix, scratch memory, the parameter's name for errors) that returns the arrays
     of `tensors`.
@@ -73,8 +74,8 @@ class Format:
     rows_per_index: int = 1
     """Number of matrix rows that one index of axis 0 of every stored tensor covers."""
     blocks: Blocks | None = None
-    """The kinds of numbers that this format stores, if it keeps the values of quantized checkpoints; None for
-    other formats.
+    """Description of the codes and scales that this format stores, if it keeps the values of quantized
+    checkpoints exactly; None for other formats.
     """
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
     """Function of (consecutive quantized rows, the parameter's name for errors) that returns the arrays of

@@ -48,7 +48,7 @@ class Groups:
     zero: int
     """The stored code that stands for the weight 0."""
     top: int
-    """The largest code of a weight."""
+    """The largest integer code of a quantized weight."""
     dtype: Literal["float32", "float16"]
     """The type in which scales are stored."""
     signed: bool = False

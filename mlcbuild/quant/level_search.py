@@ -16,7 +16,7 @@ _STARTS = (0.5, 0.0, -0.5, -1.0, -1.5, -2.0)
 of them the squared error is 4 % larger (weights of Student's t, 5 degrees of freedom); each takes 2 of 30 ns
 for a weight."""
 _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
-"""The largest factors that int8 and uint8 hold."""
+"""The largest integer factors of scales and of minima, which are stored as int8 and as uint8."""
 
 
 def quantize(blocks: Blocks, weight: Array, name: str) -> list[BlockRows]:

@@ -17,7 +17,9 @@ class Search:
     """Constants of the search for a group's scale, for one number of bits."""
 
     unit: int
-    """The integer that the group's weight of largest magnitude is scaled to."""
+    """The integer to which the weight of largest magnitude in a group is scaled before the search for a
+    scale.
+    """
     shift: int
     """Number of bits by which the magnitude of a weight in these units is shifted right to be its importance.
     Sums of eight products of it with two codes then fit in int16, of which NumPy handles twice as many at

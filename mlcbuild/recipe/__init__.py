@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """A valid recipe."""
+    """A valid recipe: its models, quantizations, targets and settings."""
 
     path: Path
     """Path of the recipe file, as the user passed it."""

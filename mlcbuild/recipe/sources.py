@@ -22,7 +22,7 @@ _HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({_PART}/{_PART})(?
 
 @dataclass(frozen=True)
 class LocalSource:
-    """A checkpoint on this machine."""
+    """A checkpoint that is stored on this machine."""
 
     path: Path
     """Absolute path of an existing directory or GGUF file."""

@@ -20,7 +20,7 @@ _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a recipe and its value."""
+    """A variable of a recipe and the value that replaces it."""
 
     value: Scalar
     text: str

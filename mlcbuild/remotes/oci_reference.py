@@ -37,7 +37,7 @@ class RegistryAddress:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A blob as a manifest describes it."""
+    """The description of a blob in an OCI manifest: digest, size and media type."""
 
     media: str
     digest: str
@@ -107,7 +107,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def parse(url: str) -> RegistryAddress:
-    """Parses an oci:// URL that `fault` accepts."""
+    """Parses an oci:// URL, which `fault` must have accepted, into host, repository and reference."""
     parts = urlsplit(url)
     repository, reference = _split(parts.path)
     local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))

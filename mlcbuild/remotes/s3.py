@@ -227,7 +227,7 @@ class _Tasks:
         self._closed = False
 
     def check(self) -> None:
-        """Raises RemoteError if the transport is closed."""
+        """Raises RemoteError if the S3 transport is closed."""
         if self._closed:
             raise RemoteError("the run ends")
 

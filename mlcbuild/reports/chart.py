@@ -38,7 +38,7 @@ _GREY = 'fill="#5d6877"'
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a timeline: one step."""
+    """A bar of a run's timeline, which stands for one step."""
 
     name: str
     start: float
@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a scatter plot: one variant."""
+    """A point of the scatter plot of accuracy and size, which stands for one variant."""
 
     label: str
     bytes: int

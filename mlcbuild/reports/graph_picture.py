@@ -75,7 +75,7 @@ def _mermaid_text(name: str) -> str:
 
 
 def dot(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns a graph as text for Graphviz."""
+    """Returns the graph of a build's steps as text for Graphviz."""
     states = _states(graph, plan)
     lines = [
         "digraph plan {",

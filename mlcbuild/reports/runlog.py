@@ -35,7 +35,7 @@ _LAST = 1e11
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step in the log of a run."""
+    """One step, as it is recorded in the log of a run."""
 
     name: str
     needs: tuple[str, ...]
@@ -58,7 +58,7 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class LoggedVariant:
-    """A variant in the log of a run."""
+    """One variant, as it is recorded in the log of a run."""
 
     name: str
     model: str
@@ -219,7 +219,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Parses a JSON object. Raises ValueError."""
+    """Parses a JSON object from bytes. Raises ValueError."""
     try:
         document = json.loads(data)
     except RecursionError:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 USE_NOTED_NS = 600 * 1_000_000_000
-"""Minimum nanoseconds between two updates of a record's last use; `upkeep.gc` keeps what was used in the last
-hour.
+"""Minimum nanoseconds between two updates of the time at which a record was last used; `upkeep.gc` keeps what
+was used in the last hour.
 """
 KEPT_LOGS = 20
 """Number of run logs that are kept for each recipe."""

@@ -222,7 +222,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Returns the size of all files in bytes."""
+        """Returns the size of all files of an artifact in bytes."""
         return sum(row[2] for row in self.rows)
 
     @cached_property

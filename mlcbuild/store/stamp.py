@@ -1,4 +1,4 @@
-"""Defines the mtimes of files in a store."""
+"""Defines the modification times (mtimes) that mark files in a store as unchanged."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class KindStatistics:
 
 @dataclass(frozen=True)
 class Status:
-    """The statistics of a store."""
+    """The statistics of a store: numbers and sizes of its records and blobs."""
 
     root: Path
     records: int

@@ -19,7 +19,7 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class Backend:
-    """The properties of one kind of device."""
+    """The properties of one kind of device for which models are compiled."""
 
     action: str
     """The action, as "module:function", that compiles a library; its import closure enters the library's

@@ -66,8 +66,9 @@ class LoopState(NamedTuple):
 STATE_COLUMNS = LoopState._fields
 
 MASK_ROW, MASK_BITS = 0, 1
-"""The columns of a logit mask: the index of the row it applies to, then the first word of its bits. There is
-one bit for each token, lowest token first, set where the token is allowed."""
+"""The columns of a logit mask: the index of the row of logits to which the mask applies, then the first word
+of its bits. There is one bit for each token, lowest token first, set where the token is allowed.
+"""
 MASK_WORD = 32
 """Number of tokens (bits) in one word of a logit mask."""
 
@@ -78,7 +79,9 @@ class Argument:
     dtype: str | None
     """The argument's element type; None means the dtype that the model uses."""
     shape: tuple[str | int, ...] = ()
-    """Sizes by letter, also sums such as "b+1"; () for a scalar, or if the library decides the shape."""
+    """Sizes of the argument's dimensions, each a letter that stands for a size or a sum such as "b+1"; () for
+    a scalar, or if the library decides the shape.
+    """
     in_place: bool = False
     """True if the function writes into this argument."""
 
@@ -161,8 +164,10 @@ signature."""
 EMBED = Function("embed", (_TOKENS, PARAMS))
 """The library function that returns the embeddings of tokens, float32 [n, hidden]."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
-"""The library function that runs the model on a batch, samples a token from each row into `sampled`, and
-returns the masked logits, float32 [1, q, vocab]. A row has the same bits whatever else is in the batch."""
+"""The library function that runs the model on a batch, samples a token from each row of logits into
+`sampled`, and returns the masked logits, float32 [1, q, vocab]. A row of logits has the same bits whatever
+else is in the batch.
+"""
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
 """The variant of `step` for prompts: its kernels are faster and may round differently."""
 STEP_ON = Function("step_on", (*_LOOP, *BATCH, PARAMS))
@@ -196,4 +201,4 @@ CAPABILITIES: Mapping[str, tuple[Function, ...]] = {
     "decode_loop": (STEP_ON, STEPS),
     "hidden_states": (EMBED, HIDDEN_STATES, BATCH_HIDDEN_STATES),
 }
-"""Capability of a library -> the functions that it exports for it."""
+"""Name of a capability of a compiled library -> the functions that a library with this capability exports."""

@@ -55,7 +55,7 @@ symbols, type of those for imported functions, whose slots begin three words aft
 """
 _FUNCTION, _ABSOLUTE, _THREAD_LOCAL = 2, 0xFFF1, 6
 _BINDINGS = (1, 2)
-"""Symbol bindings that are accepted: global and weak."""
+"""Symbol bindings that the check of an ELF file accepts: global and weak."""
 
 
 class ImageError(ValueError):

@@ -1,4 +1,4 @@
-"""Determines the memory that this process may use."""
+"""Determines how many bytes of memory this process may use."""
 
 from __future__ import annotations
 

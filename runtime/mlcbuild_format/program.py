@@ -72,7 +72,7 @@ GUARANTEED = DeviceLimits()
 
 @dataclass(frozen=True)
 class Binding:
-    """A storage buffer that a kernel binds."""
+    """A storage buffer that a GPU kernel binds."""
 
     name: str
     written: bool
@@ -103,7 +103,7 @@ class Shader:
 class Buffer:
     kind: Kind
     size: Expression
-    """Size of the buffer in bytes, as an expression over the sizes of the program."""
+    """Size of the GPU buffer in bytes, as an expression over the sizes of a call."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Program:
     params: tuple[Tensor, ...]
     """(name, shape, dtype, layout) of every tensor of the weights, in order."""
     sizes: Sizes
-    """Name of a size -> its maximum in any call; a smaller number of `pages` may be chosen when the program
-    is loaded.
+    """Name of a size, such as the number of rows -> its maximum in any call; a smaller number of `pages` may
+    be chosen when the GPU program is loaded.
     """
     kernels: Mapping[str, Shader]
     buffers: Mapping[str, Buffer]

@@ -149,7 +149,7 @@ class NewTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str:
-        """Returns the element type, as NumPy names it."""
+        """Returns the tensor's element type, as NumPy names it."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Parses and formats sizes in bytes."""
+"""Parses and formats sizes in bytes, such as "8 GiB"."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class _Responses:
 
 
 class Responses(_Responses):
-    """The endpoint /v1/responses for calls that block."""
+    """The endpoint /v1/responses for callers that block until the answer is complete."""
 
     @overload
     def create(self, *, stream: Literal[True], **body: object) -> Iterator[Response]: ...
@@ -309,7 +309,7 @@ class AsyncEmbeddings:
 
 
 class AsyncResponses(_Responses):
-    """The endpoint /v1/responses, for an event loop."""
+    """The endpoint /v1/responses for callers in an asyncio event loop."""
 
     @overload
     async def create(self, *, stream: Literal[True], **body: object) -> AsyncIterator[Response]: ...

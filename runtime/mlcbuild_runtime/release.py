@@ -1,4 +1,4 @@
-"""Names the version of this distribution."""
+"""Defines the version of this distribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds --version to a parser."""
+    """Adds the option --version to a command-line parser."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {installed()}")
 
 

@@ -127,9 +127,8 @@ def able(needs: Mapping[str, float], worker: Mapping[str, float]) -> bool:
 
 
 def refusal(step: Step, workers: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the reason why no worker can run a step, or "" if one can.
-
-    workers: name -> its resources (name -> amount).
+    """Returns the reason why no cluster worker can run a step, or "" if one can. workers: name of a worker ->
+    its resources (name -> amount).
     """
     needs = resources(step, 1)
     if any(able(needs, worker) for worker in workers.values()):

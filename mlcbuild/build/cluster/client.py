@@ -2,8 +2,7 @@
 
 dask matches jobs with workers, notices dead workers and reschedules their jobs. This module adds the rest:
 jobs are plain text (see `wire`), a step that no worker can run is refused before it is submitted, inputs that
-a worker cannot reach are sent to it through a remote, and no wait is without a limit.
-"""
+a worker cannot reach are sent to it through a remote, and no wait is without a limit."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class _Submitted:
 class Cluster:
     """Runs steps on a dask cluster. Steps that must stay on this machine run in a local process.
 
-    Raises SetupError when dask is missing, or when no scheduler or no worker can be reached.
-    """
+    Raises SetupError when dask is missing, or when no scheduler or no worker can be reached."""
 
     def __init__(
         self, address: Address, sharing: Sharing, staging: StagingArea, ring: Callable[[], None]
@@ -131,8 +129,8 @@ class Cluster:
             time.sleep(0.2)
 
     def _census(self) -> Mapping[str, Mapping[str, float]]:
-        """Updates worker name -> resources, if it is old, and returns it. Ignores plain dask workers, which
-        declare no cores."""
+        """Updates the list of cluster workers if it is old, and returns worker name -> resources (name ->
+        amount). Ignores plain dask workers, which declare no cores."""
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
         self._workers = {
             str(worker["name"]): dict(worker["resources"])
@@ -236,7 +234,8 @@ class Cluster:
         return messages
 
     def _answers(self, ended: Mapping[str, Future[str]]) -> list[Message]:
-        """Returns the outcomes of ended jobs, as messages for the main loop. ended: job -> dask's future."""
+        """Returns the outcomes of ended cluster jobs, as messages for the main loop. ended: the jobs ->
+        dask's futures of their answers."""
         if not ended:
             return []
         messages: list[Message] = []
@@ -299,7 +298,9 @@ class Cluster:
             (submitted.future.release if submitted.future.done() else submitted.future.cancel)()
 
     def _look_after(self) -> list[Message]:
-        """Fails jobs for which no suitable worker was present for a minute; returns their outcomes."""
+        """Fails the cluster jobs for which no suitable worker was present for a minute, and returns their
+        outcomes.
+        """
         messages: list[Message] = []
         try:
             self._census()
@@ -338,9 +339,8 @@ class Cluster:
         self._ring()
 
     def _give(self, job: Job, lacking: set[str], same_store: bool) -> str:
-        """Uploads input files that a job's worker lacks. Returns the reason why one cannot be sent, or "".
-
-        lacking: their digests. Raises MlcbuildError, CancelledError and OSError.
+        """Uploads input files that the worker of a job lacks. Returns the reason why one cannot be sent, or
+        "" if all were sent. lacking: digests of the files. Raises MlcbuildError, CancelledError and OSError.
         """
         store = self._sharing.store
         for job_input in job.inputs:

@@ -34,7 +34,7 @@ class Offer:
     name: str
     cores: int
     memory: int
-    """Bytes of memory that all of its steps together may use."""
+    """Maximum bytes of memory that all steps of this cluster worker may use together."""
     labels: Mapping[str, float]
     """Label -> amount of it, for the worker's resources other than cores and memory."""
 

@@ -68,7 +68,9 @@ class Site:
             return self.staging.subdirectory()
 
     def take(self) -> Pool:
-        """Returns a process pool for one job, preferably an idle one whose process is already running."""
+        """Returns a pool of worker processes for one job, preferably an idle one whose process is already
+        running.
+        """
         with self._guard:
             return self._idle.pop() if self._idle else Pool(1)
 
@@ -112,7 +114,9 @@ def work(text: str) -> str:
 
 
 def _is_wanted(worker: Worker, task: Any) -> bool:
-    """Returns True if a task is still needed, False once it was cancelled or its run has died."""
+    """Returns True if the run still needs a cluster task, False once the task was cancelled or its run has
+    died.
+    """
     state = worker.state.tasks.get(task)
     return state is not None and state.state not in ("cancelled", "resumed", "released", "forgotten")
 
@@ -178,8 +182,8 @@ class _Attempt:
         )
 
     def _check(self) -> None:
-        """Checks that this worker has the same source files as the run, and that it can return the result to
-        the run.
+        """Checks that this cluster worker has the same source files as the run, and that it can return the
+        result to the run.
 
         Raises StepError for differing source files, and RemoteError without a common store or remote.
         """
@@ -206,8 +210,8 @@ class _Attempt:
             )
 
     def _gather(self) -> dict[str, JobInput] | list[str]:
-        """Makes the inputs of the step available on this machine. Returns argument -> input, or a list of the
-        digests of files that it cannot get.
+        """Makes the inputs of a step available on this machine. Returns argument of the action -> input, or a
+        list of the digests of files that this worker cannot get.
         """
         lacking: list[str] = []
         inputs = {}
@@ -220,8 +224,8 @@ class _Attempt:
         return lacking or inputs
 
     def _in_place(self, argument: str, source: OrderInput) -> JobInput | None:
-        """Returns an input whose files are already on this machine, at the path that the run names and with
-        the same bytes; None otherwise. argument: name of the input.
+        """Returns an input of a step if its files are already on this machine, at the path that the run names
+        and with the same bytes; None otherwise. argument: name of the input.
         """
         if source.root is None:
             return None
@@ -309,8 +313,8 @@ class _Attempt:
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Uploads a result to remotes that the run can read, unless both use the same store. Returns `answer`
-        with these remotes.
+        """Uploads a step's result to remotes that the run can read, unless worker and run use the same store.
+        Returns `answer` with these remotes.
 
         Raises RemoteError when no remote that the run reads has the files.
         """

@@ -37,7 +37,7 @@ class OrderInput:
 
 @dataclass(frozen=True)
 class Order:
-    """The description of a job that is sent to a worker."""
+    """The description of a job that a run sends to a cluster worker."""
 
     run: str
     """Name of the run's working directory inside its store. A worker with the same store finds the directory
@@ -103,7 +103,7 @@ def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Or
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a worker to a job."""
+    """The answer of a cluster worker to a job that it was sent."""
 
     worker: str
     record: Record | None = None

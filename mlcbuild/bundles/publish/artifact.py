@@ -76,8 +76,8 @@ def push(
 def _send(
     target: Registry, bundle: Path, digests: Mapping[str, str], uploaded: Uploaded, name: str
 ) -> tuple[str, int]:
-    """Mounts or uploads a file of the bundle, unless the repository has it. digests: path -> BLAKE3; name:
-    path of the file. Returns (SHA-256 of the file, number of bytes sent).
+    """Mounts or uploads a file of a bundle, unless the registry's repository has it. digests: path -> BLAKE3;
+    name: path of the file. Returns (SHA-256 of the file, number of bytes sent).
     """
     place, key = target.place, (target.place.host, digests[name])
     if key in uploaded:
@@ -140,8 +140,8 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 
 
 def _layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns title -> layer of an OCI manifest, which must be a manifest of files. Raises RemoteError
-    otherwise.
+    """Returns title (path of a file) -> layer of an OCI manifest, which must be a manifest of files. Raises
+    RemoteError otherwise.
     """
     try:
         layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]
@@ -154,7 +154,9 @@ def _layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _present_layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns title -> layer of the manifest that the tag has now; {} if it is not a manifest of files."""
+    """Returns title (path of a file) -> layer of the manifest to which a registry's tag refers now; {} if it
+    is not a manifest of files.
+    """
     try:
         return _layers(data)
     except RemoteError:
@@ -162,7 +164,9 @@ def _present_layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
-    """Downloads a layer to `path`, resuming an earlier transfer. A damaged file is downloaded once more."""
+    """Downloads a layer of an OCI artifact to `path`, resuming an earlier transfer. A damaged file is
+    downloaded once more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     for _ in range(2):

@@ -25,12 +25,14 @@ from mlcbuild.errors import CheckpointError
 _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Index of a code -> its position among the eight codes of a word."""
+"""Index of a 4-bit code in an AWQ int32 word -> position of the code's column among the eight columns of the
+word.
+"""
 
 
 @dataclass(frozen=True)
 class _Awq:
-    """The checked tensors of one AWQ matrix."""
+    """The three checked tensors of one matrix in AWQ format: codes, zero points, scales."""
 
     parts: StoredParts
     inputs: int

@@ -39,7 +39,7 @@ format.
 
 @dataclass(frozen=True)
 class _Gptq:
-    """The checked tensors of one GPTQ matrix."""
+    """The checked tensors of one matrix in GPTQ format: codes, zero points, scales, group indices."""
 
     parts: StoredParts
     bits: int
@@ -58,8 +58,8 @@ class _Gptq:
         return values_of(raw, tensor.dtype).T
 
     def zeros(self, add: int, reader: RowReader, first: int, count: int) -> NDArray[np.int16]:
-        """Returns zero points of rows, [count, groups]. add: the number to add to stored zero points, which
-        depends on the format's version.
+        """Returns the zero points of rows of a GPTQ matrix, [count, groups]. add: number that is added to
+        stored zero points, which depends on the format's version.
         """
         begin = first // 32  # 32 codes fill whole words
         end = min(-(-(first + count) // 32) * self.bits, self.outputs * self.bits // 32)
@@ -69,7 +69,7 @@ class _Gptq:
         return wrapped
 
     def offset(self) -> float:
-        """Returns the mean difference of codes and stored zero points, over the first rows."""
+        """Returns the mean difference of codes and stored zero points over the first rows of a GPTQ matrix."""
         with Rows() as reader:
             count = min(_OUTPUTS, self.outputs)
             codes, zeros = self.codes(reader, 0, count), self.zeros(0, reader, 0, count)
@@ -126,8 +126,8 @@ def _matrix(parts: StoredParts) -> _Gptq:
 
 
 def _decision(matrices: list[_Gptq], named: int) -> tuple[int, str]:
-    """Returns (number to add to stored zero points, sentence for the log that says how it was decided).
-    named: the version that the checkpoint states.
+    """Returns (number to add to stored zero points of a GPTQ checkpoint, sentence for the log that says how
+    it was determined). named: the version that the checkpoint states.
     """
     some = matrices[:: max(1, len(matrices) // _MODULES)]
     offset = float(np.mean([matrix.offset() for matrix in some])) if some else 0.0

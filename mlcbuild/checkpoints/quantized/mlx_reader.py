@@ -26,7 +26,7 @@ _USED = ("weight", "scales", "biases")
 
 @dataclass(frozen=True)
 class _Affine:
-    """The checked tensors of one MLX matrix."""
+    """The checked tensors of one matrix in MLX's format: codes, scales, biases."""
 
     weight: Tensor
     scale: Tensor

@@ -29,8 +29,9 @@ def undefined(data: bytes) -> frozenset[str]:
 
 
 def _needed(table: bytes) -> list[int]:
-    """Returns the offsets, in the string table, of the names of undefined symbols that are not weak. table:
-    the bytes of an ELF symbol table."""
+    """Returns offsets in an ELF string table: those of the names of undefined symbols that are not weak.
+    table: the bytes of an ELF symbol table.
+    """
     return [
         name
         for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", table)

@@ -23,8 +23,8 @@ mul16      no special instruction: activations are int16, and int16 lanes hold t
 
 @dataclass(frozen=True)
 class ISA:
-    """The parameters of an instruction set on which kernels depend. A register tile holds the sums of some
-    rows of activations x with some rows of weights.
+    """The parameters of a CPU's instruction set on which kernels depend. A register tile holds the sums of
+    some rows of activations x with some rows of weights.
     """
 
     name: str

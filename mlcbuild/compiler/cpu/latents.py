@@ -44,8 +44,8 @@ class Latents:
     parts: Parts
     layer: Layer
     view: Callable[[str, Expr, int], Tensor]
-    """Function of (scratch tensor name, rows, columns) that returns the beginning of the tensor in this
-    shape.
+    """Function of (scratch tensor name, rows, columns) that returns the beginning of this scratch tensor as a
+    [rows, columns] tensor.
     """
     product: Callable[[str, Fusion, Sequence[Tensor], Tensor], Tensor]
     """Function of (name of a matrix, fusion, inputs, out) that emits the product with this matrix of the
@@ -105,8 +105,9 @@ class Latents:
         return into(func, [choices, x, *weights], out)
 
     def _append(self, own: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits the update of the cache with new tokens, and returns the queries over cached rows, and the
-        cache. own: queries before rotation; absorbed: queries in the space of latents; tokens: rows to cache.
+        """Emits the update of the KV cache with new tokens. Returns (queries to multiply with cached rows,
+        the cache). own: queries before rotation; absorbed: queries in the space of latents; tokens: rows to
+        cache.
         """
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")
@@ -125,6 +126,6 @@ class Latents:
 
 
 def _shaped(x: Tensor, rows: Expr, width: int) -> Tensor:
-    """Returns the memory of x as a tensor of another shape, [rows, width]."""
+    """Returns a tensor of the shape [rows, width] that uses the memory of x."""
     shaped = relax.op.reshape(x._expr, [rows, width])
     return Tensor(_expr=relax.BlockBuilder.current().emit(shaped))

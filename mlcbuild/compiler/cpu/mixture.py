@@ -24,7 +24,9 @@ from mlcbuild.models import Experts
 Fed = tuple[Any, Sequence[Tensor]]
 """The input rows of a product: (source of the rows, tensors that the source reads)."""
 View = Callable[[str, Expr, int], Tensor]
-"""Function of (scratch tensor name, rows, columns) that returns the beginning of the tensor in this shape."""
+"""Function of (scratch tensor name, rows, columns) that returns the beginning of this scratch tensor as a
+[rows, columns] tensor.
+"""
 
 
 @dataclass(frozen=True)

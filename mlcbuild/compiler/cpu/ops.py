@@ -49,7 +49,7 @@ class CpuOps(Parts):
 
     @cached_property
     def room(self) -> dict[str, int]:
-        """Returns scratch tensor name -> number of float32 columns, enough for every layer."""
+        """Returns scratch tensor name -> number of float32 columns that suffices for every layer."""
         room: dict[str, int] = {}
         for layer in dict.fromkeys(self.config.layers):
             for name, columns in self._columns(layer).items():
@@ -199,8 +199,8 @@ class _Halves:
         return self.spec.residual != "sequential"
 
     def source(self, half: str, width: int) -> tuple[RowSource, list[Tensor]]:
-        """Returns the source of the rows that a half of the layer reads from x, and the tensors of its norm.
-        half: name of the half; width: columns of x.
+        """Returns the source of the rows that a half of the layer reads from the residual stream x, and the
+        weights of its norm. half: name of the half; width: columns of x.
         """
         before = self.spec.norms.before
         if before is None:
@@ -297,7 +297,7 @@ class _Halves:
         return self.parts.add(self.spec, x, self.room["branch"], *extras)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Emits x += mlp(norm(x)), and returns x."""
+        """Emits x += mlp(norm(x)) for one layer, and returns x."""
         spec = self.spec.feed_forward
         if isinstance(spec, Experts):
             return self._experts(x)

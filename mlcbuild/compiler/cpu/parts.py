@@ -257,7 +257,7 @@ class Parts:
         return _into(func, [delta, *bias, *post], x)
 
     def normed(self, spec: Norm, width: int, weights: Sequence[Tensor]) -> Normed:
-        """Returns the source of a product's input rows that normalizes rows of `width` values."""
+        """Returns the row source of a matrix product that normalizes rows of `width` values."""
         return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
@@ -265,20 +265,20 @@ class Parts:
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
-        """Returns the source of a product's input rows that computes act(gate) * up. packed: True if the
-        tensor already holds them as tiles.
+        """Returns the row source of a matrix product that computes act(gate) * up. packed: True if the tensor
+        already holds these values as tiles.
         """
         return Gated(self.gate(spec), _dtype(bias), packed)
 
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
-        """Returns the source of a product's input rows that computes act(up). scalars: the activation's
+        """Returns the row source of a matrix product that computes act(up). scalars: the activation's
         parameters, if it has any.
         """
         return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
-        """Returns True if the first of two products writes gated rows of prompts in the packed form that the
-        second reads.
+        """Returns True if the first of two matrix products writes gated rows of prompts in the packed form
+        that the second reads.
         """
         return (
             first.has_prompt_variant and second.has_prompt_variant and not bias and amx.Packed.fits(second.k)

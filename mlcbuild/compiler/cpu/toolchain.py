@@ -33,7 +33,7 @@ ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Linker:
-    """A program that links for one target."""
+    """A linker program that links libraries for one target."""
 
     command: tuple[str, ...]
     flavour: str

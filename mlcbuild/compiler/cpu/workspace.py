@@ -115,8 +115,8 @@ def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
 
 
 def _held(statement: Stmt, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that the arrays in a statement take at one time. Arrays of a
-    sequence live to the end of their scope; the largest inner scope is added.
+    """Returns the maximum number of bytes that the arrays allocated in a statement take at one time. The
+    arrays of a sequence of statements live to the end of their scope; the largest inner scope is added.
     """
     own = inner = 0
     for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:

@@ -27,7 +27,7 @@ class GpuDecoder:
     build: LaunchBuilder
 
     def emit(self) -> Program:
-        """Returns the program. The source texts of its kernels are in the emitter."""
+        """Returns the GPU program of the model. The emitter holds the source texts of its kernels."""
         build = self.build
         calls, emitter, config = build.calls, build.emitter, build.config
         self._buffers()

@@ -60,7 +60,7 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
 
 
 def memory(program: Program, limits: Limits) -> LibraryMemory:
-    """Returns the memory of a device's buffers."""
+    """Returns how much memory a GPU program's buffers take on a device, for each kind of buffer."""
     buffers = program.buffer_bytes(limits.pages)
     cache = sum(buffers[name] for name, own in program.buffers.items() if own.kind == "cache")
     return LibraryMemory(

@@ -24,10 +24,11 @@ class PendingSum:
     """A sum in the buffer `delta` that is to be added to the residual stream."""
 
     name: str
-    """Name of the norm of the sum."""
+    """Name of the parameter group of the norm that is applied to the sum of residual stream and added rows.
+    """
     norm: NormSpec
     scale: float
-    """Factor of the normalized sum."""
+    """Factor by which the normalized sum is multiplied."""
 
 
 @dataclass

@@ -19,8 +19,9 @@ _MATCH, _HEAP = "vm.builtin.match_shape", "vm.builtin.alloc_shape_heap"
 _READERS = {"vm.builtin.make_shape", "vm.builtin.make_prim_value"}
 _WITH_CONTEXT = Op.get("relax.call_builtin_with_ctx")
 _STORE = 1
-"""The code with which `match_shape` stores a dimension (MatchShapeCode::kStoreToHeap); other codes
-compare."""
+"""The code with which TVM's `match_shape` stores a dimension (MatchShapeCode::kStoreToHeap); other codes
+compare.
+"""
 
 
 def trusted_calls(mod: IRModule) -> IRModule:

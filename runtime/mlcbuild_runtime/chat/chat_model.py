@@ -53,7 +53,7 @@ class ChatModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Returns the model's name."""
+        """Returns the name of the model with which the user chats."""
 
     @property
     def greeting(self) -> str:

@@ -1,4 +1,4 @@
-"""The command-line options of a chat."""
+"""Defines the command-line options of a chat."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add(parser: argparse.ArgumentParser, names: str) -> None:
 
 
 def options(arguments: argparse.Namespace) -> ChatOptions:
-    """Returns the options of parsed arguments."""
+    """Returns the settings of a chat from parsed command-line arguments."""
     return ChatOptions(
         arguments.prompt,
         arguments.system,

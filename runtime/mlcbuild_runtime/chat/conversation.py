@@ -52,7 +52,7 @@ class Conversation:
     system: str = ""
     total_tokens: int = 0
     failed: bool = False
-    """True if a message of the chat could not be answered."""
+    """True if the model could not answer a message of the chat."""
 
     def _with_system(self, listed: list[Json]) -> list[Json]:
         head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _PERIOD = 0.1
-"""Seconds between two drawings of a growing block."""
+"""Seconds between two updates of a Markdown block on the terminal while it grows."""
 _LINES = 4
 """Rows of a terminal that the unfinished part of an answer leaves free."""
 

@@ -53,17 +53,17 @@ class Matcher:
         # Attribute order matters: the matcher must be freed before the one that it was copied from.
         self._told, self._of = matcher, of
         self._owed: list[int] = []
-        """Accepted tokens of the answer that llguidance has not consumed yet."""
+        """Accepted tokens of the answer that llguidance's matcher has not consumed yet."""
         self._mask: Mask | None = None
         """Cached mask of the next token; None until it is needed."""
         self._spelled: int | None = None
-        """Number of bytes that the constraint forces next; None until it is computed."""
+        """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None
-        """A token that `tries` has already consumed; `take` must be called with it next."""
+        """A token that `tries` has already passed to llguidance; `take` must be called with it next."""
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
-        """Time spent on masks, and number of tokens appended to the answer."""
+        """CPU time spent on logit masks (a MaskTime), and number of tokens appended to the answer."""
 
     def mask(self) -> Mask:
         """Returns the mask of allowed next tokens; it includes end-of-sequence tokens only where the text is
@@ -226,7 +226,7 @@ class Grammars:
         return outcome
 
     def close(self) -> None:
-        """Ends running trials. Any thread may call it."""
+        """Ends all running trials of constraints. Any thread may call it."""
         with self._first:
             if "_trials" in self.__dict__:
                 self._trials.close()

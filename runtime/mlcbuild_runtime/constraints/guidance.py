@@ -113,7 +113,7 @@ class MaskTime:
 
     slowest: float = 0.0
     others: float = 0.0
-    """Sum of all other masks."""
+    """CPU seconds of all logit masks of an answer except the slowest one."""
 
     def add(self, seconds: float, tokens: int) -> str:
         """Adds the seconds of a mask, for an answer of `tokens` tokens so far. Returns the reason why the

@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stage:
-    """The limits of one trial."""
+    """The limits (time, queue, niceness) that apply to one trial of a constraint."""
 
     seconds: float
-    """CPU seconds that a constraint may take."""
+    """CPU seconds that trying a constraint may take."""
     places: int
-    """Maximum number of constraints that may wait."""
+    """Maximum number of constraints that may wait to be tried."""
     patience: float
-    """Maximum seconds that a constraint waits."""
+    """Maximum seconds that a constraint waits to be tried."""
     niceness: int = 0
     """Niceness of the process that tries the constraint."""
     compile_niceness: int = 0
-    """Niceness of the thread that compiles it afterwards."""
+    """Niceness of the thread that compiles the constraint after its trial succeeded."""
 
 
 STAGES = (
@@ -101,7 +101,7 @@ class Trials(Generic[T]):
             self._outcomes.pop(key, None)
 
     def close(self) -> None:
-        """Ends running trials. Any thread may call it."""
+        """Ends all running trials of constraints. Any thread may call it."""
         for each in self.tries:
             each.trial.close()
 

@@ -34,7 +34,7 @@ STEPS = 16
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The result of trying a constraint."""
+    """The result of trying a constraint: the memory that it needs, or the reason why it is refused."""
 
     error: str
     """The reason why the constraint cannot be used; "" if it can."""

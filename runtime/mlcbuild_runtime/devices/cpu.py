@@ -34,7 +34,9 @@ os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
 EXACT_ROWS = 16
-"""Maximum number of rows for which the decode kernels give each row exactly the bits that it has alone."""
+"""Maximum number of rows in a batch for which the decode kernels compute each row with exactly the bits that
+a batch of this row alone gives.
+"""
 _MASKS = abi.STEP_ON.index("masks")
 _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 
@@ -64,7 +66,7 @@ class CpuExecutor:
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._inputs = StepInputs(manifest.limits.page_size)
         self._prepared = 0
-        """Number of pages, from the first one on, for which `prepare_pages` has allocated memory."""
+        """Number of KV cache pages, counted from page 0, for which `prepare_pages` has allocated memory."""
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:

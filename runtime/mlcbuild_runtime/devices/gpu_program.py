@@ -41,7 +41,7 @@ minUniformBufferOffsetAlignment."""
 
 
 def read(path: Path, manifest: Manifest) -> Program:
-    """Returns the program of a bundle. Raises BundleError."""
+    """Reads and checks the GPU program of a bundle. Raises BundleError."""
     file = path / manifest.library
     data = files.read_bytes(file, MAX_PROGRAM)
     try:
@@ -66,7 +66,7 @@ class _Prepared:
     """For each launch its pipeline, its bind group, and the form of its uniforms."""
     sizes: Sizes | None = None
     grids: Sequence[tuple[int, int]] = ()
-    """Number of workgroups of each launch for calls of `sizes`."""
+    """Number of workgroups (x, y) of each launch, for calls whose sizes are `sizes`."""
 
 
 class DeviceProgram:
@@ -95,7 +95,7 @@ class DeviceProgram:
         for name, rope in program.ropes.items():
             self.queue.write_buffer(self._buffers[name], 0, angles(rope))
         self.launches = 0
-        """Number of launches since the program was loaded."""
+        """Number of kernel launches since the GPU program was loaded."""
         self.uniform_uploads = 0
 
     @property

@@ -21,8 +21,9 @@ _NO_SYSTEM = "a machine without a system"
 _SYSTEMS = {"darwin": "macos", "win32": "windows"}
 """Value of sys.platform -> the name of the system in processors.System, where the names differ."""
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
-"""Linux on x86-64: the number of the system call, ARCH_REQ_XCOMP_PERM, and the state component of AMX
-tiles."""
+"""Constants of Linux on x86-64 for a request to use AMX: the number of the system call arch_prctl, the
+operation ARCH_REQ_XCOMP_PERM, and the state component of AMX tiles.
+"""
 
 
 def refusal(target: Machine) -> str | None:

@@ -32,7 +32,7 @@ class Meter:
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
-        """Wall and CPU seconds of the steps since the last `reset`."""
+        """Wall seconds and CPU seconds of the decoding steps since the last call of `reset`."""
 
     def start(self) -> float:
         """Starts measuring a step; returns the time in seconds."""

@@ -16,7 +16,7 @@ from mlcbuild_runtime.engine.trace import Trace
 log = logging.getLogger(__name__)
 
 Part = tuple[Sequence, int]
-"""(sequence, number of its tokens that a step computes)."""
+"""(sequence, number of the sequence's tokens that one step computes)."""
 
 
 class Delivery:
@@ -55,7 +55,7 @@ class Delivery:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a request whose client has disconnected."""
+        """Ends the request of a client that has disconnected."""
         self._schedule.remove(sequence)
         self._trace_end(sequence, "cancelled")
 

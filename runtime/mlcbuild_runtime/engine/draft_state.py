@@ -1,4 +1,4 @@
-"""The state of speculative decoding for one sequence."""
+"""Holds the state of speculative decoding for one sequence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DraftState:
 
     @property
     def branched(self) -> int:
-        """Returns the number of draft tokens on branches."""
+        """Returns the number of the sequence's draft tokens on branches."""
         return sum(len(branch.tokens) for branch in self.branches)
 
     @property

@@ -15,9 +15,13 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 Part = tuple[List[int], int, List[int]]
-"""The part of a sequence in a step: (new tokens, length after them, pages)."""
+"""The part of a sequence that one step computes: (new tokens, length of the sequence after them, KV cache
+pages).
+"""
 Fork = tuple[int, int, int]
-"""A copy of the start of a page: (source page, destination page, number of tokens)."""
+"""A copy of the first tokens of a KV cache page to another page: (source page, destination page, number of
+tokens).
+"""
 
 
 @dataclass(eq=False)
@@ -30,13 +34,13 @@ class Branch:
     tokens: list[int]
     """The tokens of the branch, at least one."""
     parent: int = 0
-    """Index of the path that the branch leaves: 0 is the draft, 1 the first branch. The branch leaves it at
-    or after one of the path's tokens.
+    """Index of the path that the branch leaves: 0 is the draft itself, 1 the first branch. The branch begins
+    after a token of this path.
     """
     shared: int = 0
     """Number of full pages that the branch shares with the path that it leaves."""
     pages: list[int] = field(default_factory=list)
-    """The pages that only the branch uses, which follow the shared ones."""
+    """Numbers of the KV cache pages that only this branch uses; they follow the shared pages."""
 
 
 def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[int]:
@@ -69,7 +73,9 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path: its first row minus the number of draft tokens up to that row."""
+    """For each path of a draft tree: index of its first row in the step, minus the number of draft tokens
+    before that row.
+    """
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]

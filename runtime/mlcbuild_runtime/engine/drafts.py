@@ -52,7 +52,7 @@ class Lookup:
         self._others: dict[tuple[int, ...], int] = {}
         """N-gram -> latest index of a different token that followed it."""
         self._learned = 0
-        """Number of tokens of the text that both tables include."""
+        """Number of the text's tokens that both tables of n-grams already include."""
 
     def _learn(self, tokens: Sequence[int]) -> None:
         places, others = self._places, self._others
@@ -158,7 +158,7 @@ class Odds:
         self.rate = self._FIRST
         """Estimated acceptance rate of tokens on branches, from 0 to 1."""
         self.pace = 1.0
-        """Average number of tokens that a step adds to the answer."""
+        """Average number of tokens that one decode step adds to an answer."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
         """Returns the number of tokens to draft on branches; 0 if none pay off.
@@ -186,11 +186,14 @@ class Prices:
     _GUESS = 0.2
     """Assumed fraction of a step's time that each draft token adds, before the first measurement."""
     _FORGET = 1.01
-    """Factor by which the shortest measured time of a kind of step grows with each step, because steps become
-    slower as texts become longer."""
+    """Factor by which the shortest measured time of a step with a given number of rows grows with each step,
+    because steps become slower as texts become longer.
+    """
 
     _TRIES = 2
-    """Number of measurements of a kind of step that are needed before its time is used."""
+    """Number of time measurements of steps with a given number of rows that are needed before the shortest
+    one is used.
+    """
 
     def __init__(self) -> None:
         self._best: dict[tuple[int, int, int], float] = {}

@@ -1,4 +1,4 @@
-"""The settings of one engine."""
+"""Defines the settings of one inference engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class EngineOptions:
 
     name: str | None = None
     max_batch: int | None = None
-    """Maximum number of sequences in a step."""
+    """Maximum number of sequences that one step of the engine computes together; None: the library's maximum.
+    """
     max_waiting: int = MAX_WAITING
     """Maximum number of requests that may wait to be admitted; further ones are refused."""
     prefill_chunk: int | None = None

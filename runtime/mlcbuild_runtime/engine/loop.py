@@ -41,7 +41,7 @@ class Loop:
         self._executor, self._counters = runner.executor, runner.counters
         self._schedule, self._delivery = runner.schedule, runner.delivery
         self._pace: dict[int, float] = {}
-        """Number of sequences -> measured seconds of one decode step."""
+        """Number of sequences in a step -> measured seconds of one decode step."""
 
     def run(self) -> None:
         schedule = self._schedule
@@ -92,7 +92,7 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(late(sequence.request.timeout)))
 
     def _prefill(self) -> None:
-        """Computes the next turn of prompts."""
+        """Computes the next part of the waiting prompts."""
         room = self._turn.tokens(alone=len(self._schedule.active) + len(self._schedule.waiting) == 1)
         begun = self._executor.seconds()
         parts = self._schedule.prefills(room)

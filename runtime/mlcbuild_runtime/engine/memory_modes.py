@@ -22,7 +22,7 @@ class Share:
 
     about: str
     memory: int
-    """Percentage of the memory of the machine, or of its container, that all bundles together may use."""
+    """Percentage of the machine's or container's memory that all loaded bundles together may use."""
     max_batch: int | None
     """Maximum requests in a batch; None means the library's limit."""
     prefill_chunk: int | None
@@ -56,7 +56,7 @@ class LimitOverrides:
 
 @dataclass(frozen=True)
 class ChosenLimits:
-    """The limits with which a bundle runs."""
+    """The limits (pages, batch, memory) that were chosen for serving a bundle."""
 
     mode: Mode
     max_batch: int

@@ -31,7 +31,7 @@ class Pooler:
         self._count += len(states)
 
     def vector(self) -> Floats:
-        """Returns the embedding, float32 [hidden] of length 1."""
+        """Returns the pooled embedding, a float32 vector [hidden] of length 1."""
         return unit(self._sum / self._count)
 
 

@@ -1,4 +1,4 @@
-"""The engine's inputs and outputs: requests, events, tickets."""
+"""Defines the engine's inputs and outputs: requests, events, tickets."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Ticket:
             self.cancel()
 
     def read(self) -> None:
-        """Records that the client has read one event."""
+        """Records that the client has read one event of this request."""
         rested = self.resting
         self._read += 1
         if rested:

@@ -25,7 +25,7 @@ from mlcbuild_runtime.executor.sampling_params import (
 )
 
 ReadLogits = Callable[[], Floats]
-"""Function that returns the logits of one row; the caller may modify them."""
+"""Function that returns one row of logits, float32 [vocabulary]; the caller may modify it."""
 
 
 class Backoff:
@@ -57,7 +57,9 @@ class Sampler:
         self._numbers, self._mask_numbers = RandomNumbers(random), RandomNumbers(random.spawn(1)[0])
         self._counts: Counter[int] = Counter()
         self.mask: Mask | None = None
-        """The logit mask of the first row of the coming step from which a token is sampled."""
+        """Logit mask of the first row, in the coming step, from which a token of this answer is sampled;
+        None: all tokens are allowed.
+        """
         self.plain = matcher is None and not request.sampling.adjusts
         """True if the device alone can sample the answer's tokens."""
 

@@ -81,7 +81,9 @@ class Sequence:
         """Number of the sequence's tokens whose keys and values are in the KV cache."""
         self.pages: list[int] = []
         self.cached: int | None = None
-        """Number of tokens that the prefix cache held when the request was first admitted; None before."""
+        """Number of prompt tokens that the prefix cache held when the request was first admitted; None
+        before.
+        """
         # With a constraint, the grammar decides where the answer may end.
         ignore_eos = request.ignore_eos and matcher is None
         self.client = ClientStream(request, sink, ticket, tokenizer, ignore_eos)

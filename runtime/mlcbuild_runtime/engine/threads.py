@@ -86,7 +86,7 @@ class Task:
 
 _lock = threading.Lock()
 _idle: list[SimpleQueue[Task]] = []
-"""The queues of threads that have no work at present."""
+"""The task queues of those threads that have no work at present."""
 
 
 def _work_for_ever(inbox: SimpleQueue[Task]) -> None:

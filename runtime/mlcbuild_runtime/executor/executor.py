@@ -44,7 +44,7 @@ class Executor(Protocol):
 
     @property
     def path(self) -> Path:
-        """Returns the directory of the bundle."""
+        """Returns the directory of the bundle that the executor runs."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -113,7 +113,7 @@ class Executor(Protocol):
         """
 
     def resume(self) -> None:
-        """Undoes `interrupt`, so that steps run again."""
+        """Undoes `interrupt`, so that decode steps run again."""
 
     @property
     def interrupted(self) -> bool: ...

@@ -24,7 +24,8 @@ SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
 """The type of Executor.sample: samples one token from each row of logits."""
 _RANDOM_BLOCK = 32
-"""Number of random numbers drawn in one NumPy call, which takes as long as drawing one."""
+"""Number of random numbers for sampling that are drawn in one NumPy call, which takes as long as drawing one.
+"""
 _PART = 64
 """Number of tokens in one block of the search for the most likely tokens: only blocks whose maximum is large
 enough are searched."""
@@ -60,7 +61,7 @@ class Sampling:
     min_tokens: int = 0
     """Number of tokens of the answer before which none of `ends` is sampled."""
     ends: tuple[int, ...] = ()
-    """The tokens that end the answer; needed only with `min_tokens`."""
+    """Tokens that end the answer; only `min_tokens` uses them."""
 
     @cached_property
     def adjusts(self) -> bool:

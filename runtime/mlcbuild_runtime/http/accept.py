@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 RETRY = 0.05
-"""Seconds between two attempts to accept a connection while the limit is reached."""
+"""Seconds between two attempts to accept a connection while the maximum number of connections is open."""
 QUIET = 60.0
-"""Minimum seconds between two log lines about the limit."""
+"""Minimum seconds between two log lines which report that the maximum number of connections is open."""
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 

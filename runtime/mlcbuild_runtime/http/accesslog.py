@@ -95,9 +95,9 @@ def record(scope: Scope) -> AccessRecord:
 
 
 Form = Literal["json", "text"]
-"""The form of lines: JSON for programs, or text for people."""
+"""The form of lines in the access log: JSON for programs, or text for people."""
 _QUIET = ("/health", "/metrics")
-"""Paths that have no lines in text form, because monitors request them all the time."""
+"""Paths of requests that are not logged in text form, because monitors request them all the time."""
 
 
 def _json(fields: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""The command-line options of a server."""
+"""Defines the command-line options of a server."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that restrict and limit requests."""
+    """Adds the options that restrict access to the server and limit requests."""
     parser.add_argument(
         "--api-key",
         action="append",
@@ -143,7 +143,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
-    """Adds the options of shutdown and logs."""
+    """Adds the options for the server's shutdown and its logs."""
     parser.add_argument(
         "--drain",
         type=_seconds,

@@ -24,8 +24,9 @@ from mlcbuild_runtime.http.request_input import HEAD_BYTES, HEAD_FIELDS, Request
 from mlcbuild_runtime.openai.chat_documents import error_document
 
 HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
-"""Maximum seconds for a whole head, from its first byte or the connection's start; and between two
-requests."""
+"""HEAD_SECONDS is the maximum number of seconds for receiving a whole request head, counted from its first
+byte or the connection's start; IDLE_SECONDS is the maximum between two requests.
+"""
 WRITE_SECONDS = 120.0
 """Maximum seconds during which a client reads nothing of its answer."""
 LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
@@ -101,7 +102,9 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
     ended = False
     """True after the last answer on a connection; further input is then discarded."""
     idle_since = 0.0
-    """The event loop's time at which the last request ended, or the connection began, in seconds."""
+    """Value of the event loop's clock, in seconds, when the connection's last request ended or the connection
+    began.
+    """
     _wire: asyncio.Transport
     _outlet: _Outlet
     flow: _Flow

@@ -1,4 +1,4 @@
-"""Checks bearer keys."""
+"""Checks the bearer keys of HTTP requests."""
 
 from __future__ import annotations
 

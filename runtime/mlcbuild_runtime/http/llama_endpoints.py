@@ -30,7 +30,7 @@ class LlamaEndpoints:
         self._requests = requests
 
     def routes(self) -> list[Route]:
-        """Returns llama.cpp's endpoints with their paths."""
+        """Returns the routes of llama.cpp's endpoints: paths and handlers."""
         return [
             Route("/completion", self.completion, methods=["POST"]),
             Route("/apply-template", self.template, methods=["POST"]),
@@ -76,7 +76,7 @@ class LlamaEndpoints:
 
 
 async def _lines(answers: AsyncAnswers, output: LlamaOutput) -> AsyncIterator[str]:
-    """Yields the server-sent events of a stream."""
+    """Yields the server-sent events of a streamed llama.cpp answer, one text each."""
     async for index, event in answers.events():
         for document in output.documents(index, event):
             yield f"data: {_compact(document)}\n\n"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server."""
+"""Keeps the Prometheus metrics of one server."""
 
 from __future__ import annotations
 

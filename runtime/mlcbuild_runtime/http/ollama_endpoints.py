@@ -38,7 +38,7 @@ class OllamaEndpoints:
         self._requests = requests
 
     def routes(self) -> list[Route]:
-        """Returns Ollama's endpoints with their paths."""
+        """Returns the routes of Ollama's endpoints: paths and handlers."""
         return [
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
@@ -164,7 +164,7 @@ class OllamaEndpoints:
 
 
 async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[str]:
-    """Yields the lines of a stream."""
+    """Yields the JSON lines of a streamed Ollama answer."""
     async for _, event in answers.events():
         for document in output.documents(event):
             yield f"{_compact(document)}\n"

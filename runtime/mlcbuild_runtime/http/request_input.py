@@ -18,7 +18,7 @@ _END = re.compile(rb"\n\r?\n")
 
 
 class RequestInput:
-    """The input of one connection."""
+    """Parses the HTTP requests that arrive on one connection."""
 
     def __init__(self) -> None:
         self.in_body = False
@@ -28,7 +28,9 @@ class RequestInput:
         self.framing = 0
         """Number of bytes of the current head, or of those of a body that are not its content."""
         self._ahead, self._at = b"", 0
-        """The received bytes, and the index of the first one that has not been parsed."""
+        """The received bytes of the connection, and the index among them of the first byte that has not been
+        parsed.
+        """
         self._tail = b""
         """The last two bytes that were parsed outside of a body with a length."""
         self._payload = self._fields = 0
@@ -37,11 +39,11 @@ class RequestInput:
         """Number of bytes that remain of a body with a length."""
 
     def receive(self, data: bytes) -> None:
-        """Adds bytes to those that are not parsed."""
+        """Appends received bytes to the buffer of bytes that are not parsed yet."""
         self._ahead, self._at = self._ahead[self._at :] + data, 0
 
     def discard(self) -> None:
-        """Drops all bytes."""
+        """Drops all received bytes that are not parsed yet."""
         self._ahead, self._at = b"", 0
 
     @property
@@ -80,7 +82,7 @@ class RequestInput:
     # Events of the parser
 
     def begin(self) -> None:
-        """Handles the beginning of a request."""
+        """Resets the parser's state when a request begins."""
         self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
 
     def add_field(self) -> bool:
@@ -95,10 +97,10 @@ class RequestInput:
         self._left = next((int(value) for name, value in headers if name == b"content-length"), 0)
 
     def add_body(self, size: int) -> None:
-        """Counts bytes of the body's content."""
+        """Adds `size` to the number of content bytes of the request body that were received so far."""
         self._payload += size
 
     def end(self) -> None:
-        """Handles the end of a request."""
+        """Resets the parser's state when a request ends."""
         self.in_body = self.has_line = False
         self.framing, self._left, self._tail = 0, 0, b""

@@ -140,7 +140,7 @@ async def page(_request: Request) -> Response:
 async def _message_events(
     answers: AsyncAnswers, output: anthropic_stream.MessageOutput
 ) -> AsyncIterator[dict[str, Json]]:
-    """Yields the events of a message's stream."""
+    """Yields the server-sent events of a streamed answer in the format of Anthropic's API."""
     yield output.begin()
     async for _, event in answers.events():
         for document in output.events(event):

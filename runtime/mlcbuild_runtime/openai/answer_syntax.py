@@ -58,7 +58,9 @@ class ChannelSyntax:
         return self.channels.tokens
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint of an answer. Raises RequestError."""
+        """Returns the constraint that the text of an answer must match, None for no constraint. Raises
+        RequestError.
+        """
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
@@ -80,7 +82,9 @@ class MarkedSyntax:
         return {**own, **({} if self.thinking is None else self.thinking.tokens)}
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint of an answer. Raises RequestError."""
+        """Returns the constraint that the text of an answer must match, None for no constraint. Raises
+        RequestError.
+        """
         box, constraint = call.toolbox, call.options.constraint
         free = box is not None and box.choice == "auto" and constraint is None
         if box is not None:

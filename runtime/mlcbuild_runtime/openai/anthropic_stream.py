@@ -29,11 +29,13 @@ _DELTAS = {
     "reasoning": ("thinking", "thinking_delta", "thinking"),
     "arguments": ("tool_use", "input_json_delta", "partial_json"),
 }
-"""Kind of a piece -> (type of its block, type of its delta, the delta's field)."""
+"""Kind of a piece of the answer -> (type of its content block, type of its delta, field of the delta that
+holds the piece) in Anthropic's stream.
+"""
 
 
 def error_document(error: ServingError) -> Document:
-    """Returns an error in Anthropic's form."""
+    """Returns an error as the JSON document of Anthropic's API."""
     status = error.status if isinstance(error, RequestError) else 500
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
@@ -60,7 +62,7 @@ class MessageOutput:
         }
 
     def begin(self) -> Document:
-        """Returns the event before the first block."""
+        """Returns the event that begins a streamed message, before the first content block."""
         return {"type": "message_start", "message": dict(self.document)}
 
     def events(self, event: Event) -> Iterator[Document]:

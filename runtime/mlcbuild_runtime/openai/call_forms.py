@@ -139,7 +139,7 @@ class Form:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """A row of SYNTAXES."""
+    """One syntax of tool calls, with the texts by which its chat templates are recognised."""
 
     texts: tuple[str, ...]
     """Texts that a chat template must all contain to have this syntax."""

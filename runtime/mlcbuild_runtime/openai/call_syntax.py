@@ -31,7 +31,7 @@ class AnswerReader(Protocol):
 
     @property
     def is_thinking(self) -> bool:
-        """Returns True while the text is reasoning."""
+        """Returns True while the text that is being read is reasoning."""
         ...
 
     def call_id(self) -> str:
@@ -185,7 +185,7 @@ class Reader:
             yield CallPiece("arguments", "}" if self._keys else "{}")
 
     def _value(self, key: str, text: str) -> str:
-        """Returns an argument's value as JSON."""
+        """Converts the text of one tool call argument to JSON text."""
         if key not in self._texts.get(self._name, ()):
             with suppress(ValueError):
                 json.loads(text)

@@ -17,7 +17,7 @@ from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 
 def error_document(error: ServingError) -> dict[str, Json]:
-    """Returns an error in OpenAI's format."""
+    """Returns an error as the JSON document of OpenAI's API."""
     if isinstance(error, RequestError) and error.status < 500:
         kind, param, code = "invalid_request_error", error.param, error.code
     else:

@@ -15,11 +15,13 @@ _OPEN = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties"}
     | {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef"}
 )
-"""Keywords that concern further keys, or that may add keys in another schema."""
+"""JSON Schema keywords that concern keys of an object that `properties` does not list, or that may add keys
+in another schema.
+"""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value is an object of schemas."""
+"""JSON Schema keywords whose value is an object of schemas."""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
-"""Keywords whose value is a list of schemas."""
+"""JSON Schema keywords whose value is a list of schemas."""
 _SINGLE = ("items", "additionalProperties", "contains", "unevaluatedItems")
 
 

@@ -1,4 +1,4 @@
-"""The endpoint /v1/embeddings: converts texts to vectors."""
+"""Serves the endpoint /v1/embeddings, which converts texts to vectors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TABLE: Table = {
 
 @dataclass(frozen=True)
 class EmbeddingsJob:
-    """A checked body of a request to /v1/embeddings."""
+    """A checked request to /v1/embeddings, ready for the engine."""
 
     requests: tuple[Request, ...]
     model: str

@@ -33,7 +33,9 @@ class Harmony:
     """The channels that a chat template uses for answers."""
 
     tokens: Mapping[str, int]
-    """Text -> token, for all of MARKS."""
+    """Text of a mark of OpenAI's harmony format, such as "<|channel|>" -> its special token, for all of
+    MARKS.
+    """
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary) -> Harmony | None:
@@ -96,13 +98,13 @@ class HarmonyReader:
     def __init__(self, has_tools: bool) -> None:
         self._has_tools, self._held, self._is_first = has_tools, "", True
         self._kind = ""
-        """Kind of the message that is being read; "" in a header."""
+        """Kind of the harmony message that is being read; "" while its header is being read."""
         self._kinds = set[str]()
-        """Kinds of earlier messages. Messages of one kind are joined as paragraphs."""
+        """Kinds of the harmony messages read before. Messages of one kind are joined as paragraphs."""
 
     @property
     def is_thinking(self) -> bool:
-        """True while the text is reasoning."""
+        """True while the text that is being read is reasoning."""
         return self._kind == "reasoning"
 
     def call_id(self) -> str:

@@ -121,7 +121,7 @@ def template(running: Engine, body: Mapping[str, Json]) -> Document:
 
 
 def properties(running: Engine) -> Document:
-    """Returns the document of /props."""
+    """Returns the JSON document of llama.cpp's endpoint /props."""
     manifest, names = running.manifest, running.tokenizer.vocabulary.token_name
     serving, bos, eos = manifest.serving, running.tokenizer.bos, sorted(running.tokenizer.eos)
     chosen: Document = {

@@ -83,7 +83,7 @@ OPTIONS: Table = {
     **ignored("mirostat_eta", "mirostat_tau"),
     **neutral(mirostat=(0,), tfs_z=(1,), typical_p=(1,)),
 }
-"""Fields of `options`."""
+"""Name of a field in `options` of Ollama's API -> its description."""
 
 
 def model_name(body: Mapping[str, Json]) -> Json:
@@ -191,11 +191,11 @@ class _OpenCalls:
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
-        """Id -> name of the function, in the order of the calls."""
+        """Id of a tool call -> name of the called function, in the order of the calls."""
         self._ids: defaultdict[str, deque[str]] = defaultdict(deque)
-        """Name of a function -> ids of its calls in their order, some with a result already."""
+        """Name of a function -> ids of its tool calls in their order, some of which have a result already."""
         self._count = 0
-        """Number of calls that were added."""
+        """Number of tool calls that were added to the conversation."""
 
     def add(self, name: str, id: str | None) -> str:
         """Adds a call and returns its id; without an id, it gets a new one."""

@@ -17,11 +17,11 @@ from mlcbuild_runtime.openai.chat_documents import Prompt
 
 Document = dict[str, Json]
 _SECOND = 1_000_000_000
-"""Number of nanoseconds in a second; Ollama's API counts nanoseconds."""
+"""Number of nanoseconds in a second, in which Ollama's API states durations."""
 
 
 def error_document(error: ServingError) -> Document:
-    """Returns an error in Ollama's form."""
+    """Returns an error as the JSON document of Ollama's API."""
     return {"error": str(error)}
 
 

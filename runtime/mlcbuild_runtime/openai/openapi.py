@@ -45,7 +45,9 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     "/tokenize": ("Tokens of a text or a chat.", service.TOKENIZE, (), ""),
     "/detokenize": ("The text of tokens.", service.DETOKENIZE, ("tokens",), ""),
 }
-"""Path of an endpoint -> (summary, its fields, the required fields, `object` of its response)."""
+"""Path of an endpoint -> (summary, fields of its request body, names of the required fields, value of
+`object` in its response).
+"""
 
 
 def table(path: str) -> Table | None:

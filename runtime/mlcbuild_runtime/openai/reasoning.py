@@ -31,7 +31,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 @dataclass(frozen=True)
 class Thinking:
-    """The reasoning that may come before one answer."""
+    """The reasoning (text between two marks) that may precede one answer."""
 
     begin: str
     end: str
@@ -103,7 +103,7 @@ class ThinkingReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Returns True while the text is reasoning."""
+        """Returns True while the text that is being read is reasoning."""
         return self._state == "thought"
 
     def call_id(self) -> str:

@@ -140,7 +140,7 @@ TABLE: Table = {
 
 @dataclass(frozen=True)
 class ResponsesCall:
-    """A checked body of a request to /v1/responses."""
+    """A checked request to /v1/responses."""
 
     items: tuple[Item, ...]
     """The items of the field `input`, without those of earlier responses."""

@@ -21,9 +21,11 @@ SHORT = 64 << 10
 """Maximum bytes of messages that count as short: they are rendered in milliseconds, and do not wait for long
 ones, which may take tenths of a second."""
 SHORT_WAITING, LONG_WAITING = 48, 16
-"""Maximum requests that may wait while prompts of others are rendered."""
+"""SHORT_WAITING is the maximum number of requests with short messages that may wait to have their prompts
+rendered, LONG_WAITING the same for long messages.
+"""
 LONGEST_WAIT = 5.0
-"""Maximum seconds that a request waits while prompts of others are rendered."""
+"""Maximum seconds that a request waits while the prompts of other requests are rendered."""
 LONG_NICE = 5
 """Niceness of the process that renders long messages."""
 

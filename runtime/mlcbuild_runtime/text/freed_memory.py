@@ -1,4 +1,4 @@
-"""Returns freed memory to the operating system."""
+"""Returns freed memory of the C library's allocator to the operating system."""
 
 from __future__ import annotations
 

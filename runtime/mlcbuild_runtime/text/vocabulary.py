@@ -28,7 +28,7 @@ _SPACE = "▁"
 
 
 class Vocabulary(Protocol):
-    """The interface of a vocabulary, which tokenizer.py uses."""
+    """The interface of a tokenizer's vocabulary, which tokenizer.py uses."""
 
     leading_space: bool
     """True if the tokenizer puts a space before a text that has none, so that the first token of a message

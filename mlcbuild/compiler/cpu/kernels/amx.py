@@ -16,8 +16,7 @@ quarter of the bytes.
 
 Order of k: value i of a step of 32 shares a lane with value 16 + i, like the nibbles of the x16 layout.
 amx_weights.py converts weights of that layout to tiles. Instructions: Intel 64 and IA-32 Architectures
-Software Developer's Manual, volume 1, chapter 18.
-"""
+Software Developer's Manual, volume 1, chapter 18."""
 
 from __future__ import annotations
 
@@ -60,12 +59,15 @@ each line it stores an int32x16, one lane for each of 16 columns, at buffer[(*pl
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a matrix [n, k], and how it is divided into passes, panels and tiles."""
+    """The shape of a weight matrix [n, k], and how an AMX product divides it into passes along k, panels of
+    columns, and tiles."""
 
     n: int
     k: int
     gated: bool = False
-    """True for a matrix of gates followed by as many ups. Tiles of both are then computed together."""
+    """True for a matrix that holds the rows of the gate projection followed by as many rows of the up
+    projection. Tiles of both are then computed together.
+    """
 
     @property
     def steps(self) -> int:
@@ -73,18 +75,21 @@ class Shape:
 
     @property
     def passes(self) -> int:
-        """Returns the number of passes over parts of k. Sums are kept in memory from one pass to the next."""
+        """Returns the number of passes over parts of k, the summed dimension, that a product takes. Sums are
+        kept in memory from one pass to the next.
+        """
         return -(-self.steps // PASS_STEPS)
 
     @property
     def pass_steps(self) -> int:
-        """Returns the number of steps of k in the longest pass."""
+        """Returns the number of steps along k, the summed dimension, in the longest pass of a product."""
         return -(-self.steps // self.passes)
 
     @property
     def lines(self) -> int:
-        """Returns the number of lines of results to write per step of k, so that a block is written within
-        the shortest pass."""
+        """Returns the number of lines of results to write per step along k, so that a block of results is
+        written within the shortest pass.
+        """
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
@@ -117,11 +122,13 @@ class Shape:
 
     @property
     def sums(self) -> int:
-        """Returns the number of lines of 32 sums that a task stores."""
+        """Returns the number of lines of 32 float32 sums that one task stores."""
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """Returns the index, in the matrix, of tile `number`, counted from column `column` on."""
+        """Returns the index, in the matrix, of the tile of 16 columns with this number, counted from column
+        `column` on.
+        """
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -135,7 +142,9 @@ class Packed:
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
-    """Number of lines from one group of 16 rows to the next, and from one step to the next."""
+    """(lines from one group of 16 rows to the next, lines from one step along k to the next) in the buffer of
+    tiles; a line is one row of a tile.
+    """
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
@@ -152,15 +161,18 @@ class Packed:
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
-        """Returns the index in the buffer at which the line of a row and step starts."""
+        """Returns the index, in the buffer of packed x, at which the line for a row of x and a step along k
+        starts.
+        """
         tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
         if self.strides is None:
             return tile, step, line, i64(0)
         return i64(0), (tile * self.strides[0] + step * self.strides[1] + line) * LANES
 
     def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
-        """Emits stores of a line of packed x for a row and step. low, high: its two halves,
-        float32x16 each."""
+        """Emits stores of a line of packed x for a row and a step along k. low, high: the two halves of the
+        line, float32x16 each.
+        """
         factor = f32(2.0**X_EXPONENT, LANES)
         *place, start = self.line(row, step)
         bits = rounded(low * factor, high * factor)
@@ -171,8 +183,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """The output of a product with a matrix of gates and ups. `gate` turns pairs of both into rows of x for
-    the next product."""
+    """The output of a product with a matrix of gate and up projections. `gate` turns pairs of both into rows
+    of x for the next product.
+    """
 
     gate: Callable[[Expr, Expr], Expr]
     out: Packed
@@ -225,9 +238,9 @@ class _Task:
     output: Output | GatedOutput
     unpack: Unpack
     rows: tuple[Expr, Expr]
-    """First row and number of rows of the task."""
+    """(index of the first row of x, number of rows of x) that one parallel task multiplies."""
     column: Expr
-    """First column of the task."""
+    """Index of the first column of the result that one parallel task computes."""
     weights: Buffer  # int32 [2, pass_steps, 16, 16]
     sums: Buffer  # float32 [shape.sums, 32]
     halves: Buffer  # float32 [CHUNK, 16]: the gated values of the first half of a step of the next product
@@ -240,15 +253,15 @@ class _Pair:
     task: _Task
     number: Expr
     first: Expr
-    """First step of k in the pass."""
+    """Index of the first step along k, the summed dimension, in one pass over a matrix product."""
     count: Expr
     last: Expr
-    """True if the sums are complete after this pass."""
+    """Condition that is true if the sums of a matrix product are complete after this pass."""
     tiles: tuple[Expr, Expr]
-    """Indices of the two tiles in the matrix."""
+    """Indices of the two weight tiles in the matrix that are multiplied together."""
 
     def bring(self, step: Expr) -> None:
-        """Emits code that converts the weights of one step of k to tiles for the AMX registers."""
+        """Emits code that converts the weights of one step along k to tiles for the AMX registers."""
         task = self.task
         with T.serial(0, i64(2)) as j:
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
@@ -315,8 +328,9 @@ def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
 
 
 def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
-    """Returns the positions in memory at which the four tiles of a block of sums start. line: the block's
-    first line."""
+    """Returns the positions in memory at which the four tiles of a block of sums start. line: first line of
+    the block.
+    """
     return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
 
 

@@ -33,8 +33,8 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of a weight tile, as pairs of float16, from the int32x16 vectors `lines` of a group.
-    It has the weights in byte `byte` of quad j and of quad 4 + j, minus 2**(bits - 1).
+    """Returns one line of a weight tile as pairs of float16, decoded from the int32x16 vectors `lines` of a
+    group. The line has the weights in byte `byte` of quad j and of quad 4 + j, minus 2**(bits - 1).
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)

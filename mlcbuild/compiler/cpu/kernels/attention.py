@@ -51,7 +51,7 @@ _Ahead = tuple[Expr, Expr]
 
 @dataclass(frozen=True)
 class _Task:
-    """The scratch buffers of one attention task. A *vector* is one query head of one row."""
+    """The scratch buffers of one attention task. In this module a *vector* is one query head of one row."""
 
     spec: AttentionKernel
     query: Buffer  # [capacity, dim], scaled
@@ -378,8 +378,9 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 
 
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
-    """Emits out = total / denominator for the rows of a block. block: (sequence, first row, number
-    of rows)."""
+    """Emits out = total / denominator, the attention output, for the rows of a block. block: (sequence, first
+    row, number of rows).
+    """
     first, count, head = block
     spec, wide, heads = task.spec, task.spec.values, task.spec.heads
     with T.serial(count * heads.group) as vector:

@@ -35,15 +35,17 @@ PAGES = 4
 """Number of KV cache pages in one step of attention."""
 TOKENS = PAGES * PAGE
 SLACK = 4.0
-"""Exponent of the power of two that is the largest weight: sums of 2**18 weights of 2**(104 + SLACK) still
-are float32 numbers.
+"""Base-2 exponent of the largest attention weight: sums of 2**18 weights of 2**(104 + SLACK) are still finite
+float32 numbers.
 """
 _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """The scratch buffers of one attention task on AMX tiles. A *vector* is one query head of one row."""
+    """The scratch buffers of one attention task on AMX tiles. In this module a *vector* is one query head of
+    one row.
+    """
 
     call: Call
     head: Expr
@@ -328,7 +330,7 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
 
 
 def _add_values(task: _Task, pair: Expr) -> None:
-    """Emits totals += weights . values."""
+    """Emits code that adds attention weights times values to the running totals of a task."""
     with T.serial(task.dim // STEP) as part:
         corners = [(pair * PAIR + i * LANES, part * STEP + j * LANES) for i in range(2) for j in range(2)]
         for number, corner in enumerate(corners):
@@ -345,7 +347,7 @@ def _add_values(task: _Task, pair: Expr) -> None:
 
 
 def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
-    """Emits out = total / denominator for the rows of the block."""
+    """Emits out = total / denominator, the attention output, for the rows of a block."""
     (first, count), heads, floats = block, task.call.spec.heads, task.floats
     factor = T.float32(2.0**112 if task.shifted else 1.0)
     with T.serial(count * heads.group) as vector:

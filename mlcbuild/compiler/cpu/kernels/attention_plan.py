@@ -22,7 +22,7 @@ FEW = 16
 """Largest number of rows of a sequence that is divided along its pages: a token with its draft tokens, but no
 prompt."""
 LOWEST = -1e30
-"""The initial value of a running maximum of scores."""
+"""Initial value of the running maximum of attention scores."""
 HIDDEN = -2e30
 """Value of a masked score. It is so far below the first maximum that its weight is almost zero, and
 not NaN.
@@ -75,7 +75,7 @@ class AttentionKernel:
 
     @property
     def registers(self) -> int:
-        """Returns the number of the processor's vector registers."""
+        """Returns the number of vector registers that the processor has."""
         return 32 if self.isa.lanes == 16 or self.isa.dot == "sdot" else 16
 
     @property
@@ -112,7 +112,9 @@ class AttentionKernel:
 
     @property
     def capacity(self) -> int:
-        """Returns the number of query vectors for which a task has memory: whole tiles."""
+        """Returns the number of query vectors for which an attention task has memory, a multiple of the
+        register tile.
+        """
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
     @property
@@ -143,8 +145,8 @@ class Call:
     layer: Expr
     window: Expr
     prompt: Expr | None
-    """The argument that is not 0 if tile registers compute all rows; None for a kernel without tile
-    registers.
+    """The kernel's integer argument that is not 0 if tile registers compute all rows; None for a kernel
+    without tile registers.
     """
     slopes: Buffer | None  # float32 [heads], slopes of ALiBi
     sinks: Buffer | None  # [heads]
@@ -165,7 +167,7 @@ class Call:
 
     @property
     def block(self) -> Expr:
-        """Returns the number of rows of one sequence in a task."""
+        """Returns the number of rows of one sequence in one attention task."""
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
 

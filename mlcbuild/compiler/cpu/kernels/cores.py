@@ -42,8 +42,9 @@ def before_others() -> AbstractContextManager[None]:
 
 
 def counter() -> Buffer:
-    """Returns the counter with which cores share one loop, zeroed; it must be created before they are
-    launched."""
+    """Returns the counter from which cores take iterations of one loop, set to zero; it must be created
+    before the cores are launched.
+    """
     values = T.alloc_buffer((2 * _AWAY + 1,), "int64")
     T.buffer_store(values, i64(0), [_AWAY])
     return values

@@ -62,12 +62,14 @@ class Products:
 
     @property
     def narrow(self) -> bool:
-        """Returns True if a group is summed in twice as many int16 lanes instead of int32 lanes."""
+        """Returns True if the products of a group are summed in twice as many int16 lanes instead of int32
+        lanes.
+        """
         return self.way in ("pmaddubsw", "mul16")
 
     @property
     def offset(self) -> int:
-        """Returns the number by which stored weights exceed the true ones."""
+        """Returns the number by which stored weights exceed the true weights."""
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0
         return 1 << (self.bits - 1)
@@ -139,7 +141,7 @@ class Products:
         return splat(correction, self.isa.lanes)
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """Returns `total` plus the products of one operand of weights with the int32 of activations that
+        """Returns `total` plus the products of one vector of weights with the int32 of activations that
         belongs to it.
         """
         lanes = self.isa.lanes

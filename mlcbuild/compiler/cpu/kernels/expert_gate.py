@@ -31,7 +31,7 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the first part of the kernel's name."""
+        """Returns the first part of the kernel's name in the library."""
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 

@@ -40,14 +40,14 @@ class ExpertMatrices:
     """The matrices of all experts of a layer, and the number of experts that a row uses."""
 
     linear: Linear
-    """The product with the matrix of one expert."""
+    """Description of the matrix product (layout, shape, epilogue) with the weights of one expert."""
     count: int
     chosen: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The pairs (row, choice), sorted by expert."""
+    """The pairs (row, chosen expert) of a batch, sorted by expert, as buffers."""
 
     experts: Buffer
     """Numbers of the experts that have rows, ascending, int32 [experts]."""
@@ -63,15 +63,16 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some tiles of one expert's matrix, to be multiplied with all rows of that expert."""
+    """Some tiles of one expert's weight matrix, to be multiplied with all rows that have chosen this expert."""
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
-    """Function of (expert, tile, rows of x, output rows) that emits the results of one tile."""
+    """Function of (expert, tile, rows of x, output rows) that emits code which computes one tile of results.
+    """
     tiles: int
     width: int
-    """Number of columns in a tile."""
+    """Number of columns of the result in one tile of an expert's product."""
     batches: tuple[int, ...]
-    """Numbers of rows with which a tile can be multiplied at once, ascending."""
+    """Numbers of rows of x by which a tile of weights can be multiplied at once, ascending."""
 
 
 @cache
@@ -232,7 +233,7 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_p
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of parts that are assigned to cores in advance: 100 if every expert
+    """Returns the percentage of the work's parts that are assigned to cores in advance: 100 if every expert
     has one row.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))

@@ -13,8 +13,7 @@ There are three paths by the number of rows m of x:
     1       weights stream through registers once;
     2 .. 16 the same with some rows of x for each pass over a few weight rows, which stay in L1; each row's
             sums are added in the order of a single row, so that they are the same bit by bit;
-    more    a block of weights is converted to float32 in an L2-sized buffer for register tiles.
-"""
+    more    a block of weights is converted to float32 in an L2-sized buffer for register tiles."""
 
 from __future__ import annotations
 
@@ -68,7 +67,8 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Returns vectors per block; lane l of vector p is k = start + l * lane_step + p * plane_step."""
+        """Returns the number of vectors in a block of a weight row; lane l of vector p is k = start + l *
+        lane_step + p * plane_step."""
         ...
 
     @property
@@ -81,11 +81,12 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the number by which streamed values are too large, before their scale; 0 if exact."""
+        """Returns the number by which streamed weights are too large before they are multiplied by their
+        scale; 0 if they are exact."""
         ...
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two by which a plane's streamed values are too large; x is divided by it."""
+        """Returns the power of two by which one plane's streamed weights are too large; x is divided by it."""
         ...
 
     def arguments(self) -> tuple[Buffer, ...]:
@@ -97,17 +98,19 @@ class RowFormat(Protocol):
         ...
 
     def start(self, block: Expr) -> Expr:
-        """Returns the index along k at which a block starts."""
+        """Returns the index along k, the summed dimension, at which a block of a weight row starts."""
         ...
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of a loaded block, times its plane's factor, without offset and scale."""
+        """Returns one vector of a loaded block of weights, times its plane's factor, without offset and
+        scale."""
         ...
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of a loaded block, times its plane's factor, with offset and scale applied."""
+        """Returns one vector of a loaded block of weights, times its plane's factor, with offset and scale
+        applied."""
         ...
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
@@ -127,7 +130,7 @@ class PackedRow:
 
     @property
     def step(self) -> int:
-        """Returns the number of floats in one block of a packed row."""
+        """Returns the number of float32 values in one block of a packed row of x."""
         return (self.planes + self.offset) * self.lanes
 
     @property
@@ -155,8 +158,7 @@ def streamed_batch(form: RowFormat) -> int:
 def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
     """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]).
 
-    exact: True if weights are streamed for any number of rows, so that a row's results never depend on it.
-    """
+    exact: True if weights are streamed for any number of rows, so that a row's results never depend on it."""
     name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
     def body() -> None:
@@ -185,7 +187,7 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
 
 @dataclass(frozen=True)
 class FloatCall:
-    """The operands that all paths of one kernel share."""
+    """The operands that all code paths of one float32 product kernel share."""
 
     form: RowFormat
     weights: tuple[Buffer, ...]
@@ -265,8 +267,7 @@ def stream_tile(
     """Emits a few outputs of a few rows of x, with weights streamed from memory through registers.
 
     lines: packed rows of x. places: the output rows, by default `rows`; a row that repeats the one before it
-    is not stored.
-    """
+    is not stored."""
     places = rows if places is None else places
     form = call.form
     wide = form.isa.stream_rows
@@ -285,7 +286,7 @@ def stream_tile(
 
 @dataclass(frozen=True)
 class _XBlock:
-    """One block of some packed rows of x."""
+    """One block of columns of some packed rows of x."""
 
     lines: Buffer
     rows: Sequence[Expr]
@@ -298,8 +299,8 @@ class _XBlock:
 def _stream_block(
     form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += one block of row i of x times that of weight row c. Scales and offsets are applied
-    to the block's sum, which takes the fewest instructions per weight but twice the registers."""
+    """Emits acc[i][c] += one block of row i of x times the same block of weight row c. Scales and offsets are
+    applied to the block's sum, which takes the fewest instructions per weight but twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
     totals = acc
@@ -323,7 +324,7 @@ def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A part of K that is unpacked at a time, in blocks."""
+    """A part of k, the summed dimension, that is unpacked to float32 at a time, in blocks."""
 
     first: Expr
     count: Expr

@@ -19,16 +19,20 @@ from mlcbuild.quant.groups import QUADS
 
 @dataclass(frozen=True)
 class Column:
-    """The weights of one vector of rows in one group, with their scales and minima."""
+    """The weights of one vector of rows in one group of 32 columns, with their scales and minima."""
 
     operands: list[list[Expr]]
-    """For each quad of a group, the operands with the weights; if two rows of x are multiplied at a time,
-    those of dot.Products.pair_step.
+    """For each quad (four consecutive columns) of a group, the integer vectors to be multiplied with the
+    weights; if two rows of x are multiplied at a time, those that dot.Products.pair_step expects.
     """
     scales: list[Expr]
-    """One vector for each half of the group that has scales of its own, or for the whole group."""
+    """float32 vectors with the scales of a group of 32 columns, one lane for each weight row: two vectors if
+    each half of the group has its own scales, else one.
+    """
     minima: list[Expr]
-    """The minima in the same form as `scales`; [] for weights without minima."""
+    """float32 vectors with the minima of a group of 32 columns, in the same form as `scales`; [] for weights
+    without minima.
+    """
 
 
 @dataclass(frozen=True)
@@ -37,20 +41,20 @@ class ActivationRows:
 
     matrix: TiledMatrix
     records: Buffer
-    """The rows in the layout matrix.records."""
+    """Buffer of the quantized rows of x, each stored as the record that matrix.records describes."""
     rows: Sequence[Expr]
-    """Indices of the rows in `records`."""
+    """Indices of the rows of x in `records`."""
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:
-    """Returns True if rows of x are multiplied two at a time. rows: their number."""
+    """Returns True if rows of x are multiplied two at a time. rows: number of rows of x."""
     return matrix.dot.row_pairs and rows % 2 == 0
 
 
 def add_group(
     x: ActivationRows, group: Expr, columns: Sequence[Column], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += one group of row i of x times the weights columns[c]."""
+    """Emits acc[i][c] += the product of one group of row i of x with the weights columns[c]."""
     isa, form, records = x.matrix.isa, x.matrix.records, x.records
     products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products
     for half in range(form.halves):

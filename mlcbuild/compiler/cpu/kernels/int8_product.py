@@ -91,7 +91,9 @@ class Int8Call:
         return form.paired(quads) if paired else quads
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """Returns one vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
+        """Returns one vector of int32 lanes with the j-th line of a group of weights: one quad (four codes)
+        of each row of a tile.
+        """
         lanes = self.isa.lanes
         raw = self.weights[0][
             self.stored(tile), group, span(j * QUAD * TILE_ROWS + vector * lanes * QUAD, QUAD * lanes)
@@ -103,7 +105,7 @@ class Int8Call:
         return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
-        """Returns (scales, minima) of one vector of rows in a group."""
+        """Returns (scales, minima) of one vector of rows in a group of weights, as float32 vectors."""
         matrix, halves = self.matrix, range(self.matrix.records.halves)
         place = self.stored(tile), group, vector
         scales = [matrix.scales(self.weights, place, half) for half in halves]
@@ -111,7 +113,9 @@ class Int8Call:
         return scales, minima
 
     def stored(self, tile: Expr) -> Expr:
-        """Returns the index of a tile of the matrix in `weights`, which may hold a stack of matrices."""
+        """Returns the index of a tile of the matrix in the buffer `weights`, which may hold a stack of
+        matrices.
+        """
         return tile if self.first is None else self.first + tile
 
 

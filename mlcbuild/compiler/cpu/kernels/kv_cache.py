@@ -39,7 +39,7 @@ class Heads:
 
     @property
     def value_dim(self) -> int:
-        """Returns the number of dimensions of a value."""
+        """Returns the number of dimensions of one head's value vector."""
         return self.latent or self.dim
 
     @property

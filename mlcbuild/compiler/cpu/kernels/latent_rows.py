@@ -42,8 +42,8 @@ class Leading:
 
 
 def every_head(isa: ISA, heads: int) -> PrimFunc:
-    """Returns the kernel (choices float32 [n, 2 * heads] out) with which each row chooses the matrices 0 ..
-    heads - 1 of a stack, with weights of 1.
+    """Returns the kernel that writes choices float32 [n, 2 * heads], with which each row chooses the matrices
+    0 .. heads - 1 of a stack, each with weight 1.
     """
     scalar = Floats(isa, 1)
     with kernel("every_head") as built:
@@ -63,7 +63,7 @@ class LatentAppend:
     spec: LatentAttention
     heads: Heads
     norm: Norm
-    """The norm that is applied to latents."""
+    """Description of the norm that is applied to the latents of latent attention."""
     bias: str | None
     """Stored type of the bias that is added to a token's row; None: there is no bias."""
 

@@ -17,7 +17,9 @@ RANDOM = SAMPLING_COLUMNS.index("random")
 STEPS_DONE, PAUSE_AFTER, STEP_LIMIT = map(STATE_COLUMNS.index, ("steps_done", "pause_after", "step_limit"))
 FIXED = ("tokens", "page_indptr", "page_table", "random_numbers", "stops_at_eos", "eos_tokens", "interrupt")
 CHANGED = ("positions", "slots", "kv_lengths", "sampling_params", "sampled_tokens", "state", "continues")
-"""Names of the arguments of `step_on` that the kernel changes, in the order in which it takes them."""
+"""Names of the buffers that the library function `step_on` passes to the kernel and that the kernel changes
+in place, in the order of its arguments.
+"""
 
 
 def follow() -> PrimFunc:

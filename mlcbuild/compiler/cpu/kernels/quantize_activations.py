@@ -50,12 +50,16 @@ _NAN = 0x7FC00000
 
 @dataclass(frozen=True)
 class Records:
-    """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]."""
+    """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]: one record
+    for each group of 32 values.
+    """
 
     dot: dot.Products
     k: int
     blocks: Blocks | None = None
-    """The kinds of numbers of a format that keeps a checkpoint's values; None for formats of this project."""
+    """Description of the codes and scales of a format that keeps a checkpoint's values exactly; None for this
+    project's own formats.
+    """
 
     @property
     def isa(self) -> ISA:
@@ -84,13 +88,15 @@ class Records:
 
     @property
     def halves(self) -> int:
-        """Returns the number of weight scales in a group of 32, 1 or 2. Each of them needs a correction."""
+        """Returns the number of weight scales in a group of 32 weights, 1 or 2. Each of them needs a
+        correction in the record of activations.
+        """
         return 1 if self.blocks is None else self.blocks.halves
 
     @property
     def sums(self) -> bool:
-        """Returns True if records hold the sums of activations, times their scale, which weights with a
-        minimum need.
+        """Returns True if records of activations hold their sums, multiplied by their scale, which weights
+        with a minimum need.
         """
         return self.blocks is not None and self.blocks.minimum
 
@@ -103,7 +109,7 @@ class Records:
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
     def pair(self, records: Buffer, rows: tuple[Expr, Expr], group: Expr, number: int) -> Expr:
-        """Returns the activations of two rows in quad 2 * number of a group and in the next quad."""
+        """Returns the int8 activations of two rows of x in quad 2 * number of a group and in the next quad."""
         place = span(group * self.step + 2 * number, 2)
         return shuffle([records[row, place] for row in rows], range(4))
 
@@ -127,8 +133,8 @@ class Records:
         return records[row, self.place(group, 1 + half)]
 
     def place(self, group: Expr, number: int) -> Expr:
-        """Returns the index, in a row of records, of number `number` of those at the end of a
-        group's record.
+        """Returns the index, in a row of records, of the value `number` among those at the end of a group's
+        record.
         """
         return group * self.step + self.step - (self.numbers - number)
 
@@ -169,8 +175,8 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
 def _quantize_group(
     form: Records, records: Buffer, row: Expr, group: Expr, read: Callable[[int], Expr]
 ) -> Expr:
-    """Emits code that quantizes one group, and returns the bits of the largest |x|. read: function from v to
-    vector v of the group's values.
+    """Emits code that quantizes one group of activations, and returns the bits of the largest |x|. read:
+    function from v to vector v of the group's values.
     """
     lanes = form.isa.lanes
     ints = typed("int32", lanes)

@@ -85,14 +85,16 @@ class Append:
 
 @dataclass(frozen=True)
 class _Row:
-    """The tensors of one token: its query, key and value, and the weights that apply to them."""
+    """The tensors of one token that attention prepares: its query, key and value, and the weights that apply
+    to them.
+    """
 
     qkv: Buffer
     row: Expr
     turns: Buffer | None
     bias: Buffer | None
     weights: tuple[Weights, Weights]
-    """The weights of the norm of queries, and of the norm of keys."""
+    """(buffers of the query norm's weights and biases, buffers of the key norm's weights and biases)."""
 
 
 def rope_append(spec: Append) -> PrimFunc:

@@ -64,8 +64,9 @@ class _Picks:
     """
 
     def __init__(self, spec: Experts, floats: Floats, left: Buffer, picked: Buffer) -> None:
-        """Prepares the choice for one row. left: float32 [experts], the scores to choose by, -inf for an
-        expert that has been chosen. picked: float32 [2 * chosen], the choices.
+        """Prepares the choice of experts for one row. left: float32 [experts], the scores to choose by, -inf
+        for an expert that has been chosen. picked: float32 [2 * chosen], the numbers and weights of the
+        chosen experts.
         """
         self.spec = spec
         self.floats = floats

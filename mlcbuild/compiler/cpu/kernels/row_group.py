@@ -38,7 +38,7 @@ class GroupRows:
     k: int
     bits: int
     dtype: str
-    """Stored type of the scales: float32 or float16."""
+    """Stored type of the quantization scales: float32 or float16."""
 
     @property
     def name(self) -> str:
@@ -50,13 +50,15 @@ class GroupRows:
 
     @property
     def words(self) -> int:
-        """Returns the number of uint32 words in a row; a group takes `bits` words."""
+        """Returns the number of uint32 words in a row of the quantized matrix; a group of 32 weights takes
+        `bits` words.
+        """
         return self.groups * self.bits
 
     @property
     def lanes(self) -> int:
-        """Returns the number of words in a vector: the largest power of two that fits a register and divides
-        a row.
+        """Returns the number of uint32 words in a vector: the largest power of two that fits a register and
+        divides a row.
         """
         return min(self.isa.lanes, 1 << (self.words.bit_length() - 1))
 
@@ -101,8 +103,8 @@ class GroupRows:
         return self._word(block) * self.planes
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
-        """Emits loads of a block's words and of the scale of each word, and returns both vectors. row: the
-        row of the matrix.
+        """Emits loads of a block's words and of the scale of each word, and returns both vectors. row: index
+        of the row of the matrix.
         """
         words = T.bind(weights[0][row, span(self._word(block), self.lanes)])
         count = max(1, self.lanes // self.bits)
@@ -129,8 +131,8 @@ class GroupRows:
         fetch_rows(weights[0], row, block * self.lanes, self.row_bytes)
 
     def _word(self, block: Expr) -> Expr:
-        """Returns the index of a block's first word, which is the first word of a group, or inside the only
-        group.
+        """Returns the index of the first word of a block of weights, which is the first word of a group, or
+        lies inside the only group.
         """
         if self.words % self.lanes == 0:
             return block * self.lanes

@@ -151,8 +151,8 @@ def _first(row: Row, most: Expr) -> Expr:
 
 
 def _drawn(row: Row, least: Expr) -> Expr:
-    """Emits sampling and returns the token: the one into whose part of the total weight the row's random
-    number falls. least: the smallest logit that may be sampled.
+    """Emits the sampling of a token and returns the token: the one into whose part of the total weight the
+    row's random number falls. least: the smallest logit that may be sampled.
     """
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))
@@ -173,8 +173,9 @@ def _drawn(row: Row, least: Expr) -> Expr:
 
 
 def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
-    """Emits a search through `count` weights. Returns (index of the weight into which `number` times their
-    sum falls, how far into it). `number` is from 0 to 1; a weight of 0 is never returned.
+    """Emits a search through `count` weights. Returns (index of the weight into which `number` times the sum
+    of all weights falls, distance from the start of this weight). `number` is from 0 to 1; a weight of 0 is
+    never returned.
     """
     total, run, before = (register(T.float64(0), 1, "float64") for _ in range(3))
     with T.serial(count) as at:

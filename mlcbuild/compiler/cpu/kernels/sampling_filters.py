@@ -27,7 +27,9 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import (
 from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i32, intrinsic, register
 
 FEW = 512
-"""Maximum number of tokens between two bounds for which they are copied to a list."""
+"""The search for a sampling threshold bisects until at most this number of tokens lie between its two bounds;
+these are then copied to a list.
+"""
 _LIMITED = 1 << 8
 """Maximum number of bisections: each halves the distance of two numbers that lie 87 temperatures apart, and
 float32 numbers near zero may be only 2**-149 apart."""

@@ -24,7 +24,7 @@ class TableRow:
 
     isa: ISA
     hidden: int
-    """Number of columns of the table."""
+    """Number of columns of the embedding table, which is the model's hidden size."""
     scheme: Storage
     weights: tuple[Buffer, ...]
     out: Buffer

@@ -36,8 +36,9 @@ class TiledMatrix:
 
     @property
     def blocks(self) -> Blocks | None:
-        """Returns the kinds of numbers of a format that keeps a checkpoint's values; None for formats of this
-        project."""
+        """Returns the description of a format's codes and scales if it keeps a checkpoint's values exactly;
+        None for formats of this project.
+        """
         return self.scheme.definition.blocks
 
     @property
@@ -116,7 +117,7 @@ class TiledMatrix:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the number of bytes that a tile's weights take in one group."""
+        """Returns the number of bytes that the codes of one tile take in one group of columns."""
         return GROUP * TILE_ROWS * self.bits // 8
 
     @property

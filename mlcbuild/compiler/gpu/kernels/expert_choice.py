@@ -250,7 +250,7 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
 
 def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
     """Returns (number of choices, number of tiles) of all experts with a lower number than `expert`. counts:
-    number of choices of each expert.
+    number of choices that fall on each expert.
     """
     total, tiles = local(1, "int32"), local(1, "int32")
     put(total, T.int32(0), 0)

@@ -226,7 +226,7 @@ class _Line:
     vocab: int
     row: Value
     tx: Value
-    """Index of the thread for which code is emitted."""
+    """Index, within its workgroup, of the thread for which code is emitted."""
     counts: Value  # int32, one count per thread, in shared memory
     own: Value  # int32, of one thread
 

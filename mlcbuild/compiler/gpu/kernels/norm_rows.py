@@ -91,7 +91,9 @@ class NormVectors:
 
 
 def inverse_root(total: Value, share: Value, eps: float) -> Value:
-    """Returns 1 / sqrt(total * share + eps). total: a sum of squares; share: 1 / number of summands."""
+    """Returns 1 / sqrt(total * share + eps), the factor of a norm. total: a sum of squares; share: 1 / number
+    of summands.
+    """
     return bind(number(1) / T.sqrt(total * share + exact(eps)))
 
 

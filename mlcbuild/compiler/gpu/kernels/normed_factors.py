@@ -40,14 +40,14 @@ class RowBlock:
     """The rows that are added to x while it is read; None: nothing is added."""
 
     def place(self, index: Value) -> Value:
-        """Returns the index of the row of x at position `index` of the block. Positions beyond the last row
+        """Returns the index, in x, of the row at position `index` of the block. Positions beyond the last row
         give the last row.
         """
         return bind(T.min(self.first + index, self.n - 1))
 
     def chunk(self, index: Value, column: Value) -> list[Value]:
-        """Returns the numbers of columns 4 * column to 4 * column + 3 of a row of the block, with 0 beyond
-        the row.
+        """Returns the values in columns 4 * column to 4 * column + 3 of a row of the block, with 0 beyond the
+        end of the row.
         """
         place = self.place(index)
         values = self.x.chunk(place, column)
@@ -65,8 +65,9 @@ class AddedRows:
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
-        """Returns four values of x plus those of the added rows. values: of x; index: position of the row in
-        the block; place: index of the row in the tensor; column: index of the four columns.
+        """Returns four values of x plus those of the added rows, which are normalized first. values: of x;
+        index: position of the row in the block; place: index of the row in the tensor; column: index of the
+        four columns.
         """
         sums, last = [], self.rows.columns - 1
         for offset, (value, own) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
@@ -93,8 +94,8 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Returns a block whose rows are the sums, which the first workgroup of each block stores. at: (index
-        of the workgroup among those of the block, thread).
+        """Returns a block whose rows are the sums; the first workgroup of each block also stores the sums.
+        at: (index of the workgroup among those of the block, thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)
@@ -153,14 +154,14 @@ class RowsNorm:
         return cls(vectors, roots, means)
 
     def after(self, value: Value, index: Value) -> Value:
-        """Returns a finished sum of row `index`, multiplied by the factor that was not applied before the
-        product.
+        """Returns the finished sum of row `index` of a product, multiplied by the norm's factor that was not
+        applied before the product.
         """
         return value if self.vectors.spec.is_centred else value * self.roots[index]
 
 
 def _square(value: Value, column: Value, columns: int) -> Value:
-    """Returns the square of a value, or 0 if `column` is beyond the row's columns."""
+    """Returns the square of a value, or 0 if `column` is beyond the number of columns of the row."""
     value = bind(value)
     if columns % CHUNK == 0:
         return value * value
@@ -169,7 +170,9 @@ def _square(value: Value, column: Value, columns: int) -> Value:
 
 @dataclass(frozen=True)
 class Factors:
-    """Reads rows of x. The part of a norm that `RowsNorm.after` applies later is left out."""
+    """Reads rows of x as factors of a matrix product. The part of a norm that `RowsNorm.after` applies later
+    is left out.
+    """
 
     block: RowBlock
     norm: RowsNorm | None

@@ -80,7 +80,7 @@ class CacheSpec:
         strided(self.words, tx, WORKGROUP, store)
 
     def pair(self, pages: Value, page: Value, word: Value) -> list[Value]:
-        """Returns the numbers in a 32-bit word of a page: two for float16, one for float32."""
+        """Returns the numbers in one 32-bit word of a KV cache page: two for float16, one for float32."""
         stored = bind(pages[page, word])
         return [half(stored, False), half(stored, True)] if self.half else [stored]
 

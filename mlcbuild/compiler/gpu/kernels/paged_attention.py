@@ -101,7 +101,7 @@ class AttentionSpec:
 
 
 def _bfloat16(value: Value) -> Value:
-    """Returns a number rounded to bfloat16, to the even one if two are equally near."""
+    """Returns a number rounded to bfloat16, ties to even."""
     bits = bind(T.reinterpret("uint32", bind(value)))
     odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
     rounded = bits + T.uint32(0x7FFF) + odd
@@ -166,7 +166,7 @@ class _HeadGroup:
     places: Value
     """The page of each token of a tile, in shared memory."""
     own: Value
-    """Scores of the token for which this thread is responsible."""
+    """Attention scores of the token for which this thread is responsible, one for each head of the group."""
     sums: Value
     """Weighted sums of values, [head, part of its dimensions]; each thread computes every 64th dimension."""
     state: Value
@@ -216,8 +216,9 @@ class _HeadGroup:
     def score(
         self, pages: Value, at: tuple[Value, Value], visible: Value, slopes: Sequence[Value | None]
     ) -> None:
-        """Emits the scores of a tile of keys, of which each thread computes one token's. at: (position of
-        this token, position of the query); visible: whether the query sees the token; slopes: of each head.
+        """Emits the scores of a tile of keys; each thread computes those of one token. at: (position of this
+        token, position of the query); visible: condition that the query sees the token; slopes: ALiBi slope
+        of each head.
         """
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
@@ -238,7 +239,7 @@ class _HeadGroup:
 
     def soften(self, g: int, visible: Value) -> None:
         """Emits code that turns the scores of head `g` into weights (softmax), and rescales the sums so far.
-        visible: whether the thread's token counts.
+        visible: condition that the query sees the thread's token.
         """
         put(self.reduced, self.own[g], self.tx)
         reduce_tree(self.reduced, self.tx, WORKGROUP, T.max)
@@ -256,7 +257,7 @@ class _HeadGroup:
         barrier()
 
     def add_values(self, pages: Value) -> None:
-        """Emits the addition of a tile's values times their weights."""
+        """Emits the addition of a tile's values, multiplied by their attention weights, to the sums."""
         cache = self.spec.cache
         with T.serial(WORKGROUP) as token:
             page, start = bind(self.places[token]), cache.place(1, self.kv_head, token % PAGE)

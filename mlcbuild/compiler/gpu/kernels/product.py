@@ -42,9 +42,9 @@ class ProductSpec:
     """The product y = x W^T on a GPU, with the operations that are fused with it."""
 
     outputs: int
-    """Number of columns of y that the product computes."""
+    """Number of columns of the matrix product's result y that the product computes."""
     inputs: int
-    """Number of columns of x."""
+    """Number of columns of x, the left factor of the matrix product."""
     form: StoredAs
     norm: NormSpec | None = None
     """The norm of x before the product; None: x is not normalized."""
@@ -112,8 +112,8 @@ class ProductBuffers:
         return cls(spec, matrix, bias, scalars, gate, y)
 
     def store(self, row: Value, output: Value, sums: list[Value], bias: Value | int | None = 0) -> None:
-        """Emits the store of one output of a row. sums: the product and, with a gate, that of the second
-        half. bias: index of the matrix's first bias; None: the sums already include their biases.
+        """Emits the store of one output of a row. sums: the product and, with a gate, the product with the
+        second half of W. bias: index of the matrix's first bias; None: the sums already include their biases.
         """
         spec, values = self.spec, list(sums)
         column = output + spec.first
@@ -136,24 +136,24 @@ class ProductBuffers:
 
 @dataclass(frozen=True)
 class GemvShape:
-    """The division of a GEMV among the threads of a workgroup. Each lane reads 32 columns of a row of W at a
-    time.
+    """The division of a matrix-vector product (GEMV) among the threads of a workgroup. Each lane reads 32
+    columns of a row of W at a time.
     """
 
     spec: ProductSpec
     count: int
-    """Number of rows of x that a workgroup multiplies."""
+    """Number of rows of x that one workgroup multiplies with the matrix."""
 
     threads = WORKGROUP
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows of W."""
+        """Returns the number of rows of the weight matrix W."""
         return self.spec.outputs * (2 if self.spec.gate else 1)
 
     @property
     def groups(self) -> int:
-        """Returns the number of groups of 32 columns."""
+        """Returns the number of groups of 32 columns in the weight matrix W."""
         return -(-self.spec.inputs // GROUP)
 
     @property
@@ -182,8 +182,8 @@ class GemvShape:
         return [bind(first + index * in_group) for index in range(self.each)]
 
     def matrix_rows(self, outputs: list[Value]) -> list[Value]:
-        """Returns the rows of W for outputs: those of the first half of W, then, with a gate, those of the
-        second.
+        """Returns the rows of W that a thread needs for its outputs: those of the first half of W, then, with
+        a gate, those of the second.
         """
         bounded = [bind(T.min(output, self.spec.outputs - 1)) for output in outputs]
         halves = 2 if self.spec.gate else 1
@@ -279,10 +279,11 @@ class Outputs:
     """The outputs in which the sums of a thread are stored."""
 
     first: Value
-    """Index of the first row of y."""
+    """Index of the first row of the result y that is stored."""
     count: int
     inside: Value | None
-    """Condition under which rows are stored; None: rows below the size `n` are."""
+    """Condition under which a row of the result y is stored; None: rows with an index below the size `n` are.
+    """
     outputs: list[Value]
     bias: Value | int | None
     """Index of the matrix's first bias; None: the sums already include their biases."""

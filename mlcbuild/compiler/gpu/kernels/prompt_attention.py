@@ -91,23 +91,25 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """The rows of a workgroup in attention of prompts. Four threads share a row: each computes every fourth
-    key of a tile, and every fourth dimension of the result.
+    """The rows of a prompt whose attention one workgroup computes. Four threads share a row: each computes
+    every fourth key of a tile, and every fourth dimension of the result.
     """
 
     spec: AttentionSpec
     tx: Value
     place: tuple[Value, Value]
-    """(first row, number of rows) of the tile."""
+    """(index of the first row, number of rows) of the tile of a prompt whose attention is computed."""
     left: Value
     right: Value
     weights: Value
-    """Weights [row, key] in shared memory. `left` is [row, dimension] and `right` is [key, dimension]."""
+    """Attention weights [row, key] of a tile in shared memory. `left` is [row, dimension] and `right` is
+    [key, dimension].
+    """
     reduced: Value
     own: Value
     sums: Value
     state: Value
-    """The row's maximum of scores and sum of weights."""
+    """For one row of a tile, the running maximum of attention scores and the sum of weights."""
 
     @classmethod
     def allocate(
@@ -194,8 +196,8 @@ class _QueryTile:
         return factor
 
     def _of_row(self, value: Value, start: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Returns the combination of the values that the four threads of a row hold. combine: function of two
-        values.
+        """Returns the combination of the values that the four threads of one row hold. combine: function that
+        combines two values, such as addition.
         """
         put(self.reduced, value, self.tx)
         barrier()

@@ -27,9 +27,9 @@ class StoredAs:
     """A storage format in the layout that GPU kernels read."""
 
     bits: int
-    """Number of bits of a code; 0: weights are floating point numbers."""
+    """Number of bits of a weight's stored code; 0: weights are floating point numbers."""
     zero: int
-    """The code that stands for the weight 0."""
+    """The stored code that represents the weight 0."""
     half: bool
     """True if scales, or floating point weights, are float16."""
     group: int = GROUP
@@ -41,7 +41,7 @@ class StoredAs:
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
-        """Returns how GPU kernels read a format that keeps the values of quantized checkpoints."""
+        """Returns how GPU kernels read a format that keeps the values of quantized checkpoints exactly."""
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
         return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels)
@@ -169,7 +169,7 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - 4) + index) for index in range(bits % 4)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns a word of a row's high bits, which follow the low bits of all groups."""
+        """Returns a word with the high bits of a row's codes; these words follow the low bits of all groups."""
         vector = bind(self.words[row, self.groups + index // 4])
         return bind(select_lane(vector, index % 4))
 
@@ -192,8 +192,9 @@ class StoredMatrix:
         return [self.number(row, T.min(column * CHUNK + place, self.columns - 1)) for place in range(CHUNK)]
 
     def chunk_at(self, row: Value, group: Value, chunk: Value) -> list[Value]:
-        """Returns four scaled numbers of a group of 32: those of the chunk with an index that is no
-        constant."""
+        """Returns four scaled weights of a group of 32: those of the chunk with index `chunk`,
+        which may be an expression of the kernel.
+        """
         if not self.form.bits:
             column = bind(group * (GROUP // CHUNK) + chunk)
             if self.columns % CHUNK == 0:
@@ -249,7 +250,7 @@ class StoredMatrix:
         return codes
 
     def number(self, row: Value, column: Value) -> Value:
-        """Returns one weight of the matrix, scaled."""
+        """Returns one weight of the matrix as a float32 expression, scaled."""
         if self.form.bits:
             group, inside = bind(column // GROUP), bind(column % GROUP)
             return self._scaled(self._codes_at(row, group, inside, 1), row, group, inside)[0]
@@ -261,8 +262,8 @@ class StoredMatrix:
 
 
 def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
-    """Returns the bits of a code in a word. shift: bit at which the codes begin; place: number of the code
-    after that bit; width: bits of a code.
+    """Returns the bits of one code in a word. shift: index of the bit at which the codes begin; place: number
+    of the code after that bit; width: number of bits of a code.
     """
     first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
     return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
@@ -296,7 +297,7 @@ def flat_number(buffer: Value, index: Value, is_half: bool) -> Value:
 
 @dataclass(frozen=True)
 class Vector:
-    """A stored parameter that is a vector."""
+    """A stored model parameter that is a vector."""
 
     half: bool
     values: Value

@@ -59,15 +59,15 @@ class TileRows:
     """The rows of a tile, as functions from a line of the tile."""
 
     row: Callable[[Value], Value]
-    """Function from a line of the tile to its row of y."""
+    """Function that maps the index of a line of the tile to the index of its row of the result y."""
     inside: Callable[[Value], Value]
-    """Function from a line of the tile to the condition under which it is stored."""
+    """Function that maps the index of a line of the tile to the condition under which the line is stored."""
     read: Callable[[Value, Value], Value]
-    """Function of (line of the tile, column) that returns a value of x."""
+    """Function of (line of the tile, column) that returns one value of the left factor x."""
     matrix: Value | int = 0
-    """Index of the matrix's first row in a stack."""
+    """Index, in a stack of matrices, of the first row of the matrix that is multiplied."""
     bias: Value | int = 0
-    """Index of the matrix's first bias."""
+    """Index, in the buffer of all biases, of the first bias of the matrix that is multiplied."""
 
 
 def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at: tuple[Value, Value]) -> None:
@@ -102,7 +102,7 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
 
 
 def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Value:
-    """Returns read's value of x in a column, or 0 if the column is beyond `columns`."""
+    """Returns the value of x that `read` returns for a column, or 0 if the column is not below `columns`."""
     if columns % DEPTH == 0:
         return read(column)
     column = bind(column)
