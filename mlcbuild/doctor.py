@@ -63,7 +63,9 @@ def _linker(_: Path | None) -> str:
 
 
 def _crosses(_: Path | None) -> str:
-    """Returns a description of the presets for which this machine can link code; none of them is required."""
+    """Returns a description of the target presets for which this machine can link code; none of them is
+    required.
+    """
 
     def linkable(name: str) -> bool:
         try:

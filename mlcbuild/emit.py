@@ -45,8 +45,8 @@ class Finished:
 
     @cached_property
     def sources(self) -> dict[str, dict[tuple[str, str], str]]:
-        """Returns step name -> {(source, path): digest} for each local file that the step read. `_files`
-        fills it.
+        """Returns step name -> {(source, path): digest} for each local file that the step read. The method
+        `_files` fills this mapping.
         """
         return {}
 

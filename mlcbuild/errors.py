@@ -68,7 +68,7 @@ mistake explains most.
 
 
 class Problems(list[Problem]):
-    """The problems of one file. Adding more than MOST_PROBLEMS raises InputError."""
+    """The problems of one file, collected in a list. Adding more than MOST_PROBLEMS raises InputError."""
 
     def append(self, problem: Problem) -> None:
         if len(self) >= MOST_PROBLEMS:

@@ -1,4 +1,6 @@
-"""Options for the execution of a run's steps: where they run, and how much of the machine they use."""
+"""Defines options for the execution of a run's steps: where they run, and how much of the machine
+they use.
+"""
 
 from __future__ import annotations
 

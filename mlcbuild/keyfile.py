@@ -23,7 +23,7 @@ _PUBLIC = re.compile(r"ed25519:[A-Za-z0-9_-]{43}")
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key and the name of its public half."""
+    """An ed25519 private key, with the name of its public half."""
 
     public: str
     private: Ed25519PrivateKey = field(repr=False)
@@ -39,7 +39,7 @@ def is_public(text: str) -> bool:
 
 
 def is_right(public: str, signature: bytes, message: bytes) -> bool:
-    """Returns True if `signature` is a valid signature of the message by the key `public`."""
+    """Returns True if `signature` is a valid ed25519 signature of the message by the key `public`."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -88,7 +88,7 @@ class VariantResult:
 
     @property
     def words(self) -> str:
-        """Returns the message of the variant's failure, or the note."""
+        """Returns the error message of the variant's failure, or its note if it did not fail."""
         return str(self.error) if self.error is not None else self.note
 
 

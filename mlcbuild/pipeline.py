@@ -91,7 +91,7 @@ class Pipeline:
     """Name of a step that cannot run here -> what this machine lacks and the user must install."""
 
     def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of the steps that match names or globs of variants and steps. Raises
+        """Returns the names of a recipe's steps that match names or globs of variants and steps. Raises
         UsageError.
         """
         chosen: list[str] = []
@@ -144,7 +144,7 @@ def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
 
 @dataclass
 class _Assembly:
-    """Collects the steps and sources of a recipe by name, each once."""
+    """Collects the steps and sources of a recipe by name, each once, while its graph is built."""
 
     directory: Path
     """Directory of the recipe."""
@@ -234,8 +234,8 @@ class _Assembly:
         )
 
     def _tools(self, target: targets.Target) -> Mapping[str, str]:
-        """Returns name -> version of the tools for a target. The result is cached, because it requires
-        running the tools.
+        """Returns name -> version of the tools that compile and link for a target. The result is cached,
+        because it requires running the tools.
         """
         if target not in self.tools:
             try:
@@ -344,8 +344,8 @@ def _verify(variant: Variant, checkpoint: Checkpoint, bundle: str, reference: st
 
 
 def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
-    """Returns the step that measures speed. The result depends on the kind of machine, which is therefore in
-    the key. bundle: name of the bundle's step.
+    """Returns the step that measures a bundle's speed. The result depends on the kind of machine, which is
+    therefore in the key. bundle: name of the step that assembles the bundle.
     """
     here = machine.kind()
     return Step(

@@ -80,18 +80,20 @@ class Checkpoint:
 
     @property
     def params(self) -> dict[str, Json]:
-        """Returns the parameters that every step which reads the checkpoint has."""
+        """Returns the parameters that every step has which reads the checkpoint: name -> value."""
         return {} if self.file is None else {"file": self.file}
 
     @property
     def weights_params(self) -> dict[str, Json]:
-        """Returns the parameters of every step that reads the checkpoint's weights."""
+        """Returns the parameters that every step has which reads the checkpoint's weights: name -> value."""
         factors: list[Json] = [repr(adapter.weight) for adapter in self.model.adapters]
         return {**self.params, **({"adapters": factors} if factors else {})}
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that steps which read its weights load by name."""
+        """Returns the names of the modules that steps load by name when they read the checkpoint's
+        weights.
+        """
         readers: tuple[str, ...] = ()
         if self.config is None:
             readers = methods()  # config.json may name any of these methods.

@@ -120,7 +120,7 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Downloads files in parallel, and returns digest -> reason for a failure, or ""."""
+    """Downloads files in parallel. Returns digest of a file -> reason why the download failed, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
     with Background(_TRANSFERS) as pool:

@@ -106,7 +106,7 @@ def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple
 def _shard(
     pipeline: Pipeline, text: str, only: Sequence[str], products: Sequence[Product], on_event: Reporter
 ) -> tuple[list[tuple[str, ...] | None], list[Product]]:
-    """Returns (phases of one shard, variants that it completes). text: the shard, such as "2/3"."""
+    """Returns (phases of one shard, variants that the shard completes). text: the shard, such as "2/3"."""
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph

@@ -11,8 +11,7 @@
 Nothing here prints, exits, or reads a command line, and no signal handler is installed unless `Execution`
 asks for it. Functions may be called from any thread, several at a time: a `Session` holds no state that a
 call changes, and any number of sessions, processes and machines may share one store. Every expected failure
-is an exception of `mlcbuild.errors`; one that concerns a recipe holds all problems of the file.
-"""
+is an exception of `mlcbuild.errors`; one that concerns a recipe holds all problems of the file."""
 
 from __future__ import annotations
 
@@ -175,7 +174,7 @@ class Session:
         return Explanation(*planning.explain(self.pipeline.graph, store, names[0], self._sharing(store)))
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
-        """Returns a drawing of all steps with their states, as text of the given format."""
+        """Returns a drawing of all steps of the recipe with their states, as text of the given format."""
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -382,7 +381,9 @@ class Session:
 
 
 def _still_forced(graph: Graph, force: Iterable[str], result: RunResult) -> tuple[str, ...]:
-    """Returns the steps that patterns force to run, without those that this run has already built."""
+    """Returns the steps that the user's patterns force to run, without those that this run has
+    already built.
+    """
     built = {step.name for step in result.steps if step.status == "built"}
     return tuple(sorted(graph.match(force) - built))
 

@@ -39,7 +39,7 @@ class Bell:
         self.close()
 
     def heard(self) -> None:
-        """Empties the pipe, so that the loop waits again until the next ring."""
+        """Empties the pipe, so that the loop waits again until the bell rings next."""
         with suppress(BlockingIOError):
             os.read(self._reading, 1 << 16)
 
@@ -76,8 +76,8 @@ class Cancellation:
         self._listeners: list[Callable[[str], None]] = []
 
     def cancel(self, reason: str = "the caller") -> None:
-        """Ends the runs that were started with this object, and those that will be. Only the first reason is
-        kept.
+        """Ends the runs to which this object was passed, and those to which it will be passed. Only the first
+        reason is kept.
         """
         self.reason = self.reason or reason
         for listener in tuple(self._listeners):

@@ -32,7 +32,7 @@ class LibraryMemory:
 
 @dataclass(frozen=True)
 class LibraryCode:
-    """The properties of the code that a backend made for a request."""
+    """The properties of the compiled code of a library that a backend made for a request."""
 
     format: str
     """Format of the metadata: LIBRARY in mlcbuild_format/versions.py, or FORMAT of a GPU program."""

@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """A YAML file as plain data, with the position of each part."""
+    """A YAML file as plain data, with the position of each key and value in the file."""
 
     file: str
     data: Data
@@ -181,7 +181,7 @@ def _decode(data: bytes, file: str) -> str:
 
 
 def _named(character: str) -> str:
-    """Returns a description of an invisible character: its number and name."""
+    """Returns a description of an invisible character: its code point and its Unicode name."""
     number = f"U+{ord(character):04X}"
     if unicodedata.category(character) in ("Cc", "Cs", "Cn"):
         return f"the control character {number}"

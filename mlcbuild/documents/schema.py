@@ -104,7 +104,7 @@ def described(value: object) -> str:
 
 @lru_cache(maxsize=2)
 def _checker(name: Name) -> tuple[Schema, Validator]:
-    """Returns the schema that applies after substitution of variables, and its validator."""
+    """Returns (JSON schema that applies after substitution of variables, its validator)."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -172,7 +172,7 @@ def _without_variables(rule: Data) -> Data:
 
 
 def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
-    """Yields a schema and those that it references for the same value."""
+    """Yields a schema and the schemas that it references and that apply to the same value."""
     yield rule
     target = rule.get("$ref")
     if isinstance(target, str):

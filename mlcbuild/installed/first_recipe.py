@@ -28,7 +28,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class FirstRecipe:
-    """A recipe that was written, and what comes next."""
+    """The first recipe for a model, after it was written, and the commands to use next."""
 
     path: Path
     checkpoint: Path | None

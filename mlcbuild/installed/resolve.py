@@ -19,11 +19,11 @@ ADDRESSES = ("oci://", "hf://")
 
 
 def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
-    """Returns the directories of the bundles that a name means; several for a directory of bundles.
+    """Returns the directories of the bundles to which a name refers; several for a directory of bundles.
 
     A name is a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), an address (oci://
     or hf://), or the name of an installed bundle. A missing bundle is built or downloaded, and kept. Raises
-    UsageError for a name that means nothing, and the exceptions of building and downloading.
+    UsageError for a name that refers to nothing, and the exceptions of building and downloading.
     """
     path = Path(name)
     if name.startswith(ADDRESSES):
@@ -95,7 +95,9 @@ def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | 
 
 
 def _checkpoint(path: Path) -> Path:
-    """Returns the path of the checkpoint at an existing path. Raises UsageError if there is none."""
+    """Returns the path of the checkpoint that an existing path names: a directory, or a GGUF file in it.
+    Raises UsageError if there is none.
+    """
     if path.suffix == ".gguf" or (path / CONFIG).is_file():
         return path
     if path.is_file():

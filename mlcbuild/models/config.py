@@ -113,7 +113,7 @@ def _count(config: ModelConfig) -> int:
 
 
 def cached_values(config: ModelConfig) -> int:
-    """Returns the number of values that the caches of all layers hold for each token."""
+    """Returns the number of values that the caches of all layers of the model hold for each token."""
     return sum(math.prod(shape) for layer in config.layers for shape in cached_shape(layer))
 
 

@@ -50,8 +50,8 @@ def read_experts(
 
 
 def grouped_router(fields: Fields, normalized: bool) -> Router:
-    """Returns a router that chooses experts in groups by corrected sigmoids. normalized: the default of
-    norm_topk_prob, True if weights are divided by their sum.
+    """Returns a router that chooses experts in groups by sigmoid scores plus a correction. normalized: the
+    default of norm_topk_prob, True if weights are divided by their sum.
     """
     return Router(
         "sigmoid",
@@ -64,8 +64,8 @@ def grouped_router(fields: Fields, normalized: bool) -> Router:
 
 
 def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns True for each layer that has experts: every decoder_sparse_step-th one, except those in
-    mlp_only_layers. count: number of layers.
+    """Returns for each of `count` layers True if it has experts: every decoder_sparse_step-th one does,
+    except those in mlp_only_layers.
     """
     step = fields.integer("decoder_sparse_step", 1, high=4096)
     listed = fields.get("mlp_only_layers")
@@ -78,8 +78,8 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
 
 
 def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
-    """Returns True for each layer that has experts: those from first_k_dense_replace on. count: number of
-    layers; default: value of an absent field.
+    """Returns for each of `count` layers True if it has experts: those from first_k_dense_replace on do.
+    default: value of an absent field.
     """
     first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
     return tuple(index >= first for index in range(count))
@@ -88,8 +88,8 @@ def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
 def mixed(
     layers: Sequence[LayerSpec], sparse: Iterable[bool], experts: Experts, dense: Dense
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers with the feed-forward `experts` where `sparse` is True, and with `dense` where it is
-    False.
+    """Returns one layer for each entry of `sparse`: with the feed-forward `experts` where it is True, and
+    with `dense` where it is False.
     """
     return tuple(
         replace(layer, feed_forward=experts if is_sparse else dense)

@@ -130,7 +130,7 @@ class Common:
         return LayerSpec(replace(self.attention, **attention), self.feed_forward, Norms(self.norm))
 
     def of(self, layers: Iterable[LayerSpec], **changes: Any) -> ModelConfig:
-        """Returns the model with these layers. The keyword arguments replace other fields."""
+        """Returns the model with these layers. The keyword arguments replace other fields of its config."""
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
@@ -198,7 +198,9 @@ class TensorRules:
     """
 
     def own_names(self, config: ModelConfig) -> Names:
-        """Returns `names` for a config, after calling it if it is a function."""
+        """Returns the tensor names of a model family for a config: `names` itself, or its result if it is a
+        function of the config.
+        """
         return self.names(config) if callable(self.names) else self.names
 
 
@@ -267,7 +269,7 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
 
 
 def _whole(family: Family, param: Param, tensor: str) -> Piece:
-    """Returns the single tensor that holds a whole parameter, with the order of its rows."""
+    """Returns the single checkpoint tensor that holds a whole parameter, with the order of its rows."""
     kind, count = param.name.split(".", 2)[-1], param.shape[0]
     columns: tuple[Range, ...] = ()
     if family.tensors.alternating and kind.startswith("mlp.experts.gate_up."):
@@ -373,7 +375,7 @@ def every(step: int, count: int) -> list[str]:
 
 
 def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Returns the layers, without a rotary embedding where `rotated` is False."""
+    """Returns the layers; those for which `rotated` is False have no rotary embedding."""
     return tuple(
         layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
         for layer, is_rotated in zip(layers, rotated, strict=True)

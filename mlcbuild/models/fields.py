@@ -138,7 +138,9 @@ class Fields:
         return value
 
     def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
-        """Returns the entry of `values` that a text field names. default: the name if the field is absent."""
+        """Returns the entry of the mapping `values` whose key a text field of the JSON object holds. default:
+        the key if the field is absent.
+        """
         value = self.get(name)
         if value is None or value is ABSENT:
             return values[default]

@@ -47,7 +47,9 @@ def read_latent(
 
 
 def _mscale(fields: Fields) -> float:
-    """Returns the factor of queries and keys that YaRN's field mscale_all_dim implies; 1 without it."""
+    """Returns the factor of queries and keys that follows from YaRN's field mscale_all_dim; 1 if the field is
+    absent.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
         if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "yarn":

@@ -118,7 +118,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over a cache of keys and values."""
+    """Grouped-query attention over a KV cache, as one layer's description."""
 
     heads: int
     kv_heads: int
@@ -183,8 +183,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Block:
-    """An entry in the table of mixers or of feed-forwards: everything that other modules need of one kind of
-    block."""
+    """An entry in the table of mixers or of feed-forwards: the functions and names that other modules need of
+    one kind of block.
+    """
 
     kind: str
     """The name of this kind of block in JSON."""
@@ -296,14 +297,14 @@ FEED_FORWARDS: Mapping[type, Block] = {
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
-    """Returns (table entry, block) for the mixer and for the feed-forward of a layer."""
+    """Returns (entry of the table of blocks, block) for the mixer and for the feed-forward of a layer."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
 
 
 @lru_cache(maxsize=1024)
 def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
-    """Returns the parameters of a layer by their names within it, in stored order."""
+    """Returns the parameters of a layer, named without the layer's prefix, in stored order."""
     params: list[Param] = []
     for prefix, (entry, block) in zip(("attn", "mlp"), blocks(layer), strict=True):
         if prefix == "attn" or layer.residual != "parallel_shared":

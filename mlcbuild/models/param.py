@@ -43,5 +43,5 @@ class Param:
 
     @property
     def count(self) -> int:
-        """Returns the number of matrices in a stack; 1 for any other parameter."""
+        """Returns the number of matrices in a stacked parameter; 1 for any other parameter."""
         return self.shape[0] if len(self.shape) == 3 else 1

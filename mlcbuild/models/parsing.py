@@ -130,7 +130,7 @@ def _family(fields: Fields, values: Mapping[str, object]) -> Family:
 
 
 def _common(fields: Fields, family: Family) -> Common:
-    """Reads and returns the config.json fields that all families have."""
+    """Reads and returns the meaning of the config.json fields that all model families have."""
     _check_code(fields, family)
     rules = family.config
     hidden = fields.integer("hidden_size", high=2**20)

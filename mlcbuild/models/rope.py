@@ -68,7 +68,9 @@ class RopeRules:
 
 @dataclass(frozen=True)
 class _Setting:
-    """The values of config.json outside of the rope object, against which the object's fields are checked."""
+    """The fields of config.json outside of its rope object, against which the rope object's fields are
+    checked.
+    """
 
     head_dim: int
     max_position: int
@@ -81,8 +83,8 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Base:
-    """The fields that every type of rotary embedding has: the rotated dimensions, theta, and the context
-    window of the training.
+    """The fields that every type of rotary embedding has: the number of rotated dimensions, theta, and the
+    context window of the training.
     """
 
     dim: int
@@ -140,7 +142,9 @@ def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
 
 
 def _local(fields: Fields, setting: _Setting) -> _Setting:
-    """Returns the values outside of the rope object that apply to layers with a window."""
+    """Returns the fields of config.json outside of its rope object that apply to layers with an attention
+    window.
+    """
     name = "rope_local_base_freq"
     default = setting.rules.local_theta
     if not setting.rules.by_kind:
@@ -201,7 +205,7 @@ def _resolve(inner: Fields, setting: _Setting) -> Rope:
 
 
 def _type(inner: Fields, rules: RopeRules) -> str | None:
-    """Returns the type of scaling that a rope object names; None after a problem."""
+    """Returns the type of frequency scaling that a rope object of config.json names; None after a problem."""
     aliases = rules.aliases or {}
     named = {}
     for name in ("rope_type", "type"):
@@ -232,8 +236,8 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
 
 
 def _base(inner: Fields, setting: _Setting) -> _Base | None:
-    """Reads the fields that every type of rotary embedding has. Returns None after a problem that makes them
-    useless.
+    """Reads the fields that every type of rotary embedding has. Returns None if a field is so wrong that the
+    others cannot be used.
     """
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
@@ -255,8 +259,8 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
 
 
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
-    """Returns a number that may be stated inside the rope object, outside of it (`outer`), or in both if
-    equal; None if it is absent or wrong. high: maximum.
+    """Returns a number that config.json may state inside the rope object, outside of it (`outer`), or in both
+    if equal; None if it is absent or wrong. high: maximum.
     """
     low = 1.0 if name == "rope_theta" else 0.0
     if not inner.has(name):
@@ -280,8 +284,8 @@ def _factor(inner: Fields) -> float:
 
 
 def _alpha(inner: Fields, base: _Base) -> Rope:
-    """Returns a rotary embedding with theta increased to theta * alpha^(dim / (dim - 2)). The object's other
-    fields apply to other types.
+    """Returns a rotary embedding with theta increased to theta * alpha^(dim / (dim - 2)). The other fields of
+    the rope object belong to other types and are not used.
     """
     alpha = inner.number("alpha", high=1e9)
     inner.ignore(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))

@@ -70,8 +70,8 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
     """
 
     def dimension(turns: float) -> float:
-        """Returns the dimension, as a real number, whose wave turns `turns` times within the
-        original window.
+        """Returns the dimension of a head, as a real number, whose rotation makes `turns` full turns within
+        the original context window.
         """
         ratio = scaling.original_max_position / (turns * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
@@ -92,8 +92,8 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
 
 
 def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns YaRN's attention factor, by which cos and sin are multiplied, for checkpoints that do not state
-    it. factor: of the context's extension; mscale, mscale_all_dim: YaRN's fields, or None.
+    """Returns the attention factor by which YaRN multiplies cos and sin, for checkpoints that do not state
+    it. factor: ratio of the extended context to the original; mscale, mscale_all_dim: YaRN's fields, or None.
     """
 
     def scale(weight: float) -> float:

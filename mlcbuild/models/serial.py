@@ -118,7 +118,7 @@ def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object]
 
 @cache
 def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Returns field name -> (type, True if the field has no default) for a dataclass."""
+    """Returns field name of a dataclass -> (type, True if the field has no default)."""
     types = get_type_hints(kind)
     return {field.name: (types[field.name], field.default is MISSING) for field in dataclass_fields(kind)}
 

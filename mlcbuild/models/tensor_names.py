@@ -48,26 +48,28 @@ class Piece:
 
     @property
     def taken(self) -> list[int]:
-        """Returns the indices of the rows of a block that belong to the parameter, in the
-        parameter's order.
+        """Returns the indices, within a block of rows of the stored tensor, of the rows that belong to the
+        parameter, in the parameter's order.
         """
         return [row for part in self.take for row in range(*part)]
 
     @property
     def stored_rows(self) -> int:
-        """Returns the number of rows that the stored tensor has. Must not be called for a
-        transposed tensor.
+        """Returns the number of rows that the checkpoint's tensor has. Must not be called for a transposed
+        tensor.
         """
         return self.rows // len(self.taken) * self.block if self.block else self.rows
 
     @property
     def in_order(self) -> bool:
-        """Returns True if the tensor's rows and columns are those of the parameter, in the same order."""
+        """Returns True if the rows and columns of the checkpoint's tensor are those of the parameter, in the
+        same order.
+        """
         return not (self.block or self.columns or self.transposed)
 
     def to_json(self) -> list[Json]:
-        """Returns [tensor, rows, block?, take?, columns?, transposed?]. Fields at the end that have their
-        default value are left out.
+        """Returns the JSON list [tensor, rows, block?, take?, columns?, transposed?] of a piece's fields.
+        Fields at the end that have their default value are left out.
         """
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [

@@ -137,8 +137,8 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:
     """Returns the scales, or the minima, of each row and group as float32: [rows, columns / group]. tensors:
-    the stored float16 or float32 tensor, and where scales have two levels also the integers of groups, which
-    have the type `steps`.
+    the stored float16 or float32 tensor and, where scales have two levels, also the integer factors of
+    groups, whose type is `steps`.
     """
     first = _by_rows(tensors[0])
     if len(tensors) == 1:
@@ -150,14 +150,14 @@ def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns
 
 
 def _by_rows(tensor: Array) -> NDArray[Any]:
-    """Returns a stored tensor in the order of rows: the inverse of _in_tiles."""
+    """Returns a tensor stored in tiles in the order of matrix rows: the inverse of _in_tiles."""
     tiles = tensor.shape[0]
     whole = tensor.reshape(tiles, -1, TILE_ROWS).swapaxes(1, 2)
     return np.ascontiguousarray(whole).reshape(tiles * TILE_ROWS, -1)
 
 
 def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:
-    """Returns the stored codes [rows of whole tiles, columns]."""
+    """Returns the integer codes of a stored matrix, [rows rounded up to whole tiles, columns]."""
     tiles, groups, _ = q_weight.shape
     lines = np.ascontiguousarray(q_weight).view(np.uint8).reshape(tiles, groups, -1, TILE_ROWS, QUAD)
     quads = lines

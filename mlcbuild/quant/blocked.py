@@ -71,7 +71,9 @@ def _format(
 
 
 def both(blocks: Blocks) -> dict[str, Format]:
-    """Returns the format in both layouts: layout -> format."""
+    """Returns a format that keeps the values of quantized checkpoints in both physical layouts: layout ->
+    format.
+    """
     return {"x16": tiles(blocks), "row": rows(blocks)}
 
 

@@ -22,7 +22,9 @@ BLOCK_WEIGHTS = 256
 
 @dataclass(frozen=True)
 class Blocks:
-    """The kinds of numbers that make up the weights of a format, or of a type of tensors in a checkpoint."""
+    """The types of codes, scales and minima that make up the weights of a format, or of a type of tensors in
+    a checkpoint.
+    """
 
     bits: Literal[4, 5, 6, 8]
     """Number of bits of one code."""
@@ -52,8 +54,8 @@ class Blocks:
         return GROUP // self.group
 
     def holds(self, other: Blocks) -> bool:
-        """Returns True if this format can store, without change, every value that a format of the kind
-        `other` can store.
+        """Returns True if a format with these codes and scales can store, without change, every value that
+        one of the kind `other` can store.
         """
         low, other_low = -self.zero, -other.zero
         high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low

@@ -1,4 +1,6 @@
-"""Floating point weights: widening to float32, rounding to a stored dtype, and the errors of both."""
+"""Converts floating point weights: widens them to float32, rounds them to a stored dtype, and reports errors
+of both.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def not_finite(name: str) -> CheckpointError:
 
 
 def overflow(name: str, greatest: float, what: str) -> CheckpointError:
-    """Returns the error for numbers beyond float16; `what` describes the number `greatest` in the message."""
+    """Returns the error for numbers beyond the range of float16; `what` says in the message what the number
+    `greatest` is.
+    """
     return CheckpointError(
         f"{name}: it holds {what}{greatest:.6g}, beyond the largest float16, 65504; store this parameter in "
         "float32: use a scheme such as q0f32 or q4f32_1, or an override for it"

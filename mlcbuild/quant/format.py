@@ -119,7 +119,7 @@ def load_format(name: str, layout: str) -> Format:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as weights files store it and a compiled library receives it."""
+    """One tensor, as weights files store it and as a compiled library receives it."""
 
     name: str
     shape: tuple[int, ...]

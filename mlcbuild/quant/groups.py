@@ -1,4 +1,4 @@
-"""Defines sizes and numbers that formats and kernels share, for groups of weights with one scale."""
+"""Defines the sizes and numbers, for groups of weights with one scale, that formats and kernels share."""
 
 from __future__ import annotations
 

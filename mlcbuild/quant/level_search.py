@@ -100,8 +100,9 @@ def _with_minimum(blocks: Blocks, planes: Floats) -> tuple[Floats, Floats]:
 
 
 def _signed(blocks: Blocks, planes: Floats) -> Floats:
-    """Returns the scale of each group of `planes` [group, groups]: that of least squared error for the codes
-    that the weight of largest magnitude divides, this weight having the lowest code."""
+    """Returns the scale of each group of `planes` [group, groups]. The weight of largest magnitude gets the
+    lowest code; the other codes follow from it, and the scale is that of least squared error for these codes.
+    """
     high, low = planes.max(axis=0), planes.min(axis=0)
     scale = np.where(high >= -low, high, low) / np.float32(-blocks.zero)
     codes = _codes(blocks, planes, scale, None)
@@ -121,8 +122,10 @@ def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None
 
 
 def _levels(numbers: Floats, most: int, name: str) -> tuple[Floats, Floats]:
-    """Returns (a float16 number of each row, as float32, integers of at most `most`) whose products are about
-    `numbers` [rows, count]. A number that is not zero has no factor of zero unless its row's float16 is."""
+    """Approximates `numbers` [rows, count] by products of a float16 of each row with integers of at most
+    `most`; returns (the float16 numbers, as float32; the integers). A number that is not zero has the integer
+    zero only if its row's float16 is zero.
+    """
     extreme = np.where(numbers.max(axis=1) >= -numbers.min(axis=1), numbers.max(axis=1), numbers.min(axis=1))
     unit = extreme / np.float32(most)
     if (greatest := largest(unit)) >= OVERFLOW:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def tiles(blocks: Blocks) -> Format:
-    """Returns the format that quantizes any matrix to these blocks, which have levels, and stores it in the
-    layout x16 as blocked.tiles does."""
+    """Returns the format that quantizes any float matrix to blocks with scales of two levels, and stores it
+    in the layout x16 as blocked.tiles does.
+    """
     form = blocked.tiles(blocks)
     return replace(form, pack=partial(_quantize, blocks, form.tensors), pack_blocks=None)
 

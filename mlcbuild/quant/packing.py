@@ -23,7 +23,7 @@ LEAST_SCALE = 2.0**-24
 
 
 class Packer:
-    """Quantizes rows of one matrix and packs them, working in the scratch memory."""
+    """Quantizes rows of one weight matrix and packs the codes, in reusable scratch memory."""
 
     def __init__(self, groups: Groups, tile: int, columns: int, scratch: Scratch, name: str) -> None:
         """Prepares packing of rows with `columns` weights. tile: TILE_ROWS for the layout x16, 1 for the

@@ -16,7 +16,9 @@ _EIGHT = np.arange(8, dtype=np.uint32)
 
 
 def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Returns codes [rows, whole groups], a byte each, as words: see groups.row_words."""
+    """Returns codes [rows, whole groups], a byte each, packed into uint32 words as groups.row_words
+    describes.
+    """
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
     rows, columns = codes.shape
@@ -32,7 +34,7 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[np.uint8]:
-    """Returns the codes [rows, groups * GROUP] of words."""
+    """Returns the codes [rows, groups * GROUP], a byte each, unpacked from the uint32 words of a row."""
     rows, columns = len(words), groups * GROUP
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
@@ -60,8 +62,9 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 
 
 def _levels(numbers: Sequence[NDArray[np.generic]]) -> Array:
-    """Returns the words of scales with two levels, for each block: its float16 numbers, then the steps of
-    scales, then those of minima."""
+    """Returns the uint32 words that store scales of two levels, for each block: first its float16 numbers,
+    then the integer factors of scales, then those of minima.
+    """
     rows, count = numbers[1].shape
     halves = [block.astype(np.float16).view(np.uint16).astype(np.uint32) for block in numbers[1::2]]
     first = halves[0] if len(halves) == 1 else halves[0] | halves[1] << np.uint32(16)
@@ -87,7 +90,9 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
 
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Returns scales and minima of each row and group: [rows, columns / group]."""
+    """Returns (scales, minima) of each row and group of a stored matrix as float32: [rows, columns /
+    group].
+    """
     if blocks.scale != "levels":
         if not blocks.minimum:
             return numbers.astype(np.float32), None
@@ -105,6 +110,6 @@ def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArra
 
 
 def _halves(words: NDArray[Any], upper: bool) -> NDArray[np.float32]:
-    """Returns one of the two float16 numbers of each word."""
+    """Returns the low or the high one of the two float16 numbers of each uint32 word."""
     half: NDArray[np.uint16] = (words >> np.uint32(16 * upper) & np.uint32(0xFFFF)).astype(np.uint16)
     return half.view(np.float16).astype(np.float32)

@@ -67,7 +67,7 @@ class Storage:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Returns the names of all formats of the scheme, sorted."""
+        """Returns the names of all formats of the scheme and of its overrides, sorted."""
         return tuple(sorted({self.format, *(other.format for _, other in self.overrides)}))
 
 

@@ -1,5 +1,6 @@
-"""The quantization schemes that recipes may name. No action imports this table, so a new scheme changes no
-key."""
+"""Lists the quantization schemes that recipes may name. No action imports this table, so a new scheme changes
+no key.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ def fit(
 
 
 def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
-    """Returns unit / extreme of each group, zero where the extreme is below TINY."""
+    """Returns unit / extreme for each group, and zero for a group whose extreme (weight of largest magnitude)
+    is below TINY.
+    """
     tiny = np.abs(extreme) < TINY
     if not tiny.any():  # nearly always
         return np.divide(np.float32(unit), extreme)

@@ -168,7 +168,9 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
 
 
 def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> dict[str, Path]:
-    """Returns description -> path of everything that steps read, which bundles must not replace."""
+    """Returns description -> path of every file and directory that steps read and that bundles must not
+    replace.
+    """
     paths = {
         f"the model '{name}'": model.source.path
         for name, model in models.items()

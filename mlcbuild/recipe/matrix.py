@@ -116,8 +116,8 @@ def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[i
 
 
 class _Index:
-    """An index of entries by the axes that they name. A combination is looked up once for each set
-    of axes.
+    """An index of include and exclude entries by the axes that they name. A combination is looked up once for
+    each set of axes.
     """
 
     def __init__(self, entries: Sequence[MatrixEntry]) -> None:

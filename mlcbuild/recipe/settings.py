@@ -81,7 +81,9 @@ _Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
 
 @dataclass(frozen=True)
 class _Layer:
-    """The settings of the whole recipe, or of one include entry."""
+    """The settings that one section of a recipe states for the whole recipe, or that one include entry
+    states.
+    """
 
     where: Where
     compile: _Written

@@ -111,7 +111,7 @@ def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
 
 
 class _Hashed(io.RawIOBase):
-    """Wraps a file, and computes the digest of the bytes that are read from it."""
+    """Wraps an open file, and computes the digest of the bytes that are read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.hasher = blake3()

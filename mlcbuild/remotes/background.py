@@ -47,13 +47,14 @@ class Background:
         return future
 
     def all(self, calls: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Runs calls in parallel and returns their results in order. Raises the exception of the first call
-        that fails."""
+        """Runs several calls in parallel in daemon threads and returns their results in order. Raises the
+        exception of the first call that fails.
+        """
         futures = [self.submit(call) for call in calls]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Cancels the calls that have not started; running calls continue."""
+        """Cancels the calls that no thread has started yet; running calls continue."""
         with self._guard:
             if self._closed:
                 return

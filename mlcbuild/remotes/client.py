@@ -104,9 +104,10 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """Returns the body of the response to a request for the bytes from `start` on. Raises RemoteError.
+        """Returns the body of a response to a request for an object's bytes from `start` on. Raises
+        RemoteError.
 
-        share: number of concurrent transfers that must not be slower than SLOWEST together.
+        share: number of concurrent transfers that together must not be slower than SLOWEST.
         """
         begin = 0
         if response.status == 206:
@@ -193,7 +194,7 @@ class Client:
         return data
 
     def _reason(self, error: Exception) -> RemoteError:
-        """Returns the RemoteError for a failed request. Its message is worded as the end of a sentence."""
+        """Returns a RemoteError for a failed HTTP request. Its message is worded as the end of a sentence."""
         causes = list(_chain(error))
         invalid = next((cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), None)
         if invalid is not None:
@@ -212,8 +213,9 @@ class _FinalError(RemoteError):
 
 
 def status_words(status: int, code: str = "") -> str:
-    """Returns a description of an unexpected HTTP status and the server's error code, as the end of a
-    sentence."""
+    """Returns a description of an unexpected HTTP status and of the server's error code, as the end of a
+    sentence.
+    """
     words = f"status {status}, {code}" if code else f"status {status}"
     if 300 <= status < 400:
         return f"it redirects clients ({words}): write the final address into the recipe"

@@ -99,6 +99,6 @@ class TlsConnection(TimedConnection, HTTPSConnection):
 
 
 def _close_late(future: Future[object]) -> None:
-    """Closes a connection that was established after its deadline."""
+    """Closes a network connection that was established only after the deadline for connecting."""
     if future.exception() is None and isinstance(late := future.result(), socket.socket):
         late.close()

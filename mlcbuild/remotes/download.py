@@ -56,8 +56,8 @@ def download(
 def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Requests the rest of an object until all of its bytes have arrived. Returns False if the remote does
-    not have the name.
+    """Requests the rest of a remote object until all of its bytes have arrived. Returns False if the remote
+    does not have the name.
     """
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
@@ -94,7 +94,7 @@ def _request(
 
 
 class _Part:
-    """A file that a download fills, and the digest of the bytes that it has so far."""
+    """A file that a download fills, and the digest of the bytes that the file has so far."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.size = size

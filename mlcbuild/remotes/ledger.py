@@ -30,7 +30,7 @@ class Ledger:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """Returns the keys that the remote had received when the ledger was first read."""
+        """Returns the keys that the remote had received when the ledger's file was first read."""
         try:
             return frozenset(regular.read(self._path, _LARGEST, follow_link=False).decode().split("\n"))
         except (OSError, ValueError):

@@ -112,8 +112,8 @@ class Link:
         return True
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads a blob from the file `place`, and returns True if the remote has the blob afterwards.
-        Raises CancelledError.
+        """Uploads the file `place` as a blob to the remote, and returns True if the remote has the blob
+        afterwards. Raises CancelledError.
         """
         if self.unwritten:
             return False
@@ -192,7 +192,9 @@ class Link:
             self.sent.records += 1
 
     def _size(self, name: str) -> int | None:
-        """Returns the size of an object in bytes; None if it does not exist, -1 if it must be replaced."""
+        """Returns the size in bytes of an object on the remote; None if it does not exist, -1 if it must be
+        replaced.
+        """
         try:
             return -1 if name in self._damaged else self._open().size(name)
         except DamagedError:

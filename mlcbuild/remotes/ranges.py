@@ -34,7 +34,7 @@ use.
 
 @dataclass(frozen=True)
 class Range:
-    """The response to a request for a range: exactly that range, or the whole object."""
+    """The response to a request for a range of an object's bytes: exactly that range, or the whole object."""
 
     body: Body
     size: int
@@ -49,9 +49,9 @@ response."""
 
 
 class Ranges:
-    """The bytes of an object, in order.
+    """Reads the bytes of a remote object in order, in ranges.
 
-    While they arrive fast, each range is requested after the previous one, and is much longer. After a slow
+    While bytes arrive fast, each range is requested after the previous one, and is much longer. After a slow
     range, all further ranges are short and requested concurrently.
     """
 

@@ -158,8 +158,8 @@ class Registry:
     def _piece(
         self, location: str, source: UploadSource, before: hashlib._Hash, start: int, end: int
     ) -> tuple[str, hashlib._Hash]:
-        """Uploads the bytes start..end-1 of a source. before: state of the SHA-256 before them. Returns the
-        URL for the next part, and the state of the SHA-256 after them.
+        """Uploads the bytes start..end-1 of a source as a part of a blob. before: state of the SHA-256 of the
+        bytes before `start`. Returns (URL for the next part, state of the SHA-256 after this part).
         """
         begin = start
         for attempt in range(_ATTEMPTS):
@@ -229,7 +229,7 @@ class Registry:
         return client, response
 
     def _client(self, place: SplitResult) -> Client:
-        """Returns the client of a server to which the registry redirects."""
+        """Returns the HTTP client for a server to which the registry redirects."""
         address = f"{place.scheme}://{place.netloc}"
         with self._guard:
             if address not in self._clients:

@@ -218,7 +218,7 @@ class S3:
 
 
 class _Tasks:
-    """The running calls of obstore, which end when the transport is closed."""
+    """The running calls of obstore; closing the transport ends them."""
 
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
@@ -270,7 +270,7 @@ class _Tasks:
 
 
 class _Object:
-    """One object and its signed URL, which is renewed before it expires."""
+    """One object in the bucket and its signed URL, which is renewed before it expires."""
 
     def __init__(self, transport: S3, name: str) -> None:
         self._transport = transport

@@ -48,7 +48,7 @@ class RemoteRecord:
 
 
 class Sharing:
-    """The remotes of a run. Thread-safe except for `look_up`."""
+    """The remotes that a run uses. Thread-safe except for `look_up`."""
 
     def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
         self.store = store
@@ -67,7 +67,7 @@ class Sharing:
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """Returns the names of the remotes to which results are uploaded."""
+        """Returns the names of the remotes to which the run uploads results."""
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
@@ -89,7 +89,9 @@ class Sharing:
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Forgets the record of a key whose files cannot be downloaded, so that its step is built."""
+        """Makes the run build a step again whose files cannot be downloaded, by dropping the record of the
+        key.
+        """
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
@@ -137,7 +139,7 @@ class Sharing:
                 (self._unsent / key).touch()
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
-        """Returns those of `keys` whose results have not been uploaded to all remotes that are written to."""
+        """Returns those of `keys` whose results have not been uploaded to all writable remotes yet."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
@@ -147,7 +149,7 @@ class Sharing:
         return frozenset(key for key in keys if key in promised or key not in sent)
 
     def kept(self, key: str) -> None:
-        """Records that every remote that is written to has the result of a key."""
+        """Records that every writable remote has the result of a key."""
         for name in self.writers:
             self._ledgers[name].add(key)
         with suppress(OSError):
@@ -171,8 +173,8 @@ class Sharing:
         return tuple(missing)
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` as a blob to a remote that is also read, and returns True if one has it
-        afterwards.
+        """Uploads the file `place` as a blob to a remote from which the run also reads, and returns True if
+        such a remote has it afterwards.
 
         Raises CancelledError.
         """
@@ -198,7 +200,9 @@ class Sharing:
         return f"no remote gives {entry.path}"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Looks up keys in other threads, so that this thread can react to an interrupt meanwhile."""
+        """Looks up keys on a remote in other threads, so that this thread can react to an interrupt
+        meanwhile.
+        """
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
             while not question.done() and not self._ended:
@@ -213,7 +217,9 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> RemoteRecord | None:
-        """Returns the remote's record that `keep` stored; None if it is missing or damaged."""
+        """Returns the record of a remote that `keep` stored on this machine; None if it is missing or
+        damaged.
+        """
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")

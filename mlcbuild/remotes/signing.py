@@ -30,7 +30,7 @@ class RefusedError(ValueError):
 
 
 def seal(record: Record, signer: Signer | None) -> bytes:
-    """Encodes a record for a remote, signed if there is a signer."""
+    """Encodes a record as bytes for a remote, signed if there is a signer."""
     body = record.encode()
     if signer is None:
         return body

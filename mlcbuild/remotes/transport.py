@@ -101,7 +101,9 @@ class Pace:
 
 
 class Attempts:
-    """Counts interrupted requests for parts of one object, and fails when they bring too few bytes."""
+    """Counts interrupted requests for parts of one remote object, and raises an error when they bring too few
+    bytes.
+    """
 
     def __init__(self) -> None:
         self._vain = 0

@@ -120,7 +120,7 @@ def _bar(bar: Bar, row: int, scale: float) -> str:
 
 
 def ticks(total: float, most: int = 8) -> list[float]:
-    """Returns round numbers from 0 to `total`, at most `most` + 1."""
+    """Returns round numbers from 0 to `total` for the marks of an axis, at most `most` + 1 of them."""
     steps = [base * 10.0**power for power in range(-3, 2) for base in (1, 2, 5)]
     steps += [60.0 * n for n in (1, 2, 5, 10, 15, 30)] + [3600.0 * n for n in (1, 2, 4, 8, 24)]
     step = next((step for step in sorted(steps) if total / step <= most), total / most)
@@ -284,7 +284,7 @@ def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]
 
 
 def _rounds(largest: float) -> list[float]:
-    """Returns round numbers from 0 to `largest`, for the marks of an axis."""
+    """Returns round numbers from 0 to `largest`, at most a few, for the marks of an axis."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
     return [i * step for i in range(int(largest / step) + 1)]

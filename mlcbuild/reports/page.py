@@ -169,8 +169,8 @@ def _figure(item: LoggedVariant, name: str, form: str = ".3g") -> str:
 
 
 def _moved(now: float | None, before: float | None) -> str:
-    """Returns the relative change of a number in words, "" if it is too small to show. An increase is marked
-    as worse.
+    """Returns the relative change of a number in words, such as "+3.0%", or "" if it is too small to show. An
+    increase is marked as worse.
     """
     if now is None or not before or abs(now / before - 1) < 0.0005:
         return ""

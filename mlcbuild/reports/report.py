@@ -87,7 +87,7 @@ class Tally:
     """Running step -> the cluster worker that runs it."""
 
     def note(self, event: Event) -> None:
-        """Updates the counts with an event of the run."""
+        """Updates the counts of finished and running steps with an event of the run."""
         match event:
             case RunStarted():
                 self.total, self.done = event.steps, event.reused
@@ -325,7 +325,9 @@ class View:
         return table
 
     def _rows(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yields a row for each running or waiting step, and one for the run: its style, title and cells."""
+        """Yields a table row for each running or waiting step, and one for the whole run: (style, title,
+        cells).
+        """
         tally = self._tally
         for name in list(tally.running):
             where = f" on {tally.places[name]}" if name in tally.places else ""

@@ -128,7 +128,7 @@ class Clock:
 
 
 def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ...]:
-    """Returns the logged steps of a run, each after the steps on which it depends."""
+    """Returns the steps of a run as its log records them, each after the steps on which it depends."""
     place = {name: index for index, name in enumerate(graph.nodes)}
     logged = []
     for step in sorted(result.steps, key=lambda step: place[step.name]):

@@ -106,7 +106,9 @@ def _stands(rows: list[Row], destination: Path) -> bool:
 
 
 def _marker(destination: Path) -> Path:
-    """Returns the path of the file that lists what mlcbuild wrote to the output directory `destination`."""
+    """Returns the path of the file that lists the files that mlcbuild wrote to the output directory
+    `destination`.
+    """
     return destination.with_name(f".{destination.name}.mlcbuild.json")
 
 
@@ -151,8 +153,8 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
 
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
-    """Returns True if the destination has exactly the files `rows`, compared by name, size and mtime. That
-    suffices, since the files were verified against `listed`, the list of written files, before.
+    """Returns True if the output directory has exactly the files `rows`, compared by name, size and mtime.
+    That suffices, since the files were verified against `listed`, the list of written files, before.
     """
     here = {name: path.stat() for path, name in _files(destination)}
     return here.keys() == {path for path, _, _ in rows} and all(
@@ -204,7 +206,9 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _read(marker: Path) -> list[Row]:
-    """Returns the rows of a list of written files; [] if it is missing or damaged."""
+    """Returns the rows of a list of files that mlcbuild wrote to an output directory; [] if the list is
+    missing or damaged.
+    """
     try:
         listed = json.loads(regular.read(marker, LARGEST, follow_link=False))["files"]
         return [(str(path), str(digest), int(size)) for path, digest, size in listed]

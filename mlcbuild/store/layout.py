@@ -39,7 +39,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns an absolute path, without resolving links and `..`."""
+    """Returns a path as an absolute path, without resolving symbolic links and `..`."""
     return os.path.join(os.getcwd(), path)
 
 

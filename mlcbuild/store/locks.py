@@ -92,8 +92,8 @@ def holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """Opens a lock's file and returns its descriptor. Anything but a regular file at its path is damage and
-    is removed.
+    """Opens the file of a lock and returns its descriptor. Anything but a regular file at its path is damage
+    and is removed.
     """
     while True:
         try:

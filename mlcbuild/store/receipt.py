@@ -155,7 +155,9 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
 
 
 def short(path: str) -> str:
-    """Returns a path as an absolute path or relative to the current directory, whichever is shorter."""
+    """Returns a path either as an absolute path or relative to the current directory, whichever text is
+    shorter.
+    """
     return path.removeprefix(os.getcwd() + "/")
 
 

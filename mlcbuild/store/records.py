@@ -45,7 +45,7 @@ _WRONG_TREE = "the digest of its tree does not follow from its files"
 
 @dataclass(frozen=True)
 class Preimage:
-    """Everything that is hashed into a step's key: action, parameters, source files, tools and inputs."""
+    """Everything that is hashed into a step's key: its action, parameters, source files, tools and inputs."""
 
     action: str
     params: Mapping[str, Json]
@@ -87,8 +87,8 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """Returns the text for a pre-image whose parts are canonical JSON. inputs: argument -> list of its
-        files.
+        """Returns the text that a record must have for a pre-image whose parts are canonical JSON. inputs:
+        argument of the action -> list of its files.
         """
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
@@ -249,12 +249,14 @@ class Record:
 
 @lru_cache(maxsize=4096)
 def _tree(rows: tuple[Row, ...]) -> Tree:
-    """Returns the files of an input as a tree, cached, because the steps of a recipe share most inputs."""
+    """Returns the files of a step's input as a tree. Trees are cached, because the steps of a recipe share
+    most inputs.
+    """
     return Tree.of(Entry(*row) for row in rows)
 
 
 def _head(key: str, data: bytes) -> Record:
-    """Parses a record, checking its first line only. Raises ValueError."""
+    """Parses a record of a step's result, checking its first line only. Raises ValueError."""
     if len(data) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")
     first, newline, rest = data.partition(b"\n")

@@ -103,7 +103,9 @@ class StatCache:
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
     def imports(self) -> ImportTable:
-        """Returns the cached imports of source files. `save` also writes entries that the caller adds."""
+        """Returns a mapping with the cached imports of source files. `save` also writes entries that the
+        caller adds to it.
+        """
         if self._imports is None:
             rows = self._rows("select source, package, modules, checksum from imports")
             self._imports = {

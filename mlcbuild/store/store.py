@@ -204,7 +204,7 @@ class Store(Blobs):
             return try_lock(self.root / "locks" / key)
 
     def log(self, step: str) -> Path:
-        """Returns the path of the latest log of the step with this name."""
+        """Returns the path of the latest log that the step with this name wrote."""
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", part).lstrip(".") or "_" for part in step.split("/")]
         return self.root / "logs" / ("/".join(parts) + ".log")
 

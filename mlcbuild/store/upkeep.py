@@ -135,7 +135,9 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
 
 
 def _condemn(store: Store, blob: Path) -> str:
-    """Removes anything below cas/ that is not an intact blob, and returns "", or the reason why it stays."""
+    """Removes anything below the store's directory cas/ that is not an intact blob, and returns "", or the
+    reason why it stays.
+    """
     with _alone(store) as alone:
         if alone and _check(blob) is None:  # Otherwise another process has replaced it meanwhile.
             if blob == store.blob(blob.name):
@@ -278,7 +280,7 @@ def _check(blob: Path) -> int | None:
 
 
 def _entries(root: Path) -> Iterator[Path]:
-    """Yields the paths of all possible records or blobs below `root`, sorted."""
+    """Yields the paths of all possible records or blobs below the directory `root`, sorted."""
     for shelf in sorted(root.iterdir()) if root.is_dir() else []:
         if shelf.is_dir() and len(shelf.name) == 2 and not shelf.is_symlink():
             yield from sorted(shelf.iterdir())

@@ -56,7 +56,9 @@ class Backend:
     """
 
     def storage(self, scheme: Scheme) -> Storage:
-        """Returns a scheme as the device stores it. Raises UsageError for a format without kernels."""
+        """Returns a scheme together with the layout in which the device stores it. Raises UsageError for a
+        format without kernels.
+        """
         return storage(scheme, self.layout)
 
     def kernel_modules(self, scheme: Storage) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def resolve(name: str) -> Target:
 
 
 def unknown(name: str) -> str:
-    """Returns the error message for a name that is neither a preset nor `host`."""
+    """Returns the error message for a target name that is neither a preset nor `host`."""
     return f"target '{name}' is unknown; {did_you_mean(name, [*presets(), HOST])}"
 
 
@@ -115,8 +115,8 @@ def _base(document: Document, where: Where, data: dict[str, Data], problems: Pro
 
 
 def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
-    """Returns the sorted features of both lists. An added feature replaces the same feature with the other
-    sign.
+    """Returns the sorted LLVM features of two lists together. An added feature replaces the same feature with
+    the other sign.
     """
     by_name = {feature[1:]: feature for feature in (*base, *added)}
     return tuple(sorted(by_name.values()))

@@ -98,11 +98,14 @@ class Function:
         return tuple(argument.name for argument in self.arguments)
 
     def index(self, name: str) -> int:
-        """Returns the position of the argument called `name`. Raises ValueError if there is none."""
+        """Returns the position, among the function's arguments, of the argument called `name`. Raises
+        ValueError if there is none.
+        """
         return self.names.index(name)
 
     def ordered(self, values: Mapping[str, Value]) -> list[Value]:
-        """Returns the values of a call in the order of the arguments. `values` maps argument name -> value.
+        """Returns the values of a call's arguments in the order of the function's arguments. `values` maps
+        argument name -> value.
 
         Raises KeyError for an argument without a value, ValueError for a value without an argument.
         """

@@ -168,8 +168,8 @@ class Image:
                 raise ImageError(f"has a dynamic section whose entry {tag:#x} is wrong")
 
     def _size(self, tag: int) -> int:
-        """Returns the size in bytes of the table whose address a tag of the dynamic section states; if the
-        size is missing, a number larger than any file.
+        """Returns the size in bytes of the ELF table whose address a tag of the dynamic section states; if
+        the size is missing, a number larger than any file.
         """
         return self._values.get(_SIZED[tag], 1 << 62)
 
@@ -218,7 +218,9 @@ class Image:
             raise ImageError("has a segment that can be written and run")
 
     def _names(self) -> list[bytes]:
-        """Returns the name of every symbol, after checking that the hash table finds each exported one."""
+        """Returns the name of every symbol of the ELF library, after checking that the hash table finds each
+        exported one.
+        """
         if _GNU_HASH not in self._values:
             if _HASH not in self._values:
                 raise ImageError("has no table of symbols")
@@ -280,7 +282,9 @@ class Image:
             raise ImageError("lacks a relocation")
 
     def _called(self) -> set[int]:
-        """Returns the addresses of the pointers to functions that the loader calls; relocations fill them."""
+        """Returns the addresses of the pointers to functions that the loader calls when it loads the ELF
+        library; relocations fill them.
+        """
         tables = [
             (self._values[at], self._values[size]) for at, size in ((25, 27), (26, 28)) if at in self._values
         ]

@@ -99,15 +99,18 @@ class Fields:
         self.value, self.name = value, name
 
     def only(self, *names: str) -> Fields:
-        """Raises FieldError for a key that is not among `names`; returns the object itself otherwise."""
+        """Raises FieldError for a key of the JSON object that is not among `names`; returns the object itself
+        otherwise.
+        """
         unknown = sorted(set(self.value) - set(names))
         if unknown:
             raise FieldError(f"unknown field {self._path(unknown[0])}")
         return self
 
     def text(self, key: str, pattern: str | None = None) -> str:
-        """Returns a non-empty string of one printable line, all of which matches the regular expression
-        `pattern`."""
+        """Returns the field `key` as text: a non-empty string of one printable line that matches the regular
+        expression `pattern` as a whole.
+        """
         value = self._get(key)
         if not is_line(value):
             raise self._wrong(key, f"a non-empty string of at most {MAX_TEXT} printable characters", value)
@@ -140,7 +143,9 @@ class Fields:
         return tuple(numbers)
 
     def number(self, key: str, minimum: float, maximum: float) -> float | None:
-        """Returns a number between the bounds, or None where the field is absent or null."""
+        """Returns the field `key` as a number between the bounds, or None where the field is absent
+        or null.
+        """
         value = self.value.get(key)
         if value is None:
             return None

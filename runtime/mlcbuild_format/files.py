@@ -106,7 +106,9 @@ def check_listing(root: Path, names: Collection[str]) -> None:
 
 
 def _entries(root: Path, folders: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Yields (relative path, file type) of each entry of `root` and of the directories `folders` below it."""
+    """Yields (relative path, file type) of each entry of the directory `root` and of the directories
+    `folders` below it.
+    """
     for folder in ("", *sorted(folders)):
         place = root / folder
         try:

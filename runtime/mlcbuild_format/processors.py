@@ -181,7 +181,9 @@ def _intel_mac_features(sysctl: Callable[[str], str]) -> frozenset[str] | None:
 
 
 def _flags(cpuinfo: str, label: str) -> frozenset[str]:
-    """Returns the flags that all processors of the machine have, since a thread may move to any of them."""
+    """Returns the CPU flags that all processors of the machine have, since a thread may move to any
+    of them.
+    """
     common: frozenset[str] | None = None
     for line in set(cpuinfo.splitlines()):
         name, _, value = line.partition(":")

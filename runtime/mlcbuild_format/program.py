@@ -292,6 +292,6 @@ def _check_aliasing(kernel: Shader, launch: Launch, program: Program) -> None:
 
 
 def scalar_values(kernel: Shader, launch: Launch, sizes: Sizes) -> dict[str, int]:
-    """Returns the scalars of a launch in a call of these sizes, in order."""
+    """Returns the values of a launch's scalars, in order, for a call of these sizes."""
     values = (evaluate(expression, sizes) for expression in launch.scalars)
     return dict(zip(kernel.scalars, values, strict=True))

@@ -1,5 +1,6 @@
-"""Reads program.json, the file of a GPU program, strictly, and writes it. See program.py for the meaning of
-its fields."""
+"""Reads and writes program.json, the file of a GPU program; reading is strict. See program.py for the meaning
+of its fields.
+"""
 
 from __future__ import annotations
 
@@ -273,7 +274,7 @@ def to_json(program: Program) -> dict[str, Json]:
 
 
 def _fields(value: object) -> Json:
-    """Returns a dataclass, or a container of dataclasses, as JSON."""
+    """Returns a dataclass, or a container of dataclasses, as a JSON value."""
     if isinstance(value, Mapping):
         return {str(key): _fields(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -53,7 +53,7 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor stored in a file: its type, its shape and the place of its bytes."""
+    """A tensor that is stored in a safetensors file: its type, its shape and the position of its bytes."""
 
     name: str
     dtype: str
@@ -141,7 +141,7 @@ def _check_places(tensors: Iterable[Tensor], data: int, size: int) -> None:
 
 
 class NewTensor(Protocol):
-    """A tensor that is to be written to a file."""
+    """A tensor that is to be written to a safetensors file."""
 
     @property
     def name(self) -> str: ...
@@ -160,7 +160,7 @@ class NewTensor(Protocol):
 
 @dataclass(frozen=True)
 class NewFile:
-    """The header of a file to be written, and the offsets of its tensors."""
+    """The header of a safetensors file to be written, and the offsets of its tensors."""
 
     header: bytes
     """The first bytes of the file: the header with its length in front."""

@@ -182,8 +182,8 @@ class _Responses:
         self._running, self._history, self._lock = running, History(), threading.Lock()
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
-        """Checks a request body, and returns (the requests for the engine, the response to fill, the record
-        of it to store). Raises RequestError.
+        """Checks a body of /v1/responses, and returns (the requests for the engine, the response to fill, the
+        record of the response to store). Raises RequestError.
         """
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:

@@ -56,8 +56,8 @@ def load(
 
 
 def check(path: Path, manifest: Manifest) -> None:
-    """Loads those parts of a bundle that have never passed in a child process. Raises BundleError if that
-    fails.
+    """Loads, in a child process, those parts of a bundle that have never been loaded in one successfully.
+    Raises BundleError if that fails.
     """
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
     new = [part for part, note in notes.items() if note is None or not note.exists()]

@@ -69,7 +69,7 @@ class _Gptq:
         return wrapped
 
     def offset(self) -> float:
-        """Returns the mean difference of codes and stored zero points over the first rows of a GPTQ matrix."""
+        """Returns the mean difference of codes and stored zero points in the first rows of a GPTQ matrix."""
         with Rows() as reader:
             count = min(_OUTPUTS, self.outputs)
             codes, zeros = self.codes(reader, 0, count), self.zeros(0, reader, 0, count)

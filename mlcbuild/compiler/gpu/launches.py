@@ -69,8 +69,8 @@ class LaunchBuilder:
     def norm_buffers(
         self, name: str, spec: NormSpec, bindings: tuple[str, str] = ("weight", "shift")
     ) -> dict[str, str | BoundBuffer]:
-        """Returns name in the kernel -> parameter of a norm. bindings: the names in the kernel of (weight,
-        bias).
+        """Returns, for the parameters of a norm, name of the buffer in the kernel -> parameter. bindings: the
+        names in the kernel of (weight, bias).
         """
         buffers: dict[str, str | BoundBuffer] = {}
         if spec.has_weight:
@@ -80,7 +80,9 @@ class LaunchBuilder:
         return buffers
 
     def matrix(self, name: str, first: int = 0) -> dict[str, BoundBuffer]:
-        """Returns name in the kernel -> stored tensor of a matrix, from row `first` on."""
+        """Returns, for the tensors of a stored matrix from row `first` on, name of the buffer in the kernel
+        -> part of the stored tensor.
+        """
         rows = self.rows(name)
         stored = quant.stored(self.params[name], self.scheme)
         return {
@@ -99,7 +101,9 @@ class LaunchBuilder:
         return [tensor.size // self.rows(name) for tensor in stored]
 
     def parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first row, number of rows) of each part in which a large table is bound."""
+        """Returns (first row, number of rows) of each part of a matrix that kernels bind separately; it is one
+        part unless the matrix is larger than a device can bind.
+        """
         rows = self.rows(name)
         row = max(self.row_bytes(name))
         if rows * row <= self.binding_bytes:
@@ -193,8 +197,9 @@ class LaunchBuilder:
         return [first, *self.add_normed(post_name, layer, rows)]
 
     def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for x += norm(delta), the norm after a half of a layer. Decoding leaves it to
-        the next product, unless both halves of the layer read the same x.
+        """Returns the launch for x += norm(delta), the norm after a half of a layer. In decoding it returns
+        no launch, since the next matrix product adds the sum, unless both halves of the layer read the same
+        x.
         """
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)
@@ -207,7 +212,9 @@ class LaunchBuilder:
         return [self._add(pending, self.stream.buffer, self.stream.buffer)]
 
     def settle(self) -> list[Launch]:
-        """Returns the launches that add what is pending and leave the residual stream in the buffer x."""
+        """Returns the launches that add the pending sum, if there is one, and leave the residual stream in
+        the buffer x.
+        """
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None
         if pending is not None:

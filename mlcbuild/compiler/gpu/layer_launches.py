@@ -21,8 +21,8 @@ from mlcbuild.models import Dense, Experts, LayerSpec
 
 @dataclass(frozen=True)
 class LayerHalf:
-    """The launches of a half of a layer: those that compute the sum for the residual stream, and those that
-    add it.
+    """The launches of one half of a layer (attention or feed-forward): those that compute the sum for the
+    residual stream, and those that add it.
     """
 
     before: list[Launch]
@@ -72,8 +72,8 @@ def _feed_forward(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int 
 def _dense(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> list[Launch]:
-    """Returns the launches that compute the inner values of a dense feed-forward. base: prefix of its
-    parameter names; norm_name: the norm before it.
+    """Returns the launches that compute the inner values (hidden units) of a dense feed-forward. base: prefix
+    of the names of its parameters; norm_name: name of the norm before it.
     """
     block = layer.feed_forward
     assert isinstance(block, Dense), "support.py refuses others"

@@ -24,7 +24,9 @@ def ordered_shapes(mod: IRModule) -> IRModule:
 
 
 def _computes_shapes(function: PrimFunc) -> bool:
-    """Returns True if a function stores several dimensions in the heap of shapes, its only parameter."""
+    """Returns True if a function of TVM's virtual machine stores several dimensions in the heap of shapes,
+    its only parameter.
+    """
     is_host = bool((function.attrs or {}).get("tirx.is_host_func", False))
     body = function.body
     stores = isinstance(body, SeqStmt) and all(isinstance(part, BufferStore) for part in body.seq)

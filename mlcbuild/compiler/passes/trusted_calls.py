@@ -65,7 +65,9 @@ def _needless(value: Expr, checked: set[Var]) -> bool:
 
 
 def _reads_heap(value: Expr, checked: set[Var]) -> bool:
-    """Returns True if a value reads stored dimensions, or compares them for a caller."""
+    """Returns True if an expression reads stored dimensions from the heap of shapes, or compares them for a
+    caller.
+    """
     name = _name(value)
     return name in _READERS or (name == _MATCH and value.args[0] in checked)
 
@@ -77,7 +79,9 @@ def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
 
 
 def _codes(arguments: Sequence[Expr]) -> list[int]:
-    """Returns the codes in `match_shape(value, heap, rank, code, operand, code, operand, ..., message)`."""
+    """Returns the list of codes in a call `match_shape(value, heap, rank, code, operand, code, operand, ...,
+    message)`.
+    """
     return [int(code.value) for code in arguments[3:-1:2]]
 
 

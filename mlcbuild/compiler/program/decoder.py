@@ -95,7 +95,7 @@ def number(name: str) -> relax.Var:
 
 
 def _rows() -> relax.Var:
-    """Returns a new argument `rows`, int32 [q], which selects rows of a batch."""
+    """Returns a new argument `rows` of a Relax function, int32 [q], which selects rows of a batch."""
     return variable("rows", (size("q"),), "int32")
 
 

@@ -54,8 +54,8 @@ def build(decoder: Decoder) -> IRModule:
 
 
 def _create_cache(decoder: Decoder) -> None:
-    """Adds the function that creates the KV cache. The cache is not initialised, because memory is never read
-    before it is written.
+    """Adds the library function that creates the KV cache. The cache is not initialised, because memory is
+    never read before it is written.
     """
     builder, cache = decoder.builder, decoder.ops.cache
     count = size("num_pages")
@@ -122,8 +122,8 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
 
 
 def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a function that returns the logits of selected rows. With forks, rows are those of draft tokens
-    and not of prompts. batched: True if the function takes several sequences.
+    """Adds a library function that returns the logits of selected rows. With forks, rows are those of draft
+    tokens and not of prompts. batched: True if the function takes several sequences.
     """
     builder, config = decoder.builder, decoder.config
     n, q = size("n"), size("q")
@@ -149,8 +149,8 @@ def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, b
 
 
 def _decode(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a function that returns the logits of one row per sequence. batched: True if it takes several
-    sequences.
+    """Adds a library function that returns the logits of one row per sequence. batched: True if it takes
+    several sequences.
     """
     builder, config = decoder.builder, decoder.config
     b = size("b") if batched else 1
@@ -173,8 +173,8 @@ def _sample_tokens(decoder: Decoder) -> None:
 def _draw(
     decoder: Decoder, logits: Tensor, arguments: Variables, out: str, shape: tuple[Expr | int, ...]
 ) -> relax.Expr:
-    """Emits masking of logits, and sampling of a token from each row into the argument `out`; returns the
-    logits in the shape `shape`.
+    """Emits the masking of logits, and the sampling of a token from each row into the argument `out`; returns
+    the logits in the shape `shape`.
     """
     masked = decoder.ops.mask(logits, handle(arguments["masks"]))
     shaped = _reshaped(decoder.builder, masked._expr, shape)
@@ -195,19 +195,21 @@ def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalV
 
 
 def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
-    """Returns the arguments of a function whose sequences each have one new token, by name."""
+    """Returns the arguments, by name, of a library function whose sequences each have one new token."""
     n = size("n")
     return variables(decoder, function.arguments, {"n": n, "b": n})
 
 
 def _head_params(decoder: Decoder) -> list[Param]:
-    """Returns the parameters of the last norm and of the output matrix."""
+    """Returns the parameters of the norm after the last layer and of the output matrix."""
     matrix = "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight"
     return _params(decoder, *NORM, matrix, "lm_head.bias")
 
 
 def _params(decoder: Decoder, *names: str) -> list[Param]:
-    """Returns those parameters with the given names that the model has, in this order."""
+    """Returns the model's parameters that have one of these names, in the order of the names; names that the
+    model lacks are left out.
+    """
     params = {param.name: param for param in decoder.params}
     return [params[name] for name in names if name in params]
 

@@ -45,7 +45,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """The inputs of a layer's function other than its rows. Layers that are alike share one function."""
+    """The inputs of the function that computes one layer, except the rows x. Layers that are alike share one
+    function.
+    """
 
     spec: LayerSpec
     """Description of the first layer that uses the function; others may have another window and another
@@ -84,7 +86,7 @@ class CacheLayout(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Returns the number of bytes of one page of the KV cache over all layers."""
+        """Returns the number of bytes of one page of the KV cache, summed over all layers."""
         ...
 
     def cache_shape(self, pages: Expr | int) -> tuple[Expr | int, ...]: ...
@@ -125,7 +127,7 @@ class Ops(Protocol):
 
     @property
     def kernels(self) -> Phases:
-        """Returns the compiler passes for kernels between memory planning and code generation."""
+        """Returns the passes that TVM applies to kernels after memory planning and before code generation."""
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
@@ -191,7 +193,9 @@ class Ops(Protocol):
         ...
 
     def next_inputs(self, arguments: Variables) -> None:
-        """Emits code that changes the arguments of a decode step, in place, into those of the next step."""
+        """Emits code that changes the arguments of a decode step, in place, into the arguments of the next
+        step.
+        """
         ...
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The model family AFM: Llama with a plain MLP of squared ReLU."""
+"""The model family AFM (Arcee): Llama with a plain MLP of squared ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model family BLOOM: ALiBi in the place of positions, and a norm of the embedding."""
+"""The model family BLOOM: ALiBi instead of position embeddings, and a norm of the token embedding."""
 
 from __future__ import annotations
 

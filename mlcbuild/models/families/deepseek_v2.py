@@ -1,5 +1,6 @@
-"""The model family DeepSeek-V2: latent attention, experts chosen by a softmax, in groups where there are
-any."""
+"""The model family DeepSeek-V2: latent attention, and experts that are chosen by a softmax, within groups if
+the config has any.
+"""
 
 from __future__ import annotations
 

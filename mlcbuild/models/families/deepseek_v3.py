@@ -1,5 +1,6 @@
-"""The model family DeepSeek-V3, R1 and Kimi K2: latent attention, experts chosen in groups by corrected
-sigmoids."""
+"""The model family of DeepSeek-V3, DeepSeek-R1 and Kimi K2: latent attention, and experts that are chosen in
+groups by sigmoid scores plus a correction.
+"""
 
 from __future__ import annotations
 

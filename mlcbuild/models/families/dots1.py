@@ -1,5 +1,6 @@
-"""The model family dots.llm1: attention of Qwen3, experts chosen in groups by corrected sigmoids, dense
-layers first."""
+"""The model family dots.llm1: attention of Qwen3, experts that are chosen in groups by sigmoid scores plus a
+correction, dense layers first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model family ERNIE 4.5 with experts: interleaved rotation, experts chosen by corrected shares."""
+"""The model family ERNIE 4.5 with experts: interleaved rotary embedding, and experts that are chosen by
+softmax scores plus a correction.
+"""
 
 from __future__ import annotations
 

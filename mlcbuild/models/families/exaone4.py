@@ -1,4 +1,6 @@
-"""The model family EXAONE 4: norms after each half only; with windows, layers without one are not rotated."""
+"""The model family EXAONE 4: each half of a layer has a norm after it only; in models with attention windows,
+layers without a window are not rotated.
+"""
 
 from __future__ import annotations
 

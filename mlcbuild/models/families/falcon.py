@@ -1,4 +1,6 @@
-"""The model family Falcon, old and new: parallel halves, one or few key-value heads, rotation or ALiBi."""
+"""The model family Falcon, old and new: parallel residual connections, one or few key-value heads, rotary
+embedding or ALiBi.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model family Gemma 3 (text): windows with an own rope in five of six layers; query and key norms."""
+"""The model family Gemma 3 (text): five of six layers have an attention window and a separate rotary
+embedding; queries and keys are normalized.
+"""
 
 from __future__ import annotations
 

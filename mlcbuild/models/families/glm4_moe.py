@@ -1,5 +1,6 @@
-"""The model family GLM-4.5: partly rotated heads, dense layers first, experts chosen in groups by corrected
-sigmoids."""
+"""The model family GLM-4.5: partly rotated heads, dense layers first, experts that are chosen in groups by
+sigmoid scores plus a correction.
+"""
 
 from __future__ import annotations
 

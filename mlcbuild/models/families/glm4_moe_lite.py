@@ -28,8 +28,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def _sparse(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns True for each of `count` layers that has experts, according to mlp_layer_types or
-    first_k_dense_replace.
+    """Returns for each of `count` layers True if it has experts, according to the fields mlp_layer_types or
+    first_k_dense_replace of config.json.
     """
     default, kinds = layers_after(fields, count, 1), fields.get("mlp_layer_types")
     if kinds in (None, ABSENT):

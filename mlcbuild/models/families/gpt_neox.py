@@ -1,4 +1,6 @@
-"""The model family GPT-NeoX and Pythia: parallel halves with a LayerNorm each, heads fused in one tensor."""
+"""The model family of GPT-NeoX and Pythia: parallel residual connections with a LayerNorm for each half,
+query, key and value heads in one tensor.
+"""
 
 from __future__ import annotations
 

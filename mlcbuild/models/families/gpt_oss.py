@@ -1,5 +1,6 @@
-"""The model family gpt-oss: experts with biases and a clamped gate, sinks, and a window in every other
-layer."""
+"""The model family gpt-oss: experts with biases and a clamped gate, attention sinks, and an attention window
+in every other layer.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ NAMES: Names = {
 
 
 def read(fields: Fields, common: Common) -> ModelConfig:
-    """Returns the model that config.json describes, with dense feed-forwards. common: what the shared fields
-    mean.
+    """Returns the model that a config.json of the family Hunyuan describes, with dense feed-forwards. common:
+    meaning of the fields that all families share.
     """
     has_bias = fields.flag("attention_bias", False)
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, qk_norm=common.norm, qk_norm_last=True)

@@ -1,5 +1,5 @@
-"""The model family Llama 2, 3 and 3.x, and all models with the same shape and model_type (TinyLlama, SmolLM,
-Yi ...).
+"""The model family of Llama 2, 3 and 3.x, and of all models with the same shape and model_type (TinyLlama,
+SmolLM, Yi ...).
 """
 
 from __future__ import annotations

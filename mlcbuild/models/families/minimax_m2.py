@@ -1,5 +1,6 @@
-"""The model family MiniMax-M2: norms over all query and key heads, and experts chosen by corrected
-sigmoids."""
+"""The model family MiniMax-M2: norms over all query and key heads, and experts that are chosen by sigmoid
+scores plus a correction.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model family Ministral 3: Mistral with a factor of queries that grows with their position."""
+"""The model family Ministral 3: Mistral with a factor that multiplies queries and grows with their
+position.
+"""
 
 from __future__ import annotations
 

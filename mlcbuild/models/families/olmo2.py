@@ -1,4 +1,6 @@
-"""The model family OLMo 2: norms after each half only, and over all heads of queries and keys."""
+"""The model family OLMo 2: each half of a layer has a norm after it only, and queries and keys are normalized
+over all heads together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model family OLMoE: Llama with experts in every layer, and a norm over all query and all key heads."""
+"""The model family OLMoE: Llama with experts in every layer; one norm spans all query heads, another all key
+heads.
+"""
 
 from __future__ import annotations
 

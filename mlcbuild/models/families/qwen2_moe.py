@@ -1,5 +1,6 @@
-"""The model family Qwen2 with experts: one more expert for every row behind a gate; lower layers may have a
-window."""
+"""The model family Qwen2 with experts: a gated feed-forward that every token uses beside its experts; lower
+layers may have an attention window.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The model family StableLM 2 and 3B: LayerNorm, partly rotated heads; some with parallel halves and head
-norms."""
+"""The model family of StableLM 2 and StableLM 3B: LayerNorm, partly rotated heads; some models have parallel
+residual connections and norms of each head.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _rate(tokens: int, intervals: int, seconds: float) -> str:
 
 
 class ChatModel(Protocol):
-    """A model that answers the messages of a chat."""
+    """The interface of a model that answers the messages of a chat."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class ChatModel(Protocol):
 
     @property
     def speed(self) -> Speed:
-        """Returns the speed of the last answer that ended."""
+        """Returns the speed of the last answer of the model that has ended."""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
         """Raises RequestError for settings that the model refuses, as far as this can be checked without

@@ -110,7 +110,7 @@ class Conversation:
         return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
 
     def _regen(self) -> str:
-        """Answers the last message again, and returns a text to print. Raises ServingError."""
+        """Answers the last message of the chat again, and returns a text to print. Raises ServingError."""
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]
@@ -158,8 +158,8 @@ class Conversation:
 
 
 def _assignment(text: str) -> tuple[str, str | None]:
-    """Returns (name, value) of `name=value` or `name value`; the value is None if the text has only
-    a name.
+    """Returns (name, value) of a text `name=value` or `name value`; the value is None if the text has only a
+    name.
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if equals and name and " " not in name:

@@ -47,7 +47,9 @@ class LocalModel:
         self._call(messages, settings)
 
     def _call(self, messages: list[Json], settings: Mapping[str, Json]) -> api.ChatCall:
-        """Returns the request for an answer, checked by the rules of the HTTP API. Raises RequestError."""
+        """Returns the engine's request for an answer to a chat, checked by the rules of the HTTP API. Raises
+        RequestError.
+        """
         return api.chat_call({**settings, "messages": messages}, self._engine.manifest.serving)
 
     @property

@@ -100,7 +100,7 @@ def _markdown(console: Console) -> Iterator[Show]:
 
 
 class _Tail:
-    """The end of an unfinished block of Markdown: as many rows as fit the terminal."""
+    """The unfinished end of the Markdown block that is being drawn: as many rows as fit the terminal."""
 
     def __init__(self, text: str) -> None:
         self._text = text

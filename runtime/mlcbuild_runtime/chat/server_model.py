@@ -86,7 +86,9 @@ class ServerModel:
             self._count(document)
 
     def _count(self, document: Mapping[str, Json]) -> None:
-        """Updates the speed with a document's `usage` and `timings`, where a server sends them."""
+        """Updates the speed of an answer with the fields `usage` and `timings` of a server's document, where
+        it has them.
+        """
         usage, timings = document.get("usage"), document.get("timings")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")

@@ -135,7 +135,9 @@ class Matcher:
 
     @property
     def forces(self) -> bool:
-        """Returns True if the constraint allows only one continuation for the next few bytes."""
+        """Returns True if the constraint allows only one continuation for the next few bytes of the
+        answer.
+        """
         return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
@@ -148,13 +150,13 @@ class Matcher:
         return tokens[: self.accepted(tokens)]
 
     def accepted(self, tokens: Sequence[int]) -> int:
-        """Returns how many tokens from the beginning of `tokens` the constraint allows, one after
-        the other.
+        """Returns how many tokens from the beginning of `tokens` the constraint allows next in the answer,
+        one after the other.
         """
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Returns a copy of this matcher after it has taken `tokens`."""
+        """Returns a copy of this matcher of a constraint after it has consumed `tokens`."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._time, other._count = replace(self._time), self._count
         for token in tokens:
@@ -162,12 +164,12 @@ class Matcher:
         return other
 
     def _check(self) -> None:
-        """Raises RequestError if llguidance has stopped with an error."""
+        """Raises RequestError if llguidance's matcher has stopped with an error."""
         if self._told.is_error():
             raise self._failed(reason(self._told.get_error()))
 
     def _failed(self, why: str) -> RequestError:
-        """Removes the constraint from the cache and returns the error that ends the answer."""
+        """Removes the answer's constraint from the cache and returns the error that ends the answer."""
         self._of.forget()
         return RequestError(f"the constraint cannot be followed: {why}", code="invalid_constraint")
 
@@ -195,7 +197,9 @@ class Grammars:
     """Compiles constraints for one tokenizer, with a cache. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
-        """Prepares compiling. `size`: size of the model's vocabulary. `ends`: the end-of-sequence tokens."""
+        """Prepares the compilation of constraints. `size`: number of tokens in the model's vocabulary.
+        `ends`: the end-of-sequence tokens.
+        """
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
         self._compiling: dict[Key, Future[Compiled | str]] = {}
         """Constraint -> future with its compiled form or an error message, for the constraints that are being
@@ -259,7 +263,7 @@ class Grammars:
         return outcome
 
     def _keep(self, key: Key, compiled: Compiled) -> list[Compiled]:
-        """Adds a constraint to the cache; returns the constraints that it displaces."""
+        """Adds a compiled constraint to the cache; returns the constraints that the cache drops for it."""
         self._kept[key] = compiled
         dropped, total = [], sum(each.bytes for each in self._kept.values())
         while total > KEPT_BYTES:
@@ -294,7 +298,7 @@ class Grammars:
 
     def _made(self, grammar: str, key: Key, outcome: TrialOutcome) -> Compiled | str:
         """Compiles a constraint that has passed its trial, and returns it, or an error message if it cannot
-        be used. key: its name in the cache.
+        be used. key: the constraint's key in the cache.
         """
         with self._first:
             tokenizer = self._tokenizer

@@ -70,14 +70,16 @@ class Tokens:
 
     @cached_property
     def ordinary(self) -> NDArray[np.bool_]:
-        """Returns a boolean for each token: true if it is part of ordinary text."""
+        """Returns a boolean for each token of the vocabulary: True if the token is part of ordinary text."""
         marks = np.ones(len(self.tokens), np.bool_)
         marks[[*self.special_token_ids, *self.ends]] = False
         return marks
 
     @cached_property
     def plain(self) -> NDArray[np.bool_]:
-        """Returns a boolean for each token: true if it is ordinary text of letters and digits."""
+        """Returns a boolean for each token of the vocabulary: True if the token is ordinary text of letters
+        and digits.
+        """
         return self.ordinary & [data.isalnum() for data in self.tokens]
 
     def tokenizer(self) -> LLTokenizer:
@@ -97,7 +99,9 @@ def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def beginning(matcher: LLMatcher) -> str:
-    """Returns the error of a fresh matcher or of its first mask; "" if there is none."""
+    """Returns the error that llguidance reports for a new matcher or for its first mask; "" if there
+    is none.
+    """
     if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
         return "NoExtensionBias"
     return str(matcher.get_error()) if matcher.is_error() else ""
@@ -116,8 +120,8 @@ class MaskTime:
     """CPU seconds of all logit masks of an answer except the slowest one."""
 
     def add(self, seconds: float, tokens: int) -> str:
-        """Adds the seconds of a mask, for an answer of `tokens` tokens so far. Returns the reason why the
-        answer must end, or "".
+        """Adds the CPU seconds of one mask, for an answer of `tokens` tokens so far. Returns the reason why
+        the answer must end, or "".
         """
         counted, self.slowest = sorted((seconds, self.slowest))
         self.others += counted

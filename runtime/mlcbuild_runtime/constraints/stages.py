@@ -59,7 +59,7 @@ SHORT = 1 << 12
 
 
 class _Try:
-    """One stage, with its child process and its queue."""
+    """One stage of trials of constraints, with its child process and its queue."""
 
     def __init__(self, stage: Stage, tokens: Tokens) -> None:
         self.stage, self.turns = stage, FairLock(stage.places)
@@ -113,8 +113,9 @@ class Trials(Generic[T]):
             return self._outcomes[key]
 
     def _tried(self, key: Hashable, number: int, grammar: str) -> TrialOutcome:
-        """Returns the outcome of one stage, and caches it for short constraints. Raises TooCostlyError if
-        there is a longer stage."""
+        """Returns the outcome of trying a constraint in one stage, and caches it for short constraints.
+        Raises TooCostlyError if the limits are reached and there is a longer stage.
+        """
         each = self.tries[number]
         try:
             outcome = each.trial.run(grammar)

@@ -122,7 +122,7 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
-    """Compiles a grammar and follows it; returns None if this took too much memory."""
+    """Compiles a grammar and follows it for some tokens; returns None if this took too much memory."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)

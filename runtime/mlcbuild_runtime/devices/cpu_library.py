@@ -31,8 +31,9 @@ _CPU, _POOLED = 1, 2
 
 
 class Library:
-    """The functions of a CPU library. Those that every step calls are looked up once: a lookup costs as much
-    as a small call."""
+    """The functions of a CPU library that this process has loaded. Those that every step calls are looked up
+    once: a lookup costs as much as a small call.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         """Opens the library of the bundle in directory `path`. Raises BundleError."""

@@ -68,7 +68,9 @@ class IntTensors:
 
 
 class SamplingTensors:
-    """The sampling parameters of a number of rows, and the tokens that are sampled from them."""
+    """The sampling parameters of a fixed number of rows of logits, and the tokens that are sampled from the
+    rows.
+    """
 
     def __init__(self, rows: int) -> None:
         self.params = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
@@ -81,7 +83,7 @@ class SamplingTensors:
 
 
 class LoopTensors:
-    """The input and output tensors of several decode steps of a number of sequences."""
+    """The input and output tensors of a loop of decode steps, for a fixed number of sequences."""
 
     def __init__(self, rows: int) -> None:
         self.random_numbers = tensors.aligned(np.zeros((BURST, rows)))

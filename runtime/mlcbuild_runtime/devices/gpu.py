@@ -121,8 +121,9 @@ class GpuExecutor:
         return StepOutput(tokens, lambda: self._read_logits(len(step.rows)))
 
     def _passes(self, step: ModelStep) -> list[tuple[int, int]]:
-        """Returns the parts, as (first token, token after the last), in which a step is computed: kernels for
-        decoding can compute `exact_rows` rows.
+        """Divides the tokens of a step into parts that are computed one after the other, since the kernels
+        for decoding can compute at most `exact_rows` rows. Returns (first token, token after the last) of
+        each part.
         """
         count = len(step.tokens)
         if step.prompt or count <= self.exact_rows:
@@ -151,8 +152,9 @@ class GpuExecutor:
     def _draw(
         self, calls: list[tuple[str, dict[str, int]]], params: Sequence[SamplingRow], masks: Masks
     ) -> list[int]:
-        """Executes calls that end with logits, applies masks to these, and returns a token sampled from each
-        row."""
+        """Executes calls of the GPU program that end with logits, applies masks to the logits, and returns a
+        token sampled from each row.
+        """
         count = len(params)
         if masks:
             self._masked(calls, masks)

@@ -29,7 +29,8 @@ class InputBlock:
         self._words[start : start + len(values)] = values
 
     def fill(self, step: ModelStep, first: int, last: int, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the words to upload for the step's new tokens from `first` to `last`.
+        """Returns the int32 words to upload for those new tokens of a step whose indices are `first` to
+        `last`.
 
         rows: indices of those tokens, from `first` on, whose logits are computed.
         """

@@ -58,7 +58,9 @@ def read(path: Path, manifest: Manifest) -> Program:
 
 @dataclass
 class _Prepared:
-    """A variant of a function with everything that its launches need."""
+    """A variant of a function of a GPU program, with the pipelines, bind groups and grids that its launches
+    need.
+    """
 
     variant: CallVariant
     uniforms: Any
@@ -134,7 +136,7 @@ class DeviceProgram:
                 self.queue.write_buffer(self._buffers[name], start, part)
 
     def write(self, name: str, data: NDArray[np.int32]) -> None:
-        """Writes int32 words to the start of a buffer; calls that follow see them."""
+        """Writes int32 words to the start of a GPU buffer; calls of the program that follow read them."""
         self._guarded(lambda: self.queue.write_buffer(self._buffers[name], 0, data))
 
     def read(self, name: str, first: int, count: int) -> NDArray[np.int32]:
@@ -143,7 +145,7 @@ class DeviceProgram:
         return np.frombuffer(data, np.int32)
 
     def run(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
-        """Executes calls of the program's functions, each (name, sizes), in one submit."""
+        """Executes calls of the GPU program's functions, each (name, sizes), in one submit."""
         self._guarded(lambda: self._submit(calls))
 
     def _submit(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
@@ -227,7 +229,7 @@ class DeviceProgram:
 
 
 def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: str) -> None:
-    """Raises BundleError for a program that a device cannot hold. name: the device, for the message."""
+    """Raises BundleError for a GPU program that a device cannot hold. name: the device, for the message."""
     try:
         check(program, pages, device)
     except FieldError as error:

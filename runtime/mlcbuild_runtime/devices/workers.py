@@ -23,7 +23,7 @@ Clock = Callable[[], float]
 
 
 class Meter:
-    """Measures the wall time and the CPU time of steps."""
+    """Measures the wall time and the CPU time of decode steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
         """Prepares the measurement. now: returns the time; spent: returns the CPU time of this process; both
@@ -35,7 +35,7 @@ class Meter:
         """Wall seconds and CPU seconds of the decoding steps since the last call of `reset`."""
 
     def start(self) -> float:
-        """Starts measuring a step; returns the time in seconds."""
+        """Starts measuring the times of a step; returns the present time in seconds."""
         self._began, self._before = self.now(), self._spent()
         return self._began
 

@@ -22,12 +22,14 @@ class Stopwatch:
         self._begin = self._begin or moment
 
     def token(self) -> None:
-        """Records that the answer has one more token, computed now."""
+        """Records that the answer has one more token, which was computed at the present time."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
 
     def times(self) -> EngineTimes | None:
-        """Returns the seconds spent on prompt and answer so far; None before the first token."""
+        """Returns the seconds that the engine has spent on prompt and answer so far; None before the first
+        token.
+        """
         if not self._first:
             return None
         return EngineTimes(self._first - self._begin, self._last - self._first)

@@ -49,7 +49,7 @@ class Delivery:
         sequence.client.deliver(event)
 
     def fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """Ends the requests of a step that failed with `error`."""
+        """Ends all requests of a step that failed with `error`."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))

@@ -7,7 +7,7 @@ from mlcbuild_runtime.engine.drafts import Credit, Lookup, Odds, Prediction
 
 
 class DraftState:
-    """The draft for the coming step, and statistics of earlier drafts of one sequence."""
+    """The draft tokens of one sequence for the coming step, and statistics of its earlier drafts."""
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
         """Begins speculative decoding of a sequence. `prediction`: tokens that the client expects in the

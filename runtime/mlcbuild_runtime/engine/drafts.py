@@ -40,8 +40,8 @@ class Speculate:
 
 
 class Lookup:
-    """Prompt lookup (Saxena, 2023): proposes the tokens that followed the last few tokens earlier in the
-    text.
+    """Prompt lookup (Saxena, 2023), a source of drafts: proposes the tokens that followed the last few tokens
+    earlier in the text.
 
     Only n-grams of at least two tokens are used, each with its latest occurrence.
     """
@@ -81,7 +81,9 @@ class Lookup:
         return branches
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` tokens that may follow `tokens`. Calls must pass the same, growing list."""
+        """Returns up to `count` draft tokens that may follow `tokens`. Each call must pass the same list,
+        which may have grown.
+        """
         self._learn(tokens)
         for size in SIZES:
             place = self._places.get(tuple(tokens[-size:]))
@@ -106,8 +108,9 @@ class Prediction:
                     self._places[tuple(self._tokens[end - size : end])] = end
 
     def propose(self, answer: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` predicted tokens that may follow `answer`. Calls must pass the same, growing
-        answer."""
+        """Returns up to `count` predicted tokens that may follow `answer`. Each call must pass the same
+        answer, which may have grown.
+        """
         more = list(answer[self._answered :])
         self._answered = len(answer)
         place = self._place + len(more)
@@ -161,9 +164,9 @@ class Odds:
         """Average number of tokens that one decode step adds to an answer."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
-        """Returns the number of tokens to draft on branches; 0 if none pay off.
+        """Returns the number of tokens to draft on branches; 0 if branches do not pay off.
 
-        pace: number of tokens that the step adds for all sequences; shares: the fraction of the step's time
+        pace: number of tokens that the step adds for all sequences; shares: the fractions of the step's time
         that 1, 2, ... more tokens add.
         """
         gains = [(self.rate * count - pace * share, count) for count, share in enumerate(shares, 1)]
@@ -171,8 +174,9 @@ class Odds:
         return count if gain > 0 else 0
 
     def settle(self, branched: int, gained: int, added: int) -> None:
-        """Updates the estimates after a step that added `added` tokens, `gained` of them from the `branched`
-        tokens on branches."""
+        """Updates the estimated acceptance rate after a step that added `added` tokens to the answer, of
+        which `gained` were among the `branched` draft tokens on branches.
+        """
         self.pace += (added - self.pace) * self._PACE
         self.rate += (gained - self.rate * branched) * self._WEIGHT
         if not branched:
@@ -203,7 +207,7 @@ class Prices:
         """Adds the measured time of a step of `batch` rows with `drafted` draft tokens, and `branched` more
         on branches.
 
-        seconds: device time of the step and of its drafts.
+        seconds: device time of the step and of drafting.
         """
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
@@ -214,7 +218,9 @@ class Prices:
         return self._best[kind] if self._tried[kind] >= self._TRIES else None
 
     def price(self, batch: int, drafted: int) -> float:
-        """Returns the cost of one draft token, in target tokens forgone."""
+        """Returns the cost of verifying one draft token, as the number of target tokens that could be
+        computed in the same time.
+        """
         plain, whole = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
         extra = drafted * self._GUESS if plain is None or whole is None else max(0.0, whole / plain - 1)
         return extra * batch / drafted
@@ -234,8 +240,8 @@ class Prices:
         return best[1]
 
     def share(self, batch: int, drafted: int, branched: int) -> float:
-        """Returns the fraction of a step's time that tokens on branches add; infinite without measurements.
-        It is at least the fraction that as many tokens in the draft would add.
+        """Returns the fraction of a step's time that draft tokens on branches add; infinite without
+        measurements. It is at least the fraction that as many tokens in the draft itself would add.
         """
         plain, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
         if plain is None or longer is None:

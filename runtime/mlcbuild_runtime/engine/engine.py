@@ -1,4 +1,4 @@
-"""The engine: runs a model for any number of clients. It receives requests and returns events."""
+"""The engine runs a model for any number of clients: it receives requests and returns events."""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ class Intake:
             self._put(sequence)
 
     def wake(self) -> None:
-        """Makes the engine read its queue, and so notice what other threads have changed, such as a cancelled
-        request."""
+        """Makes the engine's thread read its queue, and so detect changes by other threads, such as a
+        cancelled request.
+        """
         self._put(None)
 
     def drain(self) -> None:

@@ -18,7 +18,7 @@ Mode = Literal["interactive", "local", "server"]
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a machine that one mode uses."""
+    """The part of a machine's memory and batch size that one memory mode uses."""
 
     about: str
     memory: int
@@ -50,7 +50,7 @@ class LimitOverrides:
 
     @property
     def budget(self) -> int:
-        """Returns the bytes of memory that all bundles together may use."""
+        """Returns the bytes of memory that all loaded bundles together may use."""
         return self.memory or machine_memory.available() * MODES[self.mode].memory // 100
 
 

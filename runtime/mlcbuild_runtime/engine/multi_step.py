@@ -17,10 +17,10 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 
 def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
-    """Executes up to `count` decode steps in one device call; each sequence continues with the token sampled
-    for it.
+    """Executes up to `count` decode steps in one device call; each sequence continues with the token that was
+    sampled from its logits.
 
-    The sequences have pages for these steps, and one token each that is not in the KV cache.
+    The sequences have KV cache pages for these steps, and one token each that is not in the KV cache.
     """
     random_numbers = list(zip(*(sequence.random_numbers(count - 1) for sequence in sequences), strict=True))
     stops_at_eos = [not sequence.request.ignore_eos for sequence in sequences]
@@ -30,8 +30,9 @@ def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
 
 
 def guided(executor: Executor, sequences: List[Sequence], count: int, until: float) -> None:
-    """Executes up to `count` decode steps of sequences with constraints, in which each token decides what may
-    follow it. No step begins after `until`, a time of time.perf_counter in seconds."""
+    """Executes up to `count` decode steps of sequences with constraints, in which each sampled token decides
+    what may follow it. No step begins after `until`, a time of time.perf_counter in seconds.
+    """
     params = _params(sequences)
     masks = masks_of(sequences, [1] * len(sequences))
     steps = executor.guided_steps(_step(sequences), params, masks, count)

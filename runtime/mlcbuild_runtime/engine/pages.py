@@ -59,11 +59,13 @@ class Pages:
         return len(self._nodes)
 
     def depth(self, keys: Sequence[Key]) -> int:
-        """Returns how many of the first page keys of a prompt are in the prefix tree."""
+        """Returns how many of a prompt's page keys, from the first on, are in the prefix tree."""
         return len(self._path(keys))
 
     def share(self, keys: Sequence[Key]) -> list[int]:
-        """Returns the tree's pages for the longest prefix of `keys`, after adding a user to each."""
+        """Returns the tree's pages for the longest prefix of `keys` that the tree has, after adding a user to
+        each page.
+        """
         path = self._path(keys)
         for node in path:
             node.users += 1
@@ -129,7 +131,9 @@ class Pages:
         return path
 
     def _victim(self) -> _Node:
-        """Returns the idle page to evict: the least recently used one, or an idle page below it."""
+        """Returns the idle page of the prefix tree to evict: the least recently used one, or an idle page
+        below it.
+        """
         node = self._nodes[next(iter(self._idle))]
         while (
             below := next((child for child in node.children.values() if not child.users), None)

@@ -17,7 +17,7 @@ class Pooler:
         self._sum: NDArray[np.float64] = np.zeros(0)
 
     def clear(self) -> None:
-        """Forgets all hidden states, to start again from the beginning of the text."""
+        """Drops all hidden states of the text, so that the caller can start again from its beginning."""
         self._count = 0
 
     def add(self, states: Floats) -> None:
@@ -36,7 +36,7 @@ class Pooler:
 
 
 def unit(vector: NDArray[np.floating]) -> Floats:
-    """Returns the vector scaled to length 1; a zero vector stays zero."""
+    """Returns a float32 vector scaled to length 1; a zero vector stays zero."""
     wide = vector.astype(np.float64)
     length = float(np.linalg.norm(wide))
     return (wide / length if length else wide).astype(np.float32)

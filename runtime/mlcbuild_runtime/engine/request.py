@@ -65,8 +65,9 @@ class EngineTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event of a request: one token of an answer, or the only event of a request without tokens. The last
-    event has `finish` or `error`."""
+    """An event of a request: one token of its answer, or the only event of a request without tokens. The last
+    event has `finish` or `error`.
+    """
 
     text: str = ""
     tokens: int = 0
@@ -134,21 +135,23 @@ class Ticket:
 
     @property
     def room(self) -> int | None:
-        """Returns the number of events that may be delivered before the client must read one; None: any
-        number.
+        """Returns the number of events that may be delivered before the client must read one; None: there is
+        no limit.
         """
         return None if self._window is None else self._window - (self.delivered - self._read)
 
     @property
     def resting(self) -> bool:
-        """Returns True while the request is paused because its client does not keep up."""
+        """Returns True while the request is paused because its client does not read events fast enough."""
         room = self.room
         return room is not None and room <= 0
 
 
 @dataclass(frozen=True)
 class State:
-    """The load of an engine, and its sums since the start."""
+    """A snapshot of an engine: its current numbers of requests and pages, and its counts of tokens and steps
+    since its start.
+    """
 
     running: int
     waiting: int

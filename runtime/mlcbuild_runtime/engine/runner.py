@@ -23,7 +23,9 @@ Result = TypeVar("Result")
 
 
 class StepInput(NamedTuple):
-    """The new tokens of one sequence in a step, its length after them, and the pages that hold it."""
+    """The part of one sequence in a step: its new tokens, its length after them, and the KV cache pages that
+    hold it.
+    """
 
     tokens: list[int]
     length: int
@@ -134,8 +136,9 @@ class Runner:
     def _step_of(
         self, parts: List[Part], counts: List[int] | None, prompt: bool
     ) -> tuple[ModelStep, list[StepInput]]:
-        """Returns the step for `parts`, and the input of each sequence. `counts`: rows of each sequence whose
-        logits are computed."""
+        """Returns (the model step for `parts`, the input of each sequence). `counts`: for each sequence the
+        number of rows whose logits are computed.
+        """
         size = self.executor.manifest.limits.page_size
         inputs = []
         for sequence, count in parts:
@@ -158,7 +161,7 @@ class Runner:
             return None
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
-        """Records that the keys and values of `inputs` are in the KV cache."""
+        """Records that the keys and values of the tokens of `inputs` are in the KV cache."""
         prompts = [(s, own) for (s, _), own in zip(parts, inputs, strict=True) if prompt and s.prefilling]
         self.counters.prompt_tokens += sum(len(own.tokens) for _, own in prompts)
         for sequence, count in parts:

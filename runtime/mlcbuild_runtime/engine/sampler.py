@@ -87,7 +87,9 @@ class Sampler:
         return SKIP if number is None else (*self._sampling.columns, number)
 
     def _first_number(self, position: int) -> float | None:
-        """Returns the random number for `first_params`, or None if `token` must sample on the host."""
+        """Returns the random number for sampling a token with `first_params` on the device, or None if
+        `token` must sample it on the host.
+        """
         matcher, self.mask = self._matcher, None
         if matcher is None or self._tries(self._backoff, position):
             return self._numbers.at(position)
@@ -164,8 +166,10 @@ class Sampler:
         after: tuple[int, list[int]],
         backoff: Backoff,
     ) -> int:
-        """Returns a token that depends only on the logits, the seed and the grammar violations of the answer
-        so far. `after`: (position at which a draft begins, the draft's tokens)."""
+        """Returns the token that is sampled at a position. It depends only on the logits, the seed and the
+        grammar violations of the answer so far. `after`: (position at which a draft begins, the draft's
+        tokens).
+        """
         counts, (position, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts
@@ -177,7 +181,7 @@ class Sampler:
         return self._fitting(logits, drawn, matcher, backoff, position)
 
     def _free(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token that the model samples without a constraint."""
+        """Returns the token that is sampled from the logits without the constraint."""
         if drawn != NO_TOKEN:
             return checked(drawn)
         return self._draw(logits(), self._numbers.at(position))
@@ -190,8 +194,10 @@ class Sampler:
     def _fitting(
         self, logits: ReadLogits, drawn: int, matcher: Matcher, backoff: Backoff, position: int
     ) -> int:
-        """Returns an allowed token, with its probability among the allowed ones: the unconstrained sample if
-        it is allowed, else one sampled under the mask with another random number (rejection sampling)."""
+        """Returns (allowed token, its probability among the allowed tokens). The token is the unconstrained
+        sample if it is allowed, else one sampled under the mask with another random number (rejection
+        sampling).
+        """
         if self._tries(backoff, position) and matcher.free:
             token = self._free(logits, drawn, position)
             backoff.settle(position, fits := matcher.tries(token))

@@ -34,7 +34,7 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Returns True if every request waits for its client to read."""
+        """Returns True if every request is paused until its client reads events."""
         return all(sequence.resting for sequence in [*self.active, *self.waiting])
 
     def add(self, sequence: Sequence) -> None:
@@ -143,7 +143,7 @@ class Schedule:
         draft.cached = min(draft.cached, common * self._page_size)
 
     def trim(self, sequence: Sequence) -> None:
-        """Frees the pages that only rejected draft tokens needed."""
+        """Frees the pages of a sequence that only rejected draft tokens needed."""
         needed = -(-len(sequence.tokens) // self._page_size)
         self.pages.release(sequence.pages[needed:])
         del sequence.pages[needed:]
@@ -159,7 +159,9 @@ class Schedule:
             self._leave_window(sequence, max(0, sequence.length - self._window + 1) // self._page_size)
 
     def _leave_window(self, sequence: Sequence, count: int) -> None:
-        """Frees the first `count` pages, which are outside the attention window of all future tokens."""
+        """Frees the first `count` pages of a sequence, which are outside the attention window of all future
+        tokens.
+        """
         first = count
         while first and sequence.pages[first - 1] != GONE:
             first -= 1
@@ -186,8 +188,9 @@ class Schedule:
         return True
 
     def _is_computed_elsewhere(self, sequence: Sequence) -> bool:
-        """Returns True if a running request will compute pages that this one can share, so that waiting pays
-        off."""
+        """Returns True if a running request will compute pages that this request can share, so that waiting
+        pays off.
+        """
         keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
         for other in self.active:
             if other.prefilling:

@@ -37,7 +37,7 @@ be wasted."""
 
 
 class SequenceRows(NamedTuple):
-    """The rows that belong to one sequence in the result of a step."""
+    """The rows of a step's result that belong to one sequence."""
 
     result: StepOutput
     start: int
@@ -100,7 +100,7 @@ class Sequence:
 
     @property
     def resting(self) -> bool:
-        """Returns True while the request is paused because its client does not keep up."""
+        """Returns True while the request is paused because its client does not read events fast enough."""
         return self.client.ticket.resting
 
     @property
@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def answered(self) -> int:
-        """Returns the number of tokens of the answer so far."""
+        """Returns the number of tokens that the answer has so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -135,7 +135,9 @@ class Sequence:
 
     @property
     def steps_ahead(self) -> int:
-        """Returns the maximum number of decode steps that can run before the client must receive a token."""
+        """Returns the maximum number of decode steps that can be executed before the client must receive a
+        token.
+        """
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
@@ -144,7 +146,9 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Returns the number of tokens that may still be added within max_tokens and the client's window."""
+        """Returns the number of tokens that may still be added to the answer within max_tokens and the
+        client's window.
+        """
         remaining, room = (self.request.max_tokens or 0) - self.answered, self.client.ticket.room
         return remaining if room is None else min(remaining, room)
 
@@ -184,8 +188,8 @@ class Sequence:
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
     def advance(self, rows: SequenceRows) -> bool:
-        """Appends the token of a decode step. `take_events` returns its event later. Returns False if the
-        events must be taken before the next step.
+        """Appends the token of a decode step to the sequence. `take_events` returns its event later. Returns
+        False if the events must be taken before the next step.
         """
         self.length += 1
         try:
@@ -222,8 +226,9 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Appends the events of tokens that are the only ones the constraint allows to `events`, and returns
-        them."""
+        """Appends the events of further tokens to `events`, as long as the constraint allows only one token
+        next, and returns `events`.
+        """
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
@@ -326,7 +331,9 @@ class Sequence:
         return self._event(error=error)
 
     def _event_at(self, position: int) -> Event:
-        """Returns the event of the answer's token at `position`. Earlier tokens must have events already."""
+        """Returns the event of the token at index `position` of the answer. Earlier tokens must have events
+        already.
+        """
         token = self.tokens[len(self.request.prompt) + position]
         done = position + 1 == self.answered and self.sampler.finished
         text, finish = self.client.text(token, position, done)

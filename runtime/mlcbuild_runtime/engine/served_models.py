@@ -182,7 +182,9 @@ class Models:
                 return self._lend(entry, entry.engine)
 
     def find(self, name: Json) -> ServedModel:
-        """Returns the entry of a model; null is the first. Raises RequestError (404) if there is none."""
+        """Returns the entry of the served model called `name`; null is the first model. Raises RequestError
+        (404) if there is none.
+        """
         if name is None:
             return self.entries[0]
         if not isinstance(name, str) or name not in self._by_name:

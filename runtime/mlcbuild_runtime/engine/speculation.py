@@ -76,7 +76,7 @@ class Speculation:
         return cls(how.tokens, rows, drafter, parts=parts)
 
     def concerns(self, sequence: Sequence) -> bool:
-        """Returns True if tokens may be drafted for a sequence."""
+        """Returns True if tokens may be drafted for this sequence."""
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
@@ -144,10 +144,10 @@ class Speculation:
         return _doubtful(sequence, count)
 
     def settle(self, rows: int, outcomes: List[DraftOutcome], seconds: float) -> None:
-        """Adapts the lengths of drafts to the outcome of a step.
+        """Adapts the lengths of drafts to the numbers of accepted tokens of a step.
 
-        `rows` is the number of rows of the step without drafts, `seconds` the device time of the step and its
-        drafts.
+        `rows` is the number of rows of the step without drafts, `seconds` the device time of the step and of
+        drafting.
         """
         drafted = sum(outcome.drafted for outcome in outcomes)
         self._prices.observe(rows, drafted, seconds, sum(outcome.branched for outcome in outcomes))
@@ -202,8 +202,9 @@ def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
 
 
 def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
-    """Returns branches of one token: the second most likely token at the positions where a draft model was
-    least certain."""
+    """Returns branches of one token each: the second most likely token at the positions where the draft model
+    was least certain.
+    """
     doubts = sequence.draft.doubts[: len(sequence.draft.tokens)]
     positions = sorted(range(len(doubts)), key=lambda position: doubts[position])
     return [Branch(position, [doubts[position][1]]) for position in positions[:count]]
@@ -230,7 +231,7 @@ class Drafter:
         return cls(draft, model.manifest.vocab_size)
 
     def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """Computes with the draft model the tokens that the model has computed."""
+        """Computes, with the draft model, the keys and values of the tokens that the model has computed."""
         fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
         if fitting:
             self._forward([part for _, part in fitting])
@@ -261,8 +262,8 @@ class Drafter:
         return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Returns the parts whose missing tokens fit one step of the draft model. Of the others, the first
-        one computes a chunk.
+        """Returns those parts for which one step of the draft model can compute all tokens that it lacks. Of
+        the other parts, it computes a chunk of the first one.
         """
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
@@ -316,8 +317,9 @@ def refusal(model: Executor, draft: Executor) -> str | None:
 
 
 def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other: Tokenizer) -> str | None:
-    """Returns the first difference between the vocabularies of a model and of a draft bundle, whose tokenizer
-    is `other`; None if only the padding at the end differs."""
+    """Returns the first difference between the vocabularies of a model and of a draft bundle, as an error
+    message; None if only the padding at the end differs. other: tokenizer of the draft bundle.
+    """
     sizes = model.manifest.vocab_size, draft.manifest.vocab_size
     for token in range(max(sizes)):
         names = [own.vocabulary.token_name(token) for own in (tokenizer, other)]

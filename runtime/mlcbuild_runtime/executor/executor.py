@@ -51,7 +51,7 @@ class Executor(Protocol):
 
     @property
     def description(self) -> str:
-        """Returns the device in a few words for log lines, such as "threads 4"."""
+        """Returns a short description of the device for log lines, such as "threads 4"."""
 
     @property
     def pages(self) -> int:

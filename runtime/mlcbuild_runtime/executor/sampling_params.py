@@ -35,7 +35,9 @@ _MAX_INVERSE_TEMPERATURE = 1e30
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of a request. The filters apply in this order: top_k, min_p, top_p."""
+    """The sampling parameters of a request. The filters of tokens apply in this order: top_k, min_p,
+    top_p.
+    """
 
     temperature: float = 1.0
     """Number by which logits are divided; with 0 the most likely token is always sampled."""
@@ -74,7 +76,7 @@ class Sampling:
 
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
-        """Returns a SamplingRow without its last column, the random number."""
+        """Returns the values of a SamplingRow without its last column, the random number."""
         plain = abi.SamplingParams(inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0)
         if self.greedy:
             return plain[:-1]
@@ -121,7 +123,7 @@ class RandomNumbers:
         return self._drawn[position]
 
     def some(self, first: int, count: int) -> list[float]:
-        """Returns the random numbers of `count` positions of the answer from `first` on."""
+        """Returns the random numbers for `count` positions of the answer, from position `first` on."""
         self.at(first + count)
         return self._drawn[first : first + count]
 
@@ -196,6 +198,6 @@ class PromptScores:
                 self._count += 1
 
     def take(self) -> tuple[Score, ...]:
-        """Returns the scores of prompt tokens that were added since the last call."""
+        """Returns the log-probabilities of prompt tokens that were added since the last call."""
         pending, self._pending = tuple(self._pending), []
         return pending

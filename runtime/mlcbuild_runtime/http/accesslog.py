@@ -45,14 +45,16 @@ class AccessRecord:
         self._first: float | None = None
 
     def model(self, name: str, requests: Sequence[Request], stream: bool) -> None:
-        """Stores the model and its requests for the log line. requests: one for each answer, those of one
-        prompt consecutively; stream: True if the answer is streamed.
+        """Stores the name of the model and its requests for the log line. requests: one for each answer,
+        those of one prompt consecutively; stream: True if the answer is streamed.
         """
         self._model, self._stream = name, stream
         self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
 
     def watched(self, sink: Sink) -> Sink:
-        """Returns a sink that also notes the last event of each answer."""
+        """Returns a sink for events that passes them on and also stores the last event of each answer for the
+        log.
+        """
         place = len(self._answers)
         self._answers.append(None)
 

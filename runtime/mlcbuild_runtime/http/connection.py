@@ -45,7 +45,9 @@ _BEGINNING = b"HTTP/1.1 "
 
 
 class _Outlet(asyncio.Transport):
-    """The transport that uvicorn uses. Closing it is left to the connection."""
+    """The asyncio transport that uvicorn uses for a connection. Its `close` leaves the closing to the
+    connection.
+    """
 
     def __init__(self, wire: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
@@ -79,8 +81,8 @@ class _Outlet(asyncio.Transport):
 
 
 class _Flow(FlowControl):
-    """Flow control that, while `held`, ignores requests to read from code that waits for a body or a
-    disconnect.
+    """Flow control of a connection. While `held` is True, it ignores requests to read from code that waits
+    for a body or a disconnect.
     """
 
     held = False
@@ -342,7 +344,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        """Ends a connection whose request head was not complete in time."""
+        """Ends a connection whose request head did not arrive completely within the time limit."""
         if self._input.framing:
             text = f"the request's head did not come to its end within {HEAD_SECONDS:g} s"
             self._refuse(RequestError(text, code="timeout", status=408))

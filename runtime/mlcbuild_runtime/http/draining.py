@@ -94,8 +94,8 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Runs ten times per second, and stops the server when draining ends. A draining server still
-        answers, and reports that it is not ready.
+        """Runs ten times per second, and stops the server when the time for draining has passed. A draining
+        server still answers, and reports that it is not ready.
         """
         state = self._models.state()
         if not (state.running or state.waiting) or time.monotonic() > self._last_moment:

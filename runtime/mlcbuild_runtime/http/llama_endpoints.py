@@ -69,7 +69,9 @@ class LlamaEndpoints:
         return await self._described(request, llama_completion.slots)
 
     async def _described(self, request: Request, describe: Callable[[Engine], Json]) -> Response:
-        """Returns a description of the model that the query names, or of the first one."""
+        """Returns llama.cpp's description of the model that the request's query names, or of the
+        first model.
+        """
         with ExitStack() as use:
             engine = await self._requests.engine({"model": request.query_params.get("model")}, use)
             return JSONResponse(await run_in_threadpool(describe, engine))

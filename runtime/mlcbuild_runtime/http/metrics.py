@@ -33,7 +33,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The measurements of a server and the current state of its engines, both by model."""
+    """The measurements of a server and the current state of its engines, both by name of the model."""
 
     def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()
@@ -73,7 +73,7 @@ class Metrics:
         return take
 
     def error(self, status: int) -> None:
-        """Counts a request that was answered with the error `status`."""
+        """Counts an HTTP request that was answered with the error status `status`."""
         self._errors.labels(str(status)).inc()
 
     def text(self) -> bytes:

@@ -133,7 +133,9 @@ class OllamaEndpoints:
         truncate: bool,
         dimensions: int | None,
     ) -> tuple[list[Json], str, int]:
-        """Returns the embeddings of a text or a list of texts, the model's name and the number of tokens."""
+        """Returns (embeddings of a text or of a list of texts, the model's name, number of tokens), for
+        Ollama's API.
+        """
         texts = ollama_request.texts(value)
         with ExitStack() as use:
             engine = await self._engine(body, use)

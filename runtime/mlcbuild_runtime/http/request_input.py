@@ -51,7 +51,7 @@ class RequestInput:
         return self._at >= len(self._ahead)
 
     def take(self) -> bytes:
-        """Returns the bytes up to the end of the current request, and counts them as parsed."""
+        """Returns the received bytes up to the end of the current request, and counts them as parsed."""
         part = self._ahead[self._at : self._at + self._size()]
         self._at += len(part)
         if self._left:
@@ -91,7 +91,9 @@ class RequestInput:
         return self._fields <= HEAD_FIELDS
 
     def end_head(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Handles the end of a head. headers: its fields, as (name in small letters, value)."""
+        """Updates the parser's state at the end of a request head. headers: the fields of the head, as (name
+        in small letters, value).
+        """
         self.in_body, self._tail = True, b""
         self.framing, self._fields = 0, 0
         self._left = next((int(value) for name, value in headers if name == b"content-length"), 0)

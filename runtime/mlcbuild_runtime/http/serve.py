@@ -105,8 +105,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _for_listener(access: Access, listener: socket.socket) -> Access:
-    """Returns the access rules for a listener. Hosts and origins are checked only by a server without keys on
-    the loopback interface.
+    """Returns the access rules for a listening socket. Hosts and origins are checked only by a server without
+    keys on the loopback interface.
     """
     from mlcbuild_runtime.http.sites import is_loopback
 
@@ -125,7 +125,7 @@ def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
 
 
 def _log(form: str) -> list[tuple[TextIO, Form]]:
-    """Returns standard error and the form of its lines about requests; [] if there are none."""
+    """Returns [(standard error, form of the lines about requests)]; [] if no lines are written."""
     if form == "json":
         return [(sys.stderr, "json")]
     is_shown = form == "text" or (form == "auto" and sys.stderr.isatty())

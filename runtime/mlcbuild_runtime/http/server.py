@@ -286,8 +286,8 @@ class _Server:
     async def _making(
         self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
-        """Yields the events of a response, and stores the response at its end if the request requires it.
-        Without a stream, which would report an error, the error is raised.
+        """Yields the events of a response of /v1/responses, and stores the response at its end if the request
+        requires it. Without a stream, which would report an error, the error is raised.
         """
         cancelled = RequestError("the response was cancelled", code=CANCELLED)
         self._history.start(output, lambda: answers.interrupt(cancelled))

@@ -23,7 +23,7 @@ class AnswerSyntax(Protocol):
     """
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the special tokens that are part of the syntax."""
+        """Returns text -> token, for the special tokens that are part of the syntax of answers."""
         ...
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
@@ -33,7 +33,7 @@ class AnswerSyntax(Protocol):
         ...
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns what makes the parser of an answer; None if an answer is all text."""
+        """Returns a function that creates the parser of an answer; None if the whole answer is text."""
         ...
 
 
@@ -95,7 +95,7 @@ class MarkedSyntax:
         return self.thinking.before(constraint, space, free)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns what makes the parser of an answer; None if an answer is all text."""
+        """Returns a function that creates the parser of an answer; None if the whole answer is text."""
         box, formatted = call.toolbox, call.options.constraint is not None
         texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
         inner = None if box is None else partial(Reader, self.form, box.choice, formatted, texts)

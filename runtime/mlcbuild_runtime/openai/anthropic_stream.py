@@ -102,7 +102,7 @@ class MessageOutput:
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
 
     def _close(self) -> Iterator[Document]:
-        """Yields the event that ends the last block, if there is one."""
+        """Yields the stream event that ends the last content block of a message, if a block is open."""
         if not self._blocks:
             return
         if self._blocks[-1]["type"] == "tool_use":

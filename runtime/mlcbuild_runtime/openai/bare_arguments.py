@@ -30,14 +30,14 @@ def write(value: Json, quote: str) -> str:
 
 
 class BareReader:
-    """Converts one object with bare keys to JSON, as its text arrives."""
+    """Converts one object with bare (unquoted) keys to JSON, as its text arrives."""
 
     def __init__(self, quote: str) -> None:
         self._quote, self._open, self._at_key = quote, list[str](), False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Adds text, and returns (JSON of the parts that are complete, number of characters read). It stops
-        after the end of the object.
+        """Adds text, and returns (JSON of the parts that are complete, number of characters read). Reading
+        stops after the end of the object.
         """
         written, at = "", 0
         while at < len(text):
@@ -62,7 +62,7 @@ class BareReader:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True before the object begins and after it has ended."""
+        """Returns True before the first character of the object and after its closing brace."""
         return not self._open
 
     def _punctuation(self, letter: str) -> str:
@@ -75,7 +75,7 @@ class BareReader:
 
 
 class BareRules:
-    """The rules of a Lark grammar for arguments with bare keys."""
+    """The rules of a Lark grammar for arguments of tool calls with bare (unquoted) keys."""
 
     def __init__(self, quote: str, literal: Callable[[str], str]) -> None:
         """Prepares the rules. literal: returns a text as a Lark expression, with its special tokens."""

@@ -235,8 +235,8 @@ class RequestBody:
         return None if value is None else checked_text(key, value)
 
     def object(self, key: str) -> dict[str, Json]:
-        """Returns the object in a field of the body; {} if it is absent. Raises RequestError for another
-        type.
+        """Returns the JSON object in a field of the body; {} if the field is absent. Raises RequestError for
+        another type.
         """
         value = self._values.get(key, {})
         assert isinstance(value, dict)
@@ -283,8 +283,9 @@ def _not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) ->
 
 
 def checked_text(where: str, text: str) -> str:
-    r"""Returns the text. Raises RequestError for unpaired surrogates: JSON can write them ("\ud800"), UTF-8
-    cannot."""
+    r"""Returns a client's text unchanged. Raises RequestError for unpaired surrogates: JSON can write them
+    ("\ud800"), UTF-8 cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -94,7 +94,7 @@ class Form:
         return self.first or self.lead
 
     def head(self, name: str) -> str:
-        """Returns the text between LEAD and the arguments of a call to the tool `name`."""
+        """Returns the text of a tool call between LEAD and the arguments, for a call to the tool `name`."""
         if self.by_name is not None:
             return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
@@ -105,7 +105,7 @@ class Form:
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:
-        """Returns one tool call as the model would write it."""
+        """Returns the text of one tool call as the model would write it in this syntax."""
         written = json.dumps(arguments, ensure_ascii=False)
         if self.quote:
             written = bare_arguments.write(arguments, self.quote)
@@ -117,7 +117,7 @@ class Form:
         return self.lead + self.head(name) + written + self.tail
 
     def head_rule(self, name: str) -> str:
-        """Returns `head` as a Lark expression, with any number of the call."""
+        """Returns the result of `head` as a Lark expression, which allows any number of the call."""
         if self.by_name is not None and self.by_name.numbered:
             return f"{self.literal(name + ':')} /[0-9]{{1,3}}/ {self.literal(self.by_name.after)}"
         return self.literal(self.head(name))

@@ -39,7 +39,7 @@ class AnswerReader(Protocol):
         ...
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
         ...
 
 
@@ -50,7 +50,9 @@ class JsonReader:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Adds text, and returns (its part up to the brace that closes the object, length of that part)."""
+        """Adds text, and returns (the part of it up to the brace that closes the JSON object, length of that
+        part).
+        """
         end = 0
         for letter in text:
             end += 1
@@ -67,7 +69,7 @@ class JsonReader:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True before the object begins and after it has ended."""
+        """Returns True before the first character of the JSON object and after its closing brace."""
         return self._depth == 0 and not self._quoted
 
 
@@ -106,7 +108,7 @@ class Reader:
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
         self._held += text
         step = {
             "start": self._read_start,
@@ -157,7 +159,9 @@ class Reader:
             self._state = "text"
 
     def _read_arguments(self) -> Iterator[CallPiece]:
-        """Yields pieces of a call's arguments, up to the brace that closes the first one."""
+        """Yields pieces of a tool call's arguments, up to the brace that closes the arguments' first
+        brace.
+        """
         if self._form.tags is not None:
             yield from self._read_tags(self._form.tags)
             return
@@ -169,7 +173,9 @@ class Reader:
             self._state = "tail"
 
     def _read_tags(self, tags: Tags) -> Iterator[CallPiece]:
-        """Yields each complete argument between tags as part of a JSON object, then the end of the object."""
+        """Yields each complete argument between tags as a part of the text of a JSON object, then the end of
+        the object.
+        """
         begin = tags.before
         while self._held.startswith(begin):
             key, middle, rest = self._held[len(begin) :].partition(tags.middle)

@@ -27,7 +27,7 @@ def error_document(error: ServingError) -> dict[str, Json]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The part of an answer's documents that depends on its prompt."""
+    """The part of a response document that depends on the prompt of an answer."""
 
     number: int
     size: int
@@ -44,7 +44,7 @@ class Prompt:
 
 
 class _Choice:
-    """The state of one answer while its events arrive."""
+    """The state of one answer's response documents while its events arrive."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.prefix, self.begun, self.offset = prompt, prompt.echo, False, len(prompt.echo)
@@ -78,11 +78,11 @@ class _Choice:
 
 
 class Reply:
-    """Converts the events of one request's answers to documents."""
+    """Converts the events of the answers to one request to OpenAI's response documents."""
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
-        """Prepares the documents. chat: True for chat completions, False for text completions; prompts: one
-        entry for each answer.
+        """Prepares the response documents of a request. chat: True for chat completions, False for text
+        completions; prompts: one entry for each answer.
         """
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -90,8 +90,8 @@ class Reply:
         self._choices = [_Choice(prompt) for prompt in prompts]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
-        """Returns the document of complete answers. answers: the events of each; the last event must not be
-        an error.
+        """Returns OpenAI's response document for complete answers. answers: the events of each; the last
+        event must not be an error.
         """
         choices: list[Json] = []
         for index, events in enumerate(answers):
@@ -108,7 +108,7 @@ class Reply:
         return self._document(kind, choices) | {"usage": self._usage(), **self._timings()}
 
     def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
-        """Yields the stream documents, possibly none, for one event of the answer `index`."""
+        """Yields OpenAI's stream chunks, possibly none, for one event of the answer `index`."""
         if event.error is not None:
             yield error_document(event.error)
             return

@@ -50,7 +50,9 @@ class EmbeddingsJob:
     base64: bool
 
     def waves(self) -> Iterable[tuple[Request, ...]]:
-        """Yields the engine's requests for the texts in groups of at most AT_A_TIME."""
+        """Yields the engine's requests for the texts of an embeddings request, in groups of at most
+        AT_A_TIME.
+        """
         for start in range(0, len(self.requests), AT_A_TIME):
             yield self.requests[start : start + AT_A_TIME]
 
@@ -60,7 +62,7 @@ class EmbeddingsJob:
         return sum(len(request.prompt) for request in self.requests)
 
     def vectors(self, events: Sequence[Event]) -> list[Json]:
-        """Returns the embedding of each text, given its event."""
+        """Returns the embedding of each text as a float32 vector, given its event."""
         shown = []
         for event in events:
             assert event.vector is not None

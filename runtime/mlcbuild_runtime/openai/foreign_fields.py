@@ -114,7 +114,9 @@ def _with_format(own: dict[str, Json]) -> dict[str, Json]:
 
 
 def _format(key: str, value: Json) -> Json:
-    """Returns the `response_format` that a field of another server states. Raises RequestError."""
+    """Returns OpenAI's `response_format` that means the same as a field of another server. Raises
+    RequestError.
+    """
     match key.replace("structured_outputs.", "guided_"), value:
         case "guided_json" | "json_schema", str(text):
             try:

@@ -76,7 +76,7 @@ class Harmony:
         return Constraint("lark", "\n".join(rules), "tools" if answer is None else answer.param)
 
     def _calls(self, box: Toolbox | None) -> Iterator[str]:
-        """Yields the rules of a call. The function is named in front of the channel or after it."""
+        """Yields the Lark rules of a tool call. The function is named in front of the channel or after it."""
         if box is None:
             return
         channel, message = self._mark(_CHANNEL), self._mark(_MESSAGE)
@@ -112,7 +112,7 @@ class HarmonyReader:
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the pieces that are complete. With `last`, no more text will follow."""
+        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
         self._held += text
         while self._held:
             before = self._kind, len(self._held)

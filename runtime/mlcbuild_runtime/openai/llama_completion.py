@@ -51,21 +51,25 @@ class LlamaOutput:
     """The answers of one request to /completion while they are generated."""
 
     def __init__(self, job: CompletionJob, model: str, body: Mapping[str, Json]) -> None:
-        """Prepares the answers of a job. body: that of /v1/completions, which contains the prompts."""
+        """Prepares the answers of a job for /completion. body: the equivalent body of /v1/completions, which
+        contains the prompts.
+        """
         self._model, self._prompts = model, job.reply.prompts
         prompt = body.get("prompt")
         self._is_list = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
         self._stated: list[Json] = prompt if self._is_list and isinstance(prompt, list) else [prompt]
 
     def documents(self, index: int, event: Event) -> Iterator[Document]:
-        """Yields the documents of a stream that one event of the answer `index` causes."""
+        """Yields the documents of a /completion stream that one event of the answer `index` causes."""
         if event.error is not None:
             yield error_document(event.error)
         elif event.text or event.last:
             yield self._document(index, event.text, event)
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> Json:
-        """Returns the document of complete answers; a list if the request had a list of prompts."""
+        """Returns the /completion document of complete answers; a list if the request had a list of
+        prompts.
+        """
         listed: list[Json] = [
             self._document(index, "".join(event.text for event in events), events[-1])
             for index, events in enumerate(answers)

@@ -142,8 +142,8 @@ def _message(where: str, message: Json) -> Message:
 
 
 def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the id of the call to which a result belongs, and the tool's name if the message has it, as
-    fields of a message. where: place for errors.
+    """Returns, as fields of a message, the id of the tool call to which a tool result belongs, and the tool's
+    name if the message has it. where: place for errors.
     """
     id, name = message.get("tool_call_id"), message.get("name")
     if not isinstance(id, str | None):

@@ -159,8 +159,8 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
 
 
 def _named(options: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the options in a form that RequestBody can check. Raises RequestError for an unknown option,
-    with its full name.
+    """Returns the `options` of Ollama's API in a form that RequestBody can check. Raises RequestError for an
+    unknown option, with its full name.
     """
     for name in options:
         if name not in OPTIONS:
@@ -185,8 +185,8 @@ def _think(fields: RequestBody) -> dict[str, Json]:
 
 
 class _OpenCalls:
-    """The calls of a chat that have no result yet. The time of each method does not depend on their number:
-    one body may hold a hundred thousand calls and results.
+    """The tool calls of a chat that have no result yet. The time of each method does not depend on their
+    number: one body may hold a hundred thousand calls and results.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class _OpenCalls:
         """Number of tool calls that were added to the conversation."""
 
     def add(self, name: str, id: str | None) -> str:
-        """Adds a call and returns its id; without an id, it gets a new one."""
+        """Adds a tool call and returns its id; a call without an id gets a new one."""
         id = id or f"call_{self._count}_{name}"
         self._count += 1
         self._names[id] = name
@@ -206,11 +206,11 @@ class _OpenCalls:
         return id
 
     def take(self, id: str) -> str | None:
-        """Removes the call with an id and returns the id; None if there is no such call."""
+        """Removes the tool call with this id and returns the id; None if there is no such call."""
         return None if self._names.pop(id, None) is None else id
 
     def take_name(self, name: str) -> str | None:
-        """Removes the first call of a function and returns its id; None if there is no such call."""
+        """Removes the first tool call of a function and returns its id; None if there is no such call."""
         ids = self._ids.get(name, ())
         while ids:
             if (id := self.take(ids.popleft())) is not None:
@@ -218,7 +218,7 @@ class _OpenCalls:
         return None
 
     def take_first(self) -> str | None:
-        """Removes the first call and returns its id; None if there is none."""
+        """Removes the first tool call that has no result and returns its id; None if there is none."""
         return self._names.popitem(last=False)[0] if self._names else None
 
 
@@ -262,8 +262,8 @@ def _call(where: str, call: Json, calls: _OpenCalls) -> Json:
 
 
 def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
-    """Returns the id of the call to which a tool's message is the result: by its id, by its tool's name, or
-    the first call without a result.
+    """Returns the id of the tool call to which a tool's message is the result: it is found by its id or its
+    tool's name, or is the first call without a result.
     """
     for key, take in (
         ("tool_call_id", calls.take),

@@ -31,7 +31,9 @@ def moment(seconds: float | None = None) -> str:
 
 
 class OllamaOutput:
-    """One answer while it is generated. kind: whether its pieces are chat messages or responses."""
+    """One answer of Ollama's API while it is generated. kind: whether its pieces are chat messages or
+    responses.
+    """
 
     def __init__(self, model: str, prompt: Prompt, kind: Literal["message", "response"]) -> None:
         self._model, self._kind, self._size = model, kind, prompt.size
@@ -42,7 +44,7 @@ class OllamaOutput:
         self._began = time.monotonic()
 
     def documents(self, event: Event) -> Iterator[Document]:
-        """Yields the documents of a stream that one event of the engine causes."""
+        """Yields the documents of an Ollama stream that one event of the engine causes."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -61,7 +63,9 @@ class OllamaOutput:
             yield self._piece() | self._end(event)
 
     def whole(self, events: Sequence[Event]) -> Document:
-        """Returns the document of a complete answer, given all its events. None may be an error."""
+        """Returns Ollama's document of a complete answer, given all its events. None of the events may be an
+        error.
+        """
         content, thinking, calls, last = "", "", list[Json](), Document()
         for document in (document for event in events for document in self.documents(event)):
             part = document.get("message") if self._kind == "message" else document
@@ -83,7 +87,7 @@ class OllamaOutput:
         return {**shared, "message": {"role": "assistant", "content": content, **more}, "done": False}
 
     def _called(self) -> Iterator[Document]:
-        """Yields the tool call whose arguments are complete, if there is one."""
+        """Yields the tool call whose arguments have arrived completely, if there is one."""
         if self._name:
             try:
                 arguments: Json = json.loads(self._arguments)

@@ -51,7 +51,9 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
 
 
 def table(path: str) -> Table | None:
-    """Returns the fields of the bodies of a path; None for a path without a table."""
+    """Returns field name -> description, for the request bodies of an endpoint's path; None for a path
+    without a table of fields.
+    """
     entry = _BODIES.get(path) or _BODIES.get(f"/v1{path}")
     return None if entry is None else entry[1]
 
@@ -127,7 +129,7 @@ _OLLAMA_ERROR: dict[str, Json] = {
 
 
 def _error_schema(path: str) -> str:
-    """Returns the name of the schema that describes a path's errors."""
+    """Returns the name of the OpenAPI schema that describes the errors of an endpoint's path."""
     return {"/v1/m": "MessagesError", "/api/": "OllamaError"}.get(path[:5], "Error")
 
 

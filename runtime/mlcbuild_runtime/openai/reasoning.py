@@ -61,7 +61,7 @@ class Thinking:
 
     def before(self, constraint: Constraint, space: bool, ended: bool) -> Constraint:
         """Returns a constraint that allows reasoning before the constrained answer. space: True if the text
-        may begin with a space; ended: True if the answer may consist of unfinished reasoning.
+        may begin with a space; ended: True if the answer may end before its reasoning is complete.
         """
         answer = as_rule(constraint)
         if constraint.kind == "lark":
@@ -112,7 +112,7 @@ class ThinkingReader:
         return self._inner.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
         self._held += text
         if self._state == "start":
             self._begin(last)

@@ -227,7 +227,9 @@ def _items(value: Json) -> tuple[Item, ...]:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
-    """Returns items as messages of a chat; consecutive calls belong to one message."""
+    """Returns the items of a /v1/responses request as messages of a chat; consecutive tool calls belong to
+    one message.
+    """
     converted: list[dict[str, Json]] = []
     reasoning = ""
     for i, item in enumerate(items):
@@ -265,7 +267,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
 
 
 def _thought(item: Item, reasoning: str) -> Item:
-    """Returns an assistant's item with the preceding reasoning as a field of its message."""
+    """Returns an assistant's item with the reasoning item before it as a field of its message."""
     is_own = reasoning and item.get("role", "assistant") == "assistant"
     return {"reasoning_content": reasoning} if is_own else {}
 

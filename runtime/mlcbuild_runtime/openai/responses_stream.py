@@ -170,7 +170,7 @@ class ResponseOutput:
 
 
 def _part(item: Document, text: str) -> Document:
-    """Returns the content part of a message or of an item of reasoning."""
+    """Returns the content part, as OpenAI's document, of a message or of an item of reasoning."""
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

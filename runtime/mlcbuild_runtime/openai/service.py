@@ -196,7 +196,7 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _piece(running: Engine, token: int) -> Json:
-    """Returns a token's text, or its bytes if they are part of a character."""
+    """Returns the text of a token, or its bytes if they are only part of a character."""
     data = running.tokenizer.vocabulary.token_bytes(token)
     try:
         return data.decode() or running.tokenizer.vocabulary.token_name(token)

@@ -67,7 +67,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Returns the text of the template; "" if there is none."""
+        """Returns the source text of the chat template; "" if there is none."""
         return self._source or ""
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Json]) -> str:

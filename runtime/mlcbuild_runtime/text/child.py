@@ -26,7 +26,9 @@ class EndedError(Exception):
     """A child process has ended, or was killed because it took too long."""
 
     def __init__(self, code: int | None) -> None:
-        """Creates the error. `code`: the exit code as in subprocess; None if the child was killed."""
+        """Creates the error. `code`: exit code of the child process as in subprocess; None if it was
+        killed.
+        """
         super().__init__(code)
         self.code = code
 
@@ -44,7 +46,7 @@ class Child:
         self._closed = False
 
     def ask(self, document: object, patience: float) -> Json:
-        """Sends a document to the child process and returns the answer; see `ask_line`."""
+        """Sends a JSON document to the child process and returns its answer; see `ask_line`."""
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
@@ -63,7 +65,7 @@ class Child:
         return answer
 
     def end(self) -> None:
-        """Kills the process; the next document starts another one."""
+        """Kills the child process; the next document that is sent starts another one."""
         self._kill()
         self.process = None
 

@@ -119,8 +119,9 @@ def compiled(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `{% generation %}`, which marks an assistant's words for training: only its content is
-        kept."""
+        """Implements the tag `{% generation %}` of chat templates, which marks an assistant's words for
+        training: only its content is kept.
+        """
 
         tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
 

@@ -90,7 +90,7 @@ class Tokenizer:
         options: Mapping[str, Json] | None = None,
         longest: int | None = None,
     ) -> list[int]:
-        """Returns the tokens of the prompt that `rendered` returns."""
+        """Returns the tokens of the prompt whose text `rendered` returns."""
         return self.vocabulary.encode(self.rendered(messages, options, longest), special=False)
 
     def rendered(
@@ -191,7 +191,9 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest proper prefix of `stop` with which `text` ends."""
+    """Returns the length of the longest prefix of the stop string `stop`, shorter than all of it, with which
+    `text` ends.
+    """
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -182,8 +182,8 @@ class PieceVocabulary:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Returns text -> token, for tokens that are split off before SentencePiece encodes the rest of a
-        text.
+        """Returns text -> token, for the special tokens that are split off before SentencePiece encodes the
+        rest of a text.
         """
         own = {self.token_name(token): token for token in self._special}
         return own | {content: token for token, (content, _) in self._added.items()}
@@ -229,7 +229,7 @@ class PieceVocabulary:
 
 
 def _names(listed: Json) -> list[str]:
-    """Returns the texts of a list of tokens, each given as a string or as an object with `content`."""
+    """Returns the texts of a list of special tokens, each a string or an object with `content`."""
     entries = listed if isinstance(listed, list) else []
     contents = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     return [content for content in contents if isinstance(content, str)]

@@ -63,7 +63,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some tiles of one expert's weight matrix, to be multiplied with all rows that have chosen this expert."""
+    """Some tiles of one expert's weights, to be multiplied with all rows that have chosen this expert."""
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
     """Function of (expert, tile, rows of x, output rows) that emits code which computes one tile of results.

@@ -86,7 +86,7 @@ class RowFormat(Protocol):
         ...
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two by which one plane's streamed weights are too large; x is divided by it."""
+        """Returns the power of two by which a plane's streamed weights are too large; x is divided by it."""
         ...
 
     def arguments(self) -> tuple[Buffer, ...]:
@@ -103,13 +103,12 @@ class RowFormat(Protocol):
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of a loaded block of weights, times its plane's factor, without offset and
-        scale."""
+        """Returns one vector of loaded weights, times its plane's factor, without offset and scale."""
         ...
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of a loaded block of weights, times its plane's factor, with offset and scale
+        """Returns one vector of loaded weights, times its plane's factor, with offset and scale
         applied."""
         ...
 

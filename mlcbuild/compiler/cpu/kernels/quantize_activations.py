@@ -109,7 +109,7 @@ class Records:
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
     def pair(self, records: Buffer, rows: tuple[Expr, Expr], group: Expr, number: int) -> Expr:
-        """Returns the int8 activations of two rows of x in quad 2 * number of a group and in the next quad."""
+        """Returns the int8 activations of two rows of x in quad 2 * number of a group and the next quad."""
         place = span(group * self.step + 2 * number, 2)
         return shuffle([records[row, place] for row in rows], range(4))
 

@@ -169,7 +169,7 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - 4) + index) for index in range(bits % 4)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns a word with the high bits of a row's codes; these words follow the low bits of all groups."""
+        """Returns a word of high bits of a row's codes; these words follow the low bits of all groups."""
         vector = bind(self.words[row, self.groups + index // 4])
         return bind(select_lane(vector, index % 4))
 
