@@ -101,8 +101,8 @@ class LaunchBuilder:
         return [tensor.size // self.rows(name) for tensor in stored]
 
     def parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first row, number of rows) of each part of a matrix that kernels bind separately; it is one
-        part unless the matrix is larger than a device can bind.
+        """Returns (first row, number of rows) of each part of a matrix that kernels bind separately; there is
+        one part unless the matrix is larger than a device can bind.
         """
         rows = self.rows(name)
         row = max(self.row_bytes(name))
