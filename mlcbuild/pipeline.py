@@ -108,9 +108,7 @@ class Pipeline:
         return replace(self, graph=Graph(nodes), products=products)
 
     def _until_bundle(self, product: Product) -> Product:
-        """Returns a variant that ends with its bundle, with the names under which the graph holds
-        its steps.
-        """
+        """Returns the steps of a variant up to its bundle, under the names by which the graph holds them."""
         resolve = self.graph.resolve
         return Product(
             product.variant,

@@ -103,8 +103,8 @@ class Checkpoint:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Returns the families whose code the checkpoint's config step may run: all of them while config.json
-        is not downloaded.
+        """Returns the model families whose code the checkpoint's config step may run: all of them while
+        config.json is not downloaded.
         """
         return family_names() if self.config is None else (self.config.family,)
 

@@ -24,7 +24,9 @@ LONGEST_HEAD = 1 << 16
 
 
 class ExchangeError(MlcbuildError):
-    """An exchange failed. `kind` is one word, under which errors are counted."""
+    """The error for an HTTP exchange with the measured server that failed. `kind` is one word, under which
+    such errors are counted.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

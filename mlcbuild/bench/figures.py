@@ -32,7 +32,7 @@ class Sample:
     sent: float
     end: float
     texts: tuple[float, ...] = ()
-    """Arrival time of each piece of text, in seconds of the same clock."""
+    """Arrival time of each piece of text, in seconds of the clock of the sample's other times."""
     prompt_tokens: int | None = None
     """Number of tokens of the prompt; None if the server does not report it."""
     answer_tokens: int | None = None

@@ -204,7 +204,7 @@ class _Job:
 
     @property
     def size(self) -> int:
-        """Returns the number of checkpoint bytes that this piece of work reads."""
+        """Returns the number of checkpoint bytes that this job of a conversion reads."""
         return (self.stop - self.start) * math.prod(self.source.row_shape) * self.source.dtype.itemsize
 
 

@@ -158,8 +158,8 @@ def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Tensor) -> _Change:
-    """Checks the adapter's tensors for one module and returns the change. parts: part -> tensor; base: the
-    matrix that is changed. Raises CheckpointError.
+    """Checks an adapter's tensors for one module and returns the change that they make. parts: part of the
+    adapter -> tensor; base: the matrix that is changed. Raises CheckpointError.
     """
     is_table = "embedding_A" in parts
     names = ("embedding_A", "embedding_B") if is_table else ("A", "B")
@@ -221,7 +221,7 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
 
 
 def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats:
-    """Returns `count` rows from row `first` on of the product of a change's two matrices."""
+    """Returns `count` rows, from row `first` on, of the product of an adapter's two matrices, as float32."""
     if change.crossed:
         left = reader.elements(change.left, (0, change.left.shape[0]), (first, first + count))
         left = widened(left).T

@@ -60,7 +60,7 @@ class PickleError(ValueError):
 
 @dataclass(frozen=True)
 class PickledStorage:
-    """A member of the zip file with the numbers of one or more tensors."""
+    """A member of a PyTorch file (a zip file), which holds the numbers of one or more tensors."""
 
     dtype: str
     """The safetensors name of the dtype; "" if each tensor states its dtype."""

@@ -22,8 +22,8 @@ def run(
     report: Reporter,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Executes the phases in order, and returns one result for all. phases: for each the names of its steps,
-    or None for all.
+    """Executes the phases of a shard in order, and returns one result for all. phases: for each phase the
+    names of its steps, or None for all steps.
 
     sharing: function that opens the store with its remotes, called for each phase, since other machines write
     to them meanwhile. After a failure, a phase runs only with `options.keep_going`, and without the steps

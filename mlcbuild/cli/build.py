@@ -193,7 +193,7 @@ def _near(path: Path, here: str) -> str:
 
 
 def _places(result: Result) -> str:
-    """Returns the end of the last line: the number of bundles and their directories."""
+    """Returns the end of the last line that a run prints: the number of bundles and their directories."""
     count, here = len(result.bundles), str(Path.cwd())
     places = sorted({_near(path.parent, here) for path in result.bundles.values()})
     return f"; {count} bundle{'s' if count != 1 else ''} in {', '.join(places)}" if places else ""

@@ -29,7 +29,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def _one(name: str, arguments: argparse.Namespace) -> Path:
-    """Returns the single bundle that a name means. Raises UsageError if it means several."""
+    """Returns the single bundle to which a name refers. Raises UsageError if it refers to several."""
     directories = bundles(name, _options(arguments))
     if len(directories) > 1:
         listed = ", ".join(str(path) for path in directories)

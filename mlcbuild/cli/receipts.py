@@ -106,7 +106,7 @@ def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked
 
 
 def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
-    """Yields every path whose contents, or whose absence, determine what a run of the recipe does."""
+    """Yields every path whose contents, or whose absence, determine the result of a run of the recipe."""
     recipe = pipeline.recipe
     yield from map(
         str, (recipe.path.absolute(), recipe.lock, keyfile.default_path(), store.root / "store.json")

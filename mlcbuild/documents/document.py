@@ -247,7 +247,7 @@ class _Frame:
     key: str | None = None
     """The key of the next value of the mapping; None for a list."""
     drop: bool = False
-    """True if the next value is discarded, because its key is a duplicate."""
+    """True if the next value is discarded, because its key in the mapping is a duplicate."""
     is_key: bool = False
     """True for a mapping or list in the position of a key, which is read and discarded."""
 

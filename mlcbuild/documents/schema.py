@@ -243,7 +243,7 @@ def _sentences(error: ValidationError) -> Iterator[SchemaError]:
 
 
 def _demand(error: ValidationError, rule: Schema) -> str:
-    """Returns what the schema requires of a value, as the end of a sentence."""
+    """Returns what a JSON schema requires of a value, as the end of a sentence."""
     limit = cast(Any, error.validator_value)
     kind = str(error.validator)
     if kind == "type":

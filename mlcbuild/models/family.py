@@ -181,8 +181,8 @@ class TensorRules:
     """The names and the arrangement of tensors in a family's checkpoints, if they differ from Llama's."""
 
     names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
-    """Tensor names that differ from those in LAYER and WHOLE, or a function that returns them for a
-    config.
+    """Parameter name -> names of a checkpoint's tensors, for the parameters whose tensors have other names in
+    this family than LAYER and WHOLE list; or a function that returns this mapping for a config.
     """
     layers: str = "model.layers."
     """Prefix of the names of layers' tensors, before the number of the layer."""

@@ -26,8 +26,9 @@ class Packer:
     """Quantizes rows of one weight matrix and packs the codes, in reusable scratch memory."""
 
     def __init__(self, groups: Groups, tile: int, columns: int, scratch: Scratch, name: str) -> None:
-        """Prepares packing of rows with `columns` weights. tile: TILE_ROWS for the layout x16, 1 for the
-        layout row. name: the matrix, for errors."""
+        """Prepares the packing of rows with `columns` weights each. tile: TILE_ROWS for the layout x16, 1 for
+        the layout row. name: name of the matrix, for errors.
+        """
         self._format = groups
         self._tile = tile
         self._name = name

@@ -1,4 +1,6 @@
-"""Packs and unpacks the layout row: codes of a row in uint32 words, and the numbers of blocked.rows."""
+"""Packs matrices into the layout row, and unpacks them: the codes of each row in uint32 words, and scales and
+minima as blocked.rows describes.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Returns True if the pattern of an override matches a parameter's name."""
+    """Returns True if an override's pattern of parameter names matches the name of a parameter."""
     short = name.removesuffix(".weight")
     globs = [glob.strip() for glob in pattern.split("|")]
     return any(fnmatchcase(name, glob) or fnmatchcase(short, glob) for glob in globs)

@@ -22,5 +22,7 @@ class Stack:
         return self.load(index)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[np.float32]:
-        """Returns all matrices as one array. NumPy calls this method when the stack is used as an array."""
+        """Returns all matrices of the stack as one array. NumPy calls this method when the stack is used as
+        an array.
+        """
         return np.stack([self.load(index) for index in range(self.shape[0])]).astype(dtype or np.float32)

@@ -127,8 +127,8 @@ class _Index:
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """Returns the indices of entries that agree with a combination, as one list for each set of axes that
-        entries name.
+        """Returns the indices of the include or exclude entries that agree with a combination, as one list
+        for each set of axes that entries name.
         """
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

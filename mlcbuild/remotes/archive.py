@@ -246,8 +246,8 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _stored(descriptor: int, start: int, size: int) -> int:
-    """Returns how many of `size` bytes from `start` on a file really stores; the others are holes, which read
-    as zeros.
+    """Returns how many of `size` bytes, from offset `start` on, a file really stores; the others are holes,
+    which read as zeros.
     """
     if not hasattr(os, "SEEK_DATA"):
         return size

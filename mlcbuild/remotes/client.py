@@ -155,7 +155,7 @@ class Client:
         self._manager.clear()
 
     def _keep(self, connection: TimedConnection) -> None:
-        """Registers an open connection, so that `close` can close it from another thread."""
+        """Registers an open connection of the client, so that `close` can close it from another thread."""
         with self._guard:
             self._connections.add(connection)
 

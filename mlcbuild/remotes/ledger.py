@@ -18,7 +18,7 @@ from mlcbuild.canon import bytes_digest
 DIRECTORY = "sent"
 """Name of the directory of ledgers in a store."""
 _LARGEST = 64 << 20
-"""Largest size of a ledger that is read, in bytes: a million keys."""
+"""Largest size in bytes of a ledger that is read, which suffices for a million keys."""
 
 
 class Ledger:

@@ -60,8 +60,8 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
 
 
 def signers(key: str, body: bytes, lines: Iterable[bytes]) -> frozenset[str]:
-    """Returns the public keys that have validly signed a record. key: the record's key; body: its bytes;
-    lines: the lines after the record.
+    """Returns the public keys that have validly signed a record. key: the record's key; body: the record's
+    bytes; lines: the lines after the record, with signatures.
     """
     valid = set()
     for line in lines:

@@ -342,7 +342,7 @@ class View:
         yield "bold", f"{tally.done} of {tally.total} steps", f"{len(tally.running)} running", path, left
 
     def _cells(self, name: str) -> tuple[str, str, str]:
-        """Returns (elapsed time, progress, remaining time) of a step as texts."""
+        """Returns (elapsed time, progress, remaining time) of a running step as texts."""
         tally = self._tally
         started = tally.started.get(name)
         if started is None:  # The step ended while the view's thread draws it.

@@ -234,8 +234,8 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
-    """Returns the log of a run from two parsed documents. head: has the times; data: has the rest, and its
-    digest was checked. Raises ValueError.
+    """Returns the log of a run from its two parsed JSON documents. head: the one with the times; data: the
+    rest, whose digest was checked. Raises ValueError.
     """
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")

@@ -256,7 +256,7 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
 
 def _touch(path: str, ac: str, records: bytes) -> None:
     """Marks all records of a receipt as used, unless the receipt's mtime shows that this was done recently.
-    ac: directory of records; records: the section of keys.
+    ac: directory of records; records: the keys of the records.
     """
     if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):

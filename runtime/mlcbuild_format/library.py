@@ -73,8 +73,8 @@ def _param(row: Json) -> Tensor:
 
 
 def _agree(top: Fields, manifest: Manifest) -> None:
-    """Raises BundleError if the manifest of a bundle and the metadata of its library disagree on the model,
-    scheme, target or limits.
+    """Raises BundleError if a bundle's manifest and the metadata of its library differ in model, scheme,
+    target or limits.
     """
     sides = {
         "config": plain(manifest.model.config),

@@ -112,7 +112,7 @@ class Manifest:
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of the model's layers; 0 where its config has no list of layers."""
+        """Returns the number of the model's layers; 0 if the model's config has no list of layers."""
         layers = self.model.config.get("layers")
         return len(layers) if isinstance(layers, list | tuple) else 0
 

@@ -26,7 +26,7 @@ PROGRAM = "program.json"
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"
 """An expression over the sizes of a call: a whole number, the name of a size, or (operation, left, right)."""
 Sizes: TypeAlias = Mapping[str, int]
-"""Name of a size of a call, such as its number of rows -> the size's value."""
+"""Name of a size of a GPU program's call, such as its number of rows -> the value of the size."""
 Kind = Literal["workspace", "cache", "inputs", "rope"]
 """Kind of a buffer. workspace: kept between the launches of a call. cache: kept between calls. inputs: the
 int32 inputs of a call, written by the host in one upload. rope: cosines and sines that the host computes when
@@ -89,7 +89,7 @@ class Shader:
     file: str
     entry: str
     threads: int
-    """Number of threads in a workgroup, in one dimension."""
+    """Number of threads in a workgroup, which has one dimension."""
     shared_bytes: int
     bindings: tuple[Binding, ...]
     scalars: tuple[str, ...]

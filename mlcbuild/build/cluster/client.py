@@ -105,8 +105,8 @@ class Cluster:
         return not step.shared
 
     def grant(self, step: Step, requested: int) -> int:
-        """Returns the number of cores that a step gets: the requested number, but at most as many as its
-        largest suitable worker has."""
+        """Returns the number of cores that a step gets on the cluster: the requested number, but at most as
+        many as the largest suitable worker has."""
         needs = resources(step, 1)
         return min(
             requested, max((int(w["cores"]) for w in self._workers.values() if able(needs, w)), default=1)

@@ -71,7 +71,9 @@ class Order:
 
     @classmethod
     def decode(cls, text: str) -> Order:
-        """Decodes a job. Raises ValueError when `text` is not a job of this version."""
+        """Decodes a job for a cluster worker from text. Raises ValueError when `text` is not a job of this
+        version.
+        """
         fields = _parsed(text, "order")
         if fields.get("format") != FORMAT:
             raise ValueError(f"the order has the format {fields.get('format')}, not {FORMAT}")
@@ -142,7 +144,9 @@ class Answer:
 
     @classmethod
     def decode(cls, text: str) -> Answer:
-        """Decodes an answer. Raises ValueError when `text` is not an answer."""
+        """Decodes the answer of a cluster worker from text. Raises ValueError when `text` is not an
+        answer.
+        """
         fields = _check(_parsed(text, "answer"), _ANSWER, "answer")
         data, error = fields["record"], fields["error"]
         fields["record"] = None if data is None else Record.checked(fields["key"], data.encode())
@@ -224,7 +228,9 @@ def _remote(row: object) -> Remote:
 
 
 def _order_input(name: str, value: object) -> OrderInput:
-    """Parses the input `name` of a job. Raises ValueError."""
+    """Parses one input of a job that a run sent to a cluster worker. name: the argument's name, for messages.
+    Raises ValueError.
+    """
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | None)):
         raise ValueError(f"the input '{name[:100]}' of the order must be a directory or null, and a list")
     return OrderInput(tuple(Entry(*row) for row in read_rows(value[1])), value[0])

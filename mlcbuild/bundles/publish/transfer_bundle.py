@@ -119,7 +119,7 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
 
 
 def _show(part: Path, directory: Path) -> None:
-    """Moves a checked bundle to its final path, replacing an older bundle."""
+    """Moves a checked bundle from its temporary directory to its final path, replacing an older bundle."""
     old = directory.absolute().with_name(f".{directory.absolute().name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():

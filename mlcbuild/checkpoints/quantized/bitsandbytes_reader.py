@@ -30,7 +30,7 @@ _LARGEST_STATE = 4096
 
 @dataclass(frozen=True)
 class _Nested:
-    """The tensors and numbers that convert scales stored as bytes to float32."""
+    """The tensors and numbers by which scales that bitsandbytes stores as bytes are converted to float32."""
 
     table: Tensor
     scales: Tensor

@@ -110,7 +110,9 @@ class Mixture:
         return expert_gate.ExpertGate(isa, spec, dtype), [pair, *bias, *([choices] if bias else [])]
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
-        """Emits gates and ups of the feed-forward that all tokens share, for n rows, and returns them."""
+        """Emits the gates and ups, for n rows, of the feed-forward that all tokens share, and returns
+        them.
+        """
         spec = self.spec
         pair = self._product(
             "mlp.shared.gate_up.weight", source, self.view("shared", n, 2 * spec.shared_size)

@@ -80,7 +80,9 @@ class CpuOps(Parts):
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
-        """Returns amx_tile_columns of the layer with the number `index`."""
+        """Returns the number of columns in which attention can store rows of prompts as AMX tiles, for the
+        layer with this index: see `amx_tile_columns`.
+        """
         layer = self.config.layers[index]
         mixer = layer.mixer
         dim = mixer.value_dim if isinstance(mixer, LatentAttention) else mixer.head_dim

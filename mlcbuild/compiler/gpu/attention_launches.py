@@ -156,8 +156,8 @@ def _latent_attention(
 
 
 def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches that compute the queries of all heads. base: prefix of the layer's parameter
-    names.
+    """Returns the launches that compute the queries of all heads. base: prefix of the names of the layer's
+    parameters.
     """
     mixer, norm_name = layer.mixer, f"{base}_norm"
     assert isinstance(mixer, LatentAttention)

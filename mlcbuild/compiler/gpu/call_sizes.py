@@ -42,7 +42,9 @@ class CallSizes:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns name of a size of calls -> its maximum."""
+        """Returns name of a size, such as the number of rows -> its maximum in one call of the GPU
+        program.
+        """
         return {
             "n": max(self.limits.rows, self.decode_rows),
             "q": self.logit_rows,

@@ -109,8 +109,8 @@ class GpuDecoder:
             emitter.buffer(f"rope.{index}", rounded(table.rows * 8 * len(table.inv_freq)), "rope")
 
     def _trunk(self, rows: int | None) -> list[Launch]:
-        """Returns the launches from tokens to the residual stream after all layers. rows: number of rows of x
-        per workgroup for GEMVs; None: GEMMs are used.
+        """Returns the launches of kernels from tokens to the residual stream after all layers. rows: number
+        of rows of x per workgroup for GEMVs; None: GEMMs are used.
         """
         launches = self._embedding()
         for index, layer in enumerate(self.build.config.layers):

@@ -49,7 +49,7 @@ class Decoder:
 
     @cached_property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """Returns all stored tensors that the packed `params` argument holds, in order."""
+        """Returns all stored tensors, in the order in which the packed argument `params` holds them."""
         return quant.stored_parameters(self.params, self.ops.scheme)
 
     @cached_property

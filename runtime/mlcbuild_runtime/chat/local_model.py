@@ -71,8 +71,8 @@ class LocalModel:
         return self._engine.tokenizer.encode(text, self._engine.longest_text)
 
     def _base_tokens(self, size: int) -> int:
-        """Returns the maximum length of a continuation, in tokens, if the user has set none. size: tokens of
-        the prompt. Base models rarely end a text.
+        """Returns the maximum length, in tokens, of a base model's continuation of a text if the user has set
+        none: base models rarely end a text. size: number of tokens of the prompt.
         """
         return max(1, min(BASE_TOKENS, self._engine.manifest.limits.context_window - size))
 

@@ -323,7 +323,7 @@ class Grammars:
 
 
 class _Tokens(Tokens):
-    """A vocabulary in llguidance's form, which tokenizes texts with the model's tokenizer."""
+    """A vocabulary in llguidance's form that tokenizes texts with the model's own tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
         texts = [vocabulary.token_bytes(token) for token in range(size)]

@@ -89,8 +89,9 @@ class CpuExecutor:
 
     @cached_property
     def _cache(self) -> tvm_ffi.Tensor:
-        """Returns the KV cache, which the first thread that computes creates. The system allocates its memory
-        on first use."""
+        """Returns the KV cache, which the first thread that computes creates. The operating system allocates
+        its memory on first use.
+        """
         cache = self._library.create_cache(tvm_ffi.Shape([self.pages]))
         array = np.from_dlpack(cache)
         tensors.prefer_large_pages(array.ctypes.data, array.nbytes)

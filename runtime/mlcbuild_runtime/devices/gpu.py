@@ -133,8 +133,8 @@ class GpuExecutor:
     def _prepare(
         self, step: ModelStep, part: tuple[int, int], rows: Sequence[int], again: bool
     ) -> list[tuple[str, dict[str, int]]]:
-        """Uploads the inputs of a part of a step, and returns the calls that compute the logits of `rows`.
-        again: True if the part's tokens were computed for other rows before.
+        """Uploads the inputs of a part of a step, and returns the calls of the GPU program that compute the
+        logits of `rows`. again: True if the part's tokens were computed before, for other rows.
         """
         head = [("head", {"q": len(rows)})] if rows else []
         if again:

@@ -30,7 +30,7 @@ class Branch:
     branch."""
 
     start: int
-    """Number of draft tokens before the branch, on the path that it leaves."""
+    """Number of draft tokens before the branch, on the path of the draft tree that the branch leaves."""
     tokens: list[int]
     """The tokens of the branch, at least one."""
     parent: int = 0
@@ -60,8 +60,9 @@ def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int
 
 
 def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
-    """Returns (index of the path, number of draft tokens up to and including this one) for each row of a
-    tree."""
+    """Returns, for each row of a draft tree, (index of the row's path, number of draft tokens up to and
+    including this row's).
+    """
     path_rows = [(0, depth) for depth in range(len(draft) + 1)]
     for index, branch in enumerate(branches, 1):
         path_rows += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]

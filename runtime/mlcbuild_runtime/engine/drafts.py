@@ -48,9 +48,11 @@ class Lookup:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram -> index of the token that followed its latest occurrence."""
+        """N-gram of tokens -> index, in the text, of the token that followed the n-gram's latest
+        occurrence.
+        """
         self._others: dict[tuple[int, ...], int] = {}
-        """N-gram -> latest index of a different token that followed it."""
+        """N-gram of tokens -> latest index, in the text, of a different token that followed the n-gram."""
         self._learned = 0
         """Number of the text's tokens that both tables of n-grams already include."""
 
@@ -101,7 +103,9 @@ class Prediction:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._answered, self._place = list(tokens), 0, 0
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram -> index of the token that followed its first occurrence in the prediction."""
+        """N-gram of tokens -> index, in the prediction, of the token that followed the n-gram's first
+        occurrence.
+        """
         for end in range(len(self._tokens), 0, -1):
             for size in SIZES:
                 if end >= size:
@@ -143,8 +147,9 @@ class Credit:
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
-        """Updates the balance after a draft was verified. `price` is the cost of a draft token in target
-        tokens, and `gained` the number of accepted tokens on a branch after those of the draft."""
+        """Updates the balance after a draft was verified. `price`: cost of one draft token, in target tokens;
+        `gained`: number of accepted tokens on a branch after the accepted ones of the draft.
+        """
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 

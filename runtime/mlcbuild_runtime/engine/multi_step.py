@@ -61,6 +61,8 @@ def _params(sequences: List[Sequence]) -> list[SamplingRow]:
 
 
 def _advance(sequences: List[Sequence], result: StepOutput) -> bool:
-    """Appends the token of a decode step to each sequence. Returns False if no step may follow."""
+    """Appends the token of a decode step to each sequence. Returns False if no further step may follow at
+    once.
+    """
     continuing = [s.advance(SequenceRows(result, row, row + 1)) for row, s in enumerate(sequences)]
     return all(continuing)  # This follows only once each sequence has its token.

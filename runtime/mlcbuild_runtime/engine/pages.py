@@ -168,8 +168,8 @@ class PageKeys:
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, own: int) -> Sequence[Key]:
-        """Returns the keys of the pages that the first `length` tokens fill. Earlier keys never change. own:
-        a negative number that no other sequence has.
+        """Returns the page keys of the pages that the first `length` tokens fill. Keys returned earlier never
+        change. own: a negative number that no other sequence has.
         """
         for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
             block = tuple(tokens[end - page_size : end])

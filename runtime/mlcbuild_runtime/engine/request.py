@@ -167,7 +167,7 @@ class State:
     answer_tokens: int
     """Number of tokens of answers since the engine's start."""
     decode_steps: int
-    """Number of decode steps since the engine's start."""
+    """Number of decode steps executed since the engine's start."""
     drafted_tokens: int
     """Number of draft tokens verified since the engine's start."""
     accepted_tokens: int

@@ -110,7 +110,8 @@ class Runner:
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
         """Executes up to `count` decode steps before any event is delivered. With constraints, no step begins
-        after `seconds`."""
+        later than `seconds` after the first one.
+        """
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:

@@ -109,8 +109,9 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Returns True if all tokens of the sequence are in the KV cache, so that the next one can be
-        sampled."""
+        """Returns True if all tokens of the sequence are in the KV cache, so that the next token can be
+        sampled.
+        """
         return self.length == len(self.tokens)
 
     @property
@@ -213,8 +214,8 @@ class Sequence:
         return self._with_forced(events)
 
     def consume(self, rows: SequenceRows) -> list[Event]:
-        """Appends the tokens that the rows [1 + draft.size] of a step determine: one, and one more for each
-        accepted draft token. Returns their events; an error is an event, too.
+        """Appends the tokens that the rows [1 + draft.size] of a step determine: one token, and one more for
+        each accepted draft token. Returns the events of these tokens; an error is an event, too.
         """
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)

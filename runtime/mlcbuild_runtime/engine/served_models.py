@@ -37,15 +37,17 @@ class ModelSource:
 
     @classmethod
     def of(cls, text: str) -> ModelSource:
-        """Returns the source that the argument DIRECTORY or NAME=DIRECTORY describes."""
+        """Returns the bundle's source (directory, name) that a command-line argument DIRECTORY or
+        NAME=DIRECTORY describes.
+        """
         name, equals, path = text.partition("=")
         if equals and name and not Path(text).exists():
             return cls(Path(path), name)
         return cls(Path(text))
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns the bundles in a directory of bundles as sources; for any other path a list of this source
-        alone.
+        """Returns one source for each bundle in a directory of bundles; for any other path, a list of this
+        source alone.
         """
         if self.name is not None:
             return [self]

@@ -42,7 +42,7 @@ class DraftOutcome(NamedTuple):
     drafted: int
     accepted: int
     branched: int
-    """Number of the sequence's draft tokens on branches in this step."""
+    """Number of the sequence's draft tokens that were on branches in this step."""
     gained: int
     """Number of accepted tokens on branches, after the accepted ones of the draft."""
 
@@ -291,8 +291,8 @@ class Drafter:
 
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelStep:
-    """Returns a step with the branches of drafts, each as a separate part after its sequence's part in
-    `inputs`. size: tokens in a page.
+    """Returns the step with the branches of drafts added, each as a separate part after its sequence's part
+    in `inputs`. size: number of tokens in a page.
     """
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):

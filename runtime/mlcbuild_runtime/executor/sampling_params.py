@@ -183,7 +183,9 @@ def _likely(logits: Floats, count: int) -> list[int]:
 
 
 class PromptScores:
-    """Log-probabilities of a prompt's tokens from the second on, computed as logits arrive."""
+    """The log-probabilities of a prompt's tokens, from the second token on, which are computed as logits
+    arrive.
+    """
 
     def __init__(self, prompt: Sequence[int], alternatives: int) -> None:
         self._prompt, self._alternatives = prompt, alternatives

@@ -91,7 +91,7 @@ def _finish(event: Event | None) -> str | None:
 
 
 def record(scope: Scope) -> AccessRecord:
-    """Returns the record of a request; without an access log, one that is never written."""
+    """Returns the access-log record of a request; without an access log, one that is never written."""
     own = scope.get(_SCOPE)
     return own if isinstance(own, AccessRecord) else AccessRecord()
 

@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     @property
     def _running(self) -> RequestResponseCycle | None:
-        """Returns the request whose answer is not complete yet, if any."""
+        """Returns the request on the connection whose answer is not complete yet, if there is one."""
         cycle: RequestResponseCycle | None = self.cycle
         return None if cycle is None or cycle.response_complete else cycle
 

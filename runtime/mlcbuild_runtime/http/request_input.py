@@ -22,11 +22,13 @@ class RequestInput:
 
     def __init__(self) -> None:
         self.in_body = False
-        """True between the end of a request's head and the end of the request."""
+        """True between the end of a request's head and the end of the request, which is its body."""
         self.has_line = False
         """True once the request's first line is complete."""
         self.framing = 0
-        """Number of bytes of the current head, or of those of a body that are not its content."""
+        """Number of bytes parsed of the current request head or, in a body, of those that are not its
+        content.
+        """
         self._ahead, self._at = b"", 0
         """The received bytes of the connection, and the index among them of the first byte that has not been
         parsed.

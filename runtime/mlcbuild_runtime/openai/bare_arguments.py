@@ -78,7 +78,9 @@ class BareRules:
     """The rules of a Lark grammar for arguments of tool calls with bare (unquoted) keys."""
 
     def __init__(self, quote: str, literal: Callable[[str], str]) -> None:
-        """Prepares the rules. literal: returns a text as a Lark expression, with its special tokens."""
+        """Prepares the Lark rules for arguments with bare keys. literal: function that returns a text as a
+        Lark expression, with its special tokens.
+        """
         self._mark, self._quote, self._literal = quote, literal(quote), literal
         end = "" if self._quote.startswith("<[") else "[lazy]"
         self.listed = [
@@ -90,7 +92,7 @@ class BareRules:
             'array: "[" (any ("," any)*)? "]"',
             r'pair: /[^{}\[\],:<|"]+/ ":" any',
         ]
-        """Rules, besides the ones that expressions of `value` refer to."""
+        """Texts of the Lark rules to which the expressions that `value` returns refer."""
 
     def value(self, schema: Json) -> str:
         """Returns a Lark expression that matches the values which a JSON schema accepts, and more if the

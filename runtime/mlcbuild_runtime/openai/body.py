@@ -94,7 +94,9 @@ def _without_texts(data: bytes) -> Iterator[bytes]:
 
 
 def _matches(pattern: re.Pattern[bytes], data: bytes) -> bool:
-    """Returns True if `pattern` matches anywhere in the data, examining a window at a time."""
+    """Returns True if the regular expression `pattern` matches anywhere in the data, examining a window of
+    bytes at a time.
+    """
     starts = range(0, len(data), _WINDOW)
     return any(pattern.search(data, start, start + _WINDOW + _LONGEST_MATCH) for start in starts)
 
@@ -244,8 +246,9 @@ class RequestBody:
 
 
 def _check(key: str, value: Json, field: Field) -> None:
-    """Raises RequestError unless a value satisfies the simple part of its field's schema: type, bounds and
-    enumeration."""
+    """Raises RequestError unless a value satisfies the part of its field's JSON schema that is checked here:
+    type, bounds and enumeration.
+    """
     schema = field.schema
     match schema:
         case {"enum": list(allowed)}:

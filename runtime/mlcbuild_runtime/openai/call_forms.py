@@ -18,8 +18,8 @@ from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Tags:
-    """Texts around the key and the value of each argument, if arguments are not one JSON object. Strings are
-    written unquoted, other values as JSON.
+    """Texts around the key and the value of each argument of a tool call, if its arguments are not one JSON
+    object. Strings are written unquoted, other values as JSON.
     """
 
     before: str
@@ -34,9 +34,9 @@ class NamedCall:
     after: str = ""
     before: str = ""
     numbered: bool = False
-    """True if NAME is followed by a colon and the number of the call."""
+    """True if NAME, the name of the called function, is followed by a colon and the number of the call."""
     tags: Tags | None = None
-    """Texts around each argument; None: arguments are a JSON object."""
+    """Texts around each argument of a tool call; None: arguments are one JSON object."""
     quote: str = ""
     """Text on both sides of each string, in arguments with bare keys (`BareReader`); "" for JSON."""
 
@@ -51,7 +51,7 @@ class Form:
     """True if the chat template itself describes tools to the model."""
     first: str = ""
     opening: str = ""
-    """Text that opens the list of calls; a space may come before it."""
+    """Text that opens the list of tool calls in an answer; a space may come before it."""
     lead: str = ""
     end: str = ""
     between: str = "\n"
@@ -59,9 +59,11 @@ class Form:
     by_name: NamedCall | None = None
     """The syntax of calls that begin with the tool's name; None: calls are JSON objects."""
     optional: bool = False
-    """True if the text FIRST may be absent before the calls. It is left out if it is not a special token."""
+    """True if the text FIRST may be absent before the tool calls. It is left out if it is not a special
+    token.
+    """
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Text -> token, for the special tokens in the texts of this syntax."""
+    """Text -> token, for the special tokens that occur in the texts of this syntax of tool calls."""
     short_ids: bool = False
     """True if the template accepts only call ids of nine letters and digits."""
 

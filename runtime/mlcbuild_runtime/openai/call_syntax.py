@@ -23,7 +23,7 @@ class CallPiece:
 
     kind: Literal["reasoning", "text", "call", "arguments"]
     text: str
-    """The text; for the beginning of a call, the tool's name."""
+    """The text of this piece of an answer; for the beginning of a tool call, the tool's name."""
 
 
 class AnswerReader(Protocol):

@@ -264,8 +264,8 @@ class Reply:
         }
 
     def _top(self, score: Score) -> dict[str, Json]:
-        """Returns name -> log-probability of a token and its alternatives. Of two tokens with equal names the
-        likelier is kept.
+        """Returns name -> log-probability, for a token and its alternatives. Of two tokens with equal names
+        the likelier one is kept.
         """
         own, others = score
         by_name: dict[str, Json] = {}

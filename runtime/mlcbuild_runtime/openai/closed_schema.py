@@ -52,8 +52,8 @@ def _composed(schema: Json, part: bool = False) -> Iterator[str]:
 
 
 def _closed(schema: Mapping[str, Json], composed: frozenset[str], path: str, whole: bool) -> dict[str, Json]:
-    """Returns the closed form of the schema at `path`, a JSON pointer. composed: targets of references in
-    parts; whole: True if the schema alone describes its value.
+    """Returns the closed form of the JSON schema at `path`, a JSON pointer. composed: targets of references
+    in parts; whole: True if the schema alone describes its value.
     """
     new = dict(schema)
     for key, value in schema.items():

@@ -116,7 +116,7 @@ def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> Em
 
 
 def _tokens(running: Engine, text: str, truncate: bool) -> tuple[int, ...]:
-    """Returns the tokens of a text, at most those that fit the context if `truncate` is true."""
+    """Returns the tokens of a text, cut to as many as fit the model's context if `truncate` is True."""
     longest = running.longest_text
     if not truncate:
         return tuple(running.tokenizer.encode(text, longest))

@@ -30,7 +30,9 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
 
 @dataclass(frozen=True)
 class Harmony:
-    """The channels that a chat template uses for answers."""
+    """The special tokens of OpenAI's harmony format, in which a model divides its answer into channels:
+    reasoning, tool calls and text.
+    """
 
     tokens: Mapping[str, int]
     """Text of a mark of OpenAI's harmony format, such as "<|channel|>" -> its special token, for all of
@@ -39,8 +41,9 @@ class Harmony:
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary) -> Harmony | None:
-        """Returns the channels that a chat template implies; None if its answers have none, or if the
-        vocabulary lacks their special tokens."""
+        """Returns the harmony format if a chat template uses it; None if its answers have no channels, or if
+        the vocabulary lacks the special tokens of the format.
+        """
         if not all(mark in template for mark in (_CHANNEL, _MESSAGE, _START)):
             return None
         tokens = special_tokens(vocabulary, *MARKS)

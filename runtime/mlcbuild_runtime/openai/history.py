@@ -61,8 +61,9 @@ class History:
         self._bytes, self._max_kept, self._max_bytes = 0, max_kept, max_bytes
 
     def keep(self, kept: Kept) -> None:
-        """Stores a response that has ended, and drops the least recently used ones if all together are too
-        large."""
+        """Stores a response that has ended, and drops the least recently used responses if all together are
+        too large.
+        """
         # The items before are shared with the responses that this one continues.
         text = json.dumps([kept.document, kept.items])
         values = text.count(",") + text.count("[") + text.count("{")

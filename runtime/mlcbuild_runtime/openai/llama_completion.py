@@ -102,7 +102,9 @@ class LlamaOutput:
 
 
 def _timings(event: Event, size: int) -> Document:
-    """Returns the engine's times, named as in llama.cpp. size: tokens of the prompt."""
+    """Returns the engine's times for an answer, named as in llama.cpp. size: number of tokens of the
+    prompt.
+    """
     computed = size - event.cached
     times: Document = {"cache_n": event.cached, "prompt_n": computed, "predicted_n": event.tokens}
     if event.times is None:

@@ -125,8 +125,8 @@ def generate_body(body: Mapping[str, Json], context: int, has_template: bool) ->
 
 
 def _common(fields: RequestBody, context: int) -> dict[str, Json]:
-    """Returns the fields that chat requests and text requests have in common. context: tokens of the model's
-    context.
+    """Returns the fields that Ollama's chat requests and text requests have in common, under OpenAI's names.
+    context: number of tokens of the model's context.
     """
     own: dict[str, Json] = {"stream": fields.boolean("stream", default=True)}
     options = RequestBody(_named(fields.object("options")), OPTIONS)

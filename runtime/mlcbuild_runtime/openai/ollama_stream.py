@@ -40,7 +40,7 @@ class OllamaOutput:
         self._reader = prompt.reader() if prompt.reader is not None else None
         self._calls: list[Document] = []
         self._name = self._arguments = self._id = ""
-        """Name, arguments so far, and id of the tool call that is arriving."""
+        """The name, the arguments so far, and the id of the tool call whose text is arriving."""
         self._began = time.monotonic()
 
     def documents(self, event: Event) -> Iterator[Document]:

@@ -38,7 +38,7 @@ class Thinking:
     begun: bool
     """True if the prompt ends with `begin`, so that the model's text starts with its reasoning."""
     tokens: Mapping[str, int]
-    """Text -> token, for those of the two marks that are special tokens."""
+    """Text -> token, for those of the two marks around reasoning that are special tokens."""
 
     @classmethod
     def of(cls, template: str, prompt: str, vocabulary: Vocabulary) -> Thinking | None:

@@ -90,7 +90,7 @@ class Tool:
 @dataclass(frozen=True)
 class Toolbox:
     tools: tuple[Tool, ...]
-    """The tools that the model may call."""
+    """The tools that the model may call in its answer."""
     choice: Literal["auto", "required"]
     """"auto" if calls are optional, "required" if not. A tool that `tool_choice` names is the only one and
     required.

@@ -106,8 +106,9 @@ class _Renderer:
         self.child = Child("mlcbuild_runtime.text.jinja", "renders chat templates", lambda: niceness)
         self._turns = FairLock(waiting)
         self._patience = LONGEST_WAIT
-        """Seconds that a prompt waits for its turn; 0 after one that took too long, since the next probably
-        would, too."""
+        """Maximum seconds that a prompt waits for its turn to be rendered; 0 after a prompt that took too
+        long, since the next probably would, too.
+        """
 
     def answer(self, line: bytes) -> Json:
         """Sends a line to the child process and returns its answer: see jinja.work. Raises RequestError: 422

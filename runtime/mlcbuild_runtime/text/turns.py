@@ -37,7 +37,9 @@ class FairLock:
         """Creates a free lock. `most`: maximum number of threads that may wait."""
         self._most, self._lock, self._taken = most, threading.Lock(), False
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
-        """Client -> its waiting threads; the client that is served next comes first."""
+        """Client -> futures of its waiting threads, in order of arrival; the client that is served next comes
+        first.
+        """
 
     @property
     def waiting(self) -> int:

@@ -39,7 +39,7 @@ class Vocabulary(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes of one token, which may be part of a character; b"" for special tokens."""
+        """Returns the UTF-8 bytes of one token, which may be part of a character; b"" for a special token."""
         ...
 
     def token_name(self, token: int) -> str:

@@ -142,8 +142,8 @@ class Packed:
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
-    """(lines from one group of 16 rows to the next, lines from one step along k to the next) in the buffer of
-    tiles; a line is one row of a tile.
+    """Strides of the buffer that holds the tiles, in lines (a line is one row of a tile): (from one group of
+    16 rows of x to the next, from one step along k to the next).
     """
 
     @classmethod

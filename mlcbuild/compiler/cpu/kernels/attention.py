@@ -139,7 +139,8 @@ def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr
 
 def _folded(index: Expr, blocks: Expr) -> Expr:
     """Returns entry `index` of the order 0, last, 1, last - 1, ... of `blocks` blocks. Later blocks of a
-    sequence see more keys, so every run of indices that one core computes has early and late ones."""
+    sequence attend to more keys, so every run of indices that one core computes has early and late blocks.
+    """
     half = T.bind(T.truncdiv(index, T.int64(2)))
     return T.Select(half * 2 == index, half, blocks - 1 - half)
 

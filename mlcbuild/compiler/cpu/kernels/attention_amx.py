@@ -76,8 +76,8 @@ class _Task:
 
     @property
     def raised(self) -> int:
-        """Returns the exponent of the power of two by which queries and weights are multiplied before they
-        are rounded.
+        """Returns the base-2 exponent of the factor by which queries and attention weights are multiplied
+        before they are rounded to bfloat16.
         """
         return amx.X_EXPONENT if self.shifted else 0
 
@@ -96,15 +96,17 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of attention: 64 tokens from `number` * 64 on. Pages before `begin`, and from `stop` on, are
-    not read: the step reads other pages in their place and masks the scores.
+    """One step of attention over 64 tokens, from token `number` * 64 on. Pages before `begin`, and from
+    `stop` on, are not read: the step reads other pages in their place and masks the scores.
     """
 
     number: Expr
     begin: Expr
     stop: Expr
     end: Expr
-    """Position of the first token that has not been written yet."""
+    """Position, in the sequence, of the first token whose key and value have not been written to the cache
+    yet.
+    """
     entries: Expr
     """Index, in the page table, of the first page of the sequence."""
 
@@ -236,7 +238,7 @@ def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | N
 
 
 def _scores(task: _Task, pair: Expr) -> None:
-    """Emits scores = queries . keys for 32 query vectors. pair: their index."""
+    """Emits the attention scores, queries . keys, of 32 query vectors. pair: index of these vectors."""
     with T.serial(PAGES // 2) as pages:
         for number in range(4):
             amx.instruction("tilezero", T.int8(number))

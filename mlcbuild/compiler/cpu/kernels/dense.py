@@ -60,7 +60,7 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns the format of a matrix that has `count` times as many rows."""
+        """Returns the RowFormat of a stack of `count` such matrices, whose rows follow each other."""
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:

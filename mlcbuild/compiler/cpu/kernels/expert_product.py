@@ -137,7 +137,9 @@ def _output(stack: ExpertMatrices, out: Buffer, residual: bool) -> Output:
 
 @dataclass(frozen=True)
 class _Weighted:
-    """The output that adds the results of a pair (row, choice) to its row, times the pair's weight."""
+    """The output of a product that adds each result of a pair (row, choice) to the pair's row, times the
+    pair's weight.
+    """
 
     output: Output
     choices: Buffer

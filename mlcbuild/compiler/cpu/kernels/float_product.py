@@ -94,7 +94,7 @@ class RowFormat(Protocol):
         ...
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns the format of a matrix that has `count` times as many rows."""
+        """Returns the RowFormat of a stack of `count` such matrices, whose rows follow each other."""
         ...
 
     def start(self, block: Expr) -> Expr:
@@ -317,7 +317,7 @@ def _stream_block(
 
 
 def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
-    """Returns the initial value of a block's sum for row i of x: the stored offset term, or zero."""
+    """Returns the initial value of the sum for row i of x in a block: the stored offset term, or zero."""
     return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
@@ -330,7 +330,7 @@ class _Chunk:
 
 
 def _blocks_at_once(form: RowFormat) -> int:
-    """Returns the number of blocks of one row in a chunk. Chunks have nearly equal sizes."""
+    """Returns the number of blocks of one row in a chunk of k. Chunks have nearly equal sizes."""
     most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
     chunks = -(-form.blocks // most)
     return -(-form.blocks // chunks)

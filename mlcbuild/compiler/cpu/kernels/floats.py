@@ -25,7 +25,9 @@ have the same one.
 
 
 class Kernel:
-    """One TensorIR function under construction. `func` is set when the `kernel` context ends."""
+    """One TensorIR function under construction. `func` is the finished function once the `kernel` context has
+    ended.
+    """
 
     func: PrimFunc
 

@@ -276,7 +276,7 @@ def stream_tile(
 
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
-    """Returns the accumulators of a register tile, initialised for the first group."""
+    """Returns the float32 accumulators of a register tile, initialised for the first group of weights."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]

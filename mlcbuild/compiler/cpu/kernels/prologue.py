@@ -115,7 +115,7 @@ class Gated:
 
     gate: Gate
     dtype: str | None
-    """Stored type of the bias; None if there is none."""
+    """Stored type of the bias that is added to gates and ups; None if there is none."""
     packed: bool = False
     """True if the tensor already holds act(gate) * up, packed for tile registers: see Fusion.gate."""
 
@@ -144,7 +144,7 @@ class Activated:
     activation: Activation
     inner: int
     dtype: str | None
-    """Stored type of the bias; None if there is none."""
+    """Stored type of the bias that is added before the activation; None if there is none."""
     scalars: str | None = None
     """Stored type of the activation's scalars; None if it has none."""
     packed = False

@@ -76,8 +76,8 @@ class Records:
 
     @property
     def numbers(self) -> int:
-        """Returns the number of int32 values at the end of a record: the scale and, for each half of the
-        group that has a scale, a correction and, with `sums`, a sum.
+        """Returns the number of int32 values at the end of a record of activations: the scale and, for each
+        half of the group that has a scale, a correction and, with `sums`, a sum.
         """
         return 1 + self.halves * (1 + self.sums)
 
@@ -206,14 +206,18 @@ def _quantize_group(
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (stored scale, its inverse). largest: the bits of the largest |x|."""
+    """Returns (scale of a group of activations, as the int32 that is stored; 1 / scale). largest: the bits of
+    the largest |x|.
+    """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
     return T.reinterpret("int32", value * f32(1 / 127)), inverse
 
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (stored power-of-two scale, its inverse). largest: the bits of the largest |x|."""
+    """Returns (power-of-two scale of a group of activations, as the int32 that is stored; 1 / scale).
+    largest: the bits of the largest |x|.
+    """
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))
     power = T.bind((bounded + i32(_FRACTION)) & i32(0xFF800000))

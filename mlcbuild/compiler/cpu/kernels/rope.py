@@ -234,8 +234,8 @@ def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
 
 
 def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
-    """Emits code that adds the bias to `size` values of a token's row from column `start` on, and
-    clips them.
+    """Emits code that adds the bias to `size` values of a token's row, from column `start` on, and clips the
+    sums.
     """
     if token.bias is None and spec.clip is None:
         return

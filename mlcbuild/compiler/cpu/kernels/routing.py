@@ -123,7 +123,9 @@ class _Picks:
         _each(spec.count, lambda e: T.buffer_store(logits, logits[row, e] * whole, [row, e]))
 
     def _drop_groups(self) -> None:
-        """Emits code that excludes all experts except those of the groups with the largest scores."""
+        """Emits code that excludes all experts from the choice except those of the groups with the largest
+        scores.
+        """
         router = self.spec.router
         size = self.spec.count // router.groups
         sums, kept = scratch((router.groups,)), scratch((router.groups,))

@@ -96,7 +96,7 @@ class GroupRows:
         )
 
     def stacked(self, count: int) -> GroupRows:
-        """Returns the format of a matrix that has `count` times as many rows."""
+        """Returns the RowFormat of a stack of `count` such matrices, whose rows follow each other."""
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:

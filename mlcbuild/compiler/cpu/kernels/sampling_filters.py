@@ -113,8 +113,8 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
 
 
 def _restrict(row: Row, least: Expr, room: Buffer) -> None:
-    """Emits code that subtracts the weights of logits below `least` from the sums of the blocks. room:
-    scratch memory.
+    """Emits code that subtracts the weights of logits below `least` from the stored sums of weights of the
+    blocks. room: scratch memory.
     """
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):

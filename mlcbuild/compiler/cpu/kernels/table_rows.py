@@ -20,7 +20,7 @@ from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of an embedding table, and the row of the output to which it is copied."""
+    """One row of a stored embedding table, and the row of the float32 output to which it is copied."""
 
     isa: ISA
     hidden: int
@@ -37,7 +37,9 @@ class TableRow:
         return self.scheme.bits
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
-        """Emits the store of `lanes` values from `column` on, leaving out those beyond the table's width."""
+        """Emits the store of `lanes` values of the copied row from `column` on, leaving out those beyond the
+        table's width.
+        """
         if self.hidden % GROUP == 0:
             T.buffer_store(self.out, values, [self.row, span(column, lanes)])
             return
@@ -116,7 +118,7 @@ def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
 
 
 def copy_unpacked(lookup: TableRow, form: RowFormat) -> None:
-    """Emits the copy of a row as products unpack it, value by value, for any row format."""
+    """Emits the copy of a row of an embedding table, value by value, as the table's RowFormat unpacks it."""
     with T.serial(0, i64(form.blocks)) as block:
         loaded = form.load(lookup.weights, lookup.token, block)
         for plane in range(form.planes):

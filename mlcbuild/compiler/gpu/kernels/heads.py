@@ -40,7 +40,7 @@ class HeadsSpec:
     """The norm of queries and of keys, over head_dim; None: they are not normalized."""
     span: HeadNorm = "head"
     norm_last: bool = False
-    """True if the norm follows the rotation."""
+    """True if queries and keys are normalized after the rotation, False if before it."""
     clip: float | None = None
     query_scale: QueryScale | None = None
 
@@ -146,7 +146,7 @@ class _Head:
         self._is_value = self._place >= cache.heads + cache.kv_heads
 
     def read(self, column: Value) -> Value:
-        """Returns the clipped value in one column of the row."""
+        """Returns the value in one column of the row of queries, keys and values, clipped."""
         value, clip = self._qkv[self._row, column], self._spec.clip
         return bind(value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip)))
 
@@ -188,8 +188,8 @@ class _Head:
         barrier()
 
     def _statistics(self, vector: Value) -> tuple[Value | None, Value]:
-        """Returns (mean, or None if the norm does not subtract it; 1 / root of the mean square), over the
-        head or over all heads of its kind.
+        """Returns (mean, or None if the norm does not subtract it; 1 / root of the mean square) of a query or
+        key: over one head, or over all query heads or all key heads.
         """
         norm, cache, dim = self._spec.norm, self._cache, self._cache.head_dim
         assert norm is not None

@@ -102,13 +102,19 @@ class InputPlaces:
     positions: int
     slots: int
     first_page: int
-    """Offset of the list that holds, for each row, the index in `page_table` of its sequence's first page."""
+    """Offset, in int32 words of the buffer of inputs, of the list that holds, for each row, the index in
+    `page_table` of its sequence's first page.
+    """
     rows: int
     tiles: int
-    """Offset of the tiles of prompts: pairs (first row, number of rows)."""
+    """Offset, in int32 words of the buffer of inputs, of the list of tiles of prompts: pairs (first row,
+    number of rows).
+    """
     forks: int
     count: int
-    """Offset of the number of steps that a loop has completed."""
+    """Offset, in int32 words of the buffer of inputs, of the number of steps that a decode loop has
+    completed.
+    """
     page_table: int
 
     def declare(self, k: KernelBuilder) -> Value:

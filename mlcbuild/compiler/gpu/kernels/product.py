@@ -66,7 +66,7 @@ class ProductSpec:
     row_gate: bool = False
     """True if each row of the product is multiplied by sigmoid(row_gate[row])."""
     residual: bool = False
-    """True if the product is added to y."""
+    """True if the product is added to y, False if it replaces y."""
     half_bias: bool | None = None
     """True if the bias is float16, False if float32; None: there is no bias."""
     half_scalars: bool = False

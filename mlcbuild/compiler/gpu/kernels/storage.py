@@ -159,7 +159,9 @@ class StoredMatrix:
         return scales
 
     def group(self, row: Value, group: Value) -> list[Value]:
-        """Returns the words of a group's codes, which `chunk` requires; [] for floating point numbers."""
+        """Returns the 32-bit words that hold the codes of a group, which `chunk` requires; [] for floating
+        point numbers.
+        """
         bits = self.form.bits
         if not bits:
             return []
@@ -205,8 +207,8 @@ class StoredMatrix:
         return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
-        """Returns scaled weights of a run of a group. codes: their codes; inside: position in the group of
-        one of them.
+        """Returns the scaled weights for some codes of one group. codes: the codes; inside: position in the
+        group of one of them.
         """
         scales = self.scales(row, group)
         scale, minimum = scales[0]
@@ -217,7 +219,9 @@ class StoredMatrix:
         return [code * scale if minimum is None else code * scale + minimum for code in codes]
 
     def _codes_at(self, row: Value, group: Value, index: Value, width: int) -> list[Value]:
-        """Returns `width` codes of a group, from code index * width on. width: 1 or CHUNK."""
+        """Returns `width` codes of a group, from the code with index `index` * width on. width: 1 or
+        CHUNK.
+        """
         bits = self.form.bits
         low = 8 if bits == 8 else 4
         place = bind(group * low + index * (width * low) // 32)
