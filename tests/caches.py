@@ -36,12 +36,14 @@ http {{
     root {home}/root;
     client_max_body_size 0;
     {auth}
-    location ~ "^/(ac|cas)/[0-9a-f]{{64}}$" {{
-      dav_methods PUT; create_full_put_path on; dav_access user:rw group:r all:r;
-    }}
+    {locations}
   }}
 }}
 """
+_LOCATIONS = """\
+location ~ "^/(ac|cas)/[0-9a-f]{64}$" {
+      dav_methods PUT; create_full_put_path on; dav_access user:rw group:r all:r;
+    }"""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,15 @@ class Nginx:
 
 
 @contextmanager
-def nginx(home: Path, password_file: str = "", tls: tuple[Path, Path] | None = None) -> Iterator[Nginx]:
-    """Yields a running nginx. `password_file`: lines of user:{PLAIN}password for basic authentication; `tls`:
-    certificate and key, then it speaks https."""
+def nginx(
+    home: Path,
+    password_file: str = "",
+    tls: tuple[Path, Path] | None = None,
+    locations: str = _LOCATIONS,
+) -> Iterator[Nginx]:
+    """Yields a running nginx whose configuration `nginx -t` accepts. `password_file`: lines of
+    user:{PLAIN}password for basic authentication; `tls`: certificate and key, then it speaks https;
+    `locations`: the directives of its `server` block."""
     assert NGINX is not None
     (home / "root").mkdir(parents=True)
     auth = ""
@@ -66,10 +74,13 @@ def nginx(home: Path, password_file: str = "", tls: tuple[Path, Path] | None = N
         auth += f" ssl_certificate {tls[0]}; ssl_certificate_key {tls[1]};"
     port = free_port()
     user = "user root;" if os.geteuid() == 0 else ""
+    ssl = " ssl" if tls else ""
     (home / "nginx.conf").write_text(
-        _CONFIG.format(home=home, port=port, auth=auth, user=user, tls=" ssl" if tls else "")
+        _CONFIG.format(home=home, port=port, auth=auth, user=user, tls=ssl, locations=locations)
     )
     command = [NGINX, "-e", str(home / "error.log"), "-c", str(home / "nginx.conf"), "-p", str(home)]
+    checked = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until_open(port, process, home / "error.log")
