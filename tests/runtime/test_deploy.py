@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from mlcbuild_runtime.http import arguments, server
+from mlcbuild_runtime.http.serve import KEY_VARIABLE
 
 from . import shared
 
 DEPLOY = shared.ROOT / "runtime" / "deploy"
+RUNTIME = shared.ROOT / "runtime"
+every = pytest.mark.skipif(
+    not os.environ.get("MLCBUILD_TEST_EVERY"), reason="installs packages: set MLCBUILD_TEST_EVERY"
+)
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -28,6 +40,14 @@ def paths() -> set[str]:
     return set(re.findall(r'Route\("([^"]+)"', Path(server.__file__).read_text(encoding="utf-8")))
 
 
+def dockerfile() -> dict[str, str]:
+    """Returns the Dockerfile: instruction -> its arguments. No instruction stands there twice."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    lines = [line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert len({instruction for instruction, _ in lines}) == len(lines)
+    return dict(lines)
+
+
 def test_the_unit_starts_a_server_and_waits_longer_than_it_drains() -> None:
     unit = (DEPLOY / "mlcbuild.service").read_text()
     program, *words = shlex.split(re.findall("^ExecStart=(.*)$", unit, re.MULTILINE)[0])
@@ -36,25 +56,86 @@ def test_the_unit_starts_a_server_and_waits_longer_than_it_drains() -> None:
     assert parsed(words).drain < stop
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """Its program is replaced by the one of this environment, since systemd requires that it exists."""
+    program = Path(sys.executable).with_name("mlcbuild-serve")
+    unit = (DEPLOY / "mlcbuild.service").read_text()
+    for name, text in (("good", unit), ("bad", unit.replace("DynamicUser=", "DynamikUser="))):
+        file = tmp_path / f"{name}.service"
+        file.write_text(text.replace("/opt/mlcbuild/bin/mlcbuild-serve", str(program)))
+        command = ["systemd-analyze", "verify", str(file)]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = checked.stdout + checked.stderr
+        assert ("DynamikUser" in said) if name == "bad" else (checked.returncode, said) == (0, "")
+
+
 def test_the_manifest_probes_paths_that_exist_and_waits_longer_than_it_drains() -> None:
     deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     pod: dict[str, Any] = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
     assert {probe["path"] for probe in probes} == {"/health/live", "/health/ready"} <= paths()
-    assert {probe["port"] for probe in probes} == {container["ports"][0]["name"]}
-    assert parsed(container["args"]).drain < pod["terminationGracePeriodSeconds"]
+    (port,) = container["ports"]
+    assert {probe["port"] for probe in probes} == {port["name"]}
+    # Kubernetes replaces CMD by args, and keeps ENTRYPOINT.
+    options = parsed([*yaml.safe_load(dockerfile()["ENTRYPOINT"])[1:], *container["args"]])
+    assert (options.host, options.port) == ("0.0.0.0", port["containerPort"])
+    assert options.drain < pod["terminationGracePeriodSeconds"]
+    (volume,), (mount,) = pod["volumes"], container["volumeMounts"]
+    assert volume["name"] == mount["name"] and options.bundles == [mount["mountPath"]]
+    (variable,) = container["env"]
+    assert variable["name"] == KEY_VARIABLE
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert container["resources"]["requests"] == container["resources"]["limits"]
 
 
 def test_the_image_runs_the_server_on_the_port_that_it_names() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
-    lines = dict(line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    lines = dockerfile()
     program, *words = yaml.safe_load(lines["ENTRYPOINT"])
     options = parsed([*words, *yaml.safe_load(lines["CMD"])])
     assert (program, options.host, options.bundles) == ("mlcbuild-serve", "0.0.0.0", ["/bundles"])
     assert int(lines["EXPOSE"]) == options.port
     assert f"127.0.0.1:{options.port}/health/ready" in lines["HEALTHCHECK"]
-    assert lines["USER"] != "root"
-    assert (shared.ROOT / "runtime" / "LICENSE").read_bytes() == (shared.ROOT / "LICENSE").read_bytes()
+    assert lines["USER"] != "root" and lines["RUN"].endswith(f"useradd --create-home {lines['USER']}")
+    assert (RUNTIME / "LICENSE").read_bytes() == (shared.ROOT / "LICENSE").read_bytes()
+    # COPY takes the build context, which the comment says is `runtime`: its metadata names these files.
+    assert (
+        lines["COPY"] == ". /source" and "-t mlcbuild-serve runtime\n" in (DEPLOY / "Dockerfile").read_text()
+    )
+    project = tomllib.loads((RUNTIME / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    named = [project["project"]["readme"], *project["project"]["license-files"], *wheel["packages"]]
+    assert program in project["project"]["scripts"] and all((RUNTIME / name).exists() for name in named)
+
+
+@every
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("useradd") is None, reason="useradd needs root")
+@pytest.mark.timeout(900)
+def test_the_image_can_be_made(tmp_path: Path, tiny_bundle: Path) -> None:
+    """Follows the Dockerfile in a new virtual environment: COPY, RUN, then ENTRYPOINT, HEALTHCHECK and
+    STOPSIGNAL. Its user is added to a directory instead of this machine."""
+    lines = dockerfile()
+    source, place, users = tmp_path / "source", tmp_path / "environment", tmp_path / "users"
+    shutil.copytree(RUNTIME, source, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    (users / "etc").mkdir(parents=True)
+    for name in ("passwd", "group", "shadow", "gshadow"):
+        (users / "etc" / name).touch()
+    add = f'#!/bin/sh\nexec {shutil.which("useradd")} --prefix {users} "$@"\n'
+    (place / "bin" / "useradd").write_text(add)
+    (place / "bin" / "useradd").chmod(0o755)
+    path = f"{place / 'bin'}:{os.environ['PATH']}"
+    command = lines["RUN"].replace("/source", str(source))
+    subprocess.run(["sh", "-ec", command], env={**os.environ, "PATH": path}, cwd=tmp_path, check=True)
+    assert not source.exists()
+    assert (users / "etc" / "passwd").read_text().startswith(f"{lines['USER']}:")
+    program, *words = yaml.safe_load(lines["ENTRYPOINT"])
+    names = ["-I", str(place / "bin" / program), *words, "--port", "0", str(tiny_bundle)]
+    with shared.program(*names, python=str(place / "bin" / "python")) as running:
+        port = running.url.rpartition(":")[2]
+        python, *check = yaml.safe_load(lines["HEALTHCHECK"].removeprefix("CMD "))
+        check = [word.replace(f":{lines['EXPOSE']}/", f":{port}/") for word in check]
+        subprocess.run([place / "bin" / python, *check], check=True, timeout=shared.WAIT)
+        assert running.stop(signal.Signals[lines["STOPSIGNAL"]]) == 0
