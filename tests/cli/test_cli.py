@@ -52,7 +52,7 @@ def test_the_top_lists_all_verbs(capsys: Out) -> None:
         ("--nope", "mlcbuild: '--nope' stands before the verb: write mlcbuild VERB [OPTIONS]"),
         ("--json plan recipe.yaml", "mlcbuild: '--json' stands before the verb"),
         ("rnu recipe.yaml", "mlcbuild: 'rnu' is not a verb; did you mean 'run'?"),
-        ("make", "mlcbuild: 'make' is not a verb; known: bench, cache, chat, doctor, "),
+        ("make", "mlcbuild: 'make' is not a verb; known: bench, cache, chat, completion, doctor, "),
         (
             "publish .",
             "mlcbuild publish: the destination is missing: mlcbuild publish BUNDLE --to oci://host/name:tag",
