@@ -326,9 +326,10 @@ def _command(arguments: Sequence[str]) -> int:
         parsed, rest = parser(arguments[0] if arguments[0] in VERBS else None).parse_known_args(arguments)
     except SystemExit as stop:  # argparse raises it for --help, --version and bad usage.
         return stop.code if isinstance(stop.code, int) else 2
-    if hasattr(parsed, "operands"):  # argparse accepts no operands after an option
-        parsed.operands += [item for item in rest if not item.startswith("-")]
-        rest = [item for item in rest if item.startswith("-")]
+    for several in ("operands", "bundles", "names"):  # argparse accepts none of them after an option
+        if isinstance(values := getattr(parsed, several, None), list):
+            values += [item for item in rest if not item.startswith("-")]
+            rest = [item for item in rest if item.startswith("-")]
     if rest:
         raise UsageError(_unknown(parsed.verb, rest))
     parsed.words = list(arguments)

@@ -22,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     release.add(parser)
     arguments.add(parser)
-    parsed = parser.parse_args(words)
+    parsed = parser.parse_intermixed_args(words)
     try:
         options = arguments.options(parsed)
     except argparse.ArgumentTypeError as error:

@@ -201,3 +201,8 @@ def test_inspect_names_what_is_slow(bundle_copy: Callable[[str], Path], capsys: 
 def test_a_port_that_cannot_be_is_refused_before_loading(built: Path, capsys: Out) -> None:
     _, stderr = said(capsys, 3, "serve", BUNDLE, "--port", "99999")
     assert "a port is a number from 0 to 65535" in stderr
+
+
+def test_bundles_may_stand_after_an_option(built: Path, capsys: Out) -> None:
+    _, stderr = said(capsys, 3, "serve", BUNDLE, "--port", "0", BUNDLE, "--browser")
+    assert "--browser serves one bundle, and 2 were passed" in stderr
