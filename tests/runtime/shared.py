@@ -129,7 +129,7 @@ def program(
         try:
             assert process.stdout is not None
             ready = process.stdout.readline()
-            match = re.search(r"(\S+) (?:is|models are) ready at (\S+)", ready)
+            match = re.search(r"(\S+) (?:is ready|models are served) at (\S+)", ready)
             assert match is not None, (ready, process.wait(WAIT))
             yield Server(process, match[2], ready, match[1])
         finally:

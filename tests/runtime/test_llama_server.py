@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from mlcbuild_runtime import release
 
 from . import parrot, shared
 from .parrot import say
@@ -101,4 +102,20 @@ def test_paths_without_v1(sayer: Server) -> None:
         assert client.models.retrieve(sayer.name).id == sayer.name
     refused = post(sayer, "/messages", messages=messages)
     assert refused.json()["type"] == "error", "the form of errors follows the path"
-    assert "/openapi.json lists the paths" in get(sayer, "/nowhere")["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score", "/docs", "/nowhere"])
+def test_an_unknown_path_names_those_that_exist(sayer: Server, path: str) -> None:
+    message = get(sayer, path)["error"]["message"]
+    assert message.startswith(f"there is no path {path}: there are /v1/models, /v1/chat/completions,")
+    for name in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/...", "/completion", "/version"):
+        assert f" {name}," in message
+    assert message.endswith("; /openapi.json describes them") and "{" not in message
+    response = httpx.get(f"{sayer.url}/v1/chat/completions", timeout=shared.WAIT)
+    assert response.status_code == 405
+    assert response.json()["error"]["message"] == "/v1/chat/completions does not take GET: it takes POST"
+
+
+def test_the_health_checks_of_vllm(sayer: Server) -> None:
+    assert httpx.post(f"{sayer.url}/ping").status_code == 200 and get(sayer, "/ping") == {"live": True}
+    assert get(sayer, "/version") == {"version": release.installed()}

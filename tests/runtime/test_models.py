@@ -37,8 +37,10 @@ def test_models_by_name(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> 
     names = [f"fast={toy_bundle}", str(tiny_bundle), f"also={tiny_bundle}", f"bad={broken}", str(missing)]
     arguments = ["-m", "mlcbuild_runtime", *names, "--port", "0"]
     with shared.program(*arguments) as server:
-        assert "4 models are ready at" in server.ready
-        assert "mode server" in server.ready and "fast, tiny-q4f16_1, also, bad, missing" in server.ready
+        announced = (
+            f"4 models are served at {server.url} (none is loaded before its first request; mode server"
+        )
+        assert announced in server.ready and "): fast, tiny-q4f16_1, also, bad, missing" in server.ready
         assert not any(card["loaded"] for card in cards(server).values())
         assert not server.health()["models"]
         assert httpx.get(f"{server.url}/health/ready").status_code == 200
@@ -86,8 +88,8 @@ def needs(path: Path) -> int:
 
 def test_a_stream_keeps_its_model(toy_bundle: Path, tiny_bundle: Path) -> None:
     budget = max(needs(toy_bundle), needs(tiny_bundle)) + 1
-    arguments = ["-m", "mlcbuild_runtime", str(toy_bundle), f"tiny={tiny_bundle}", "--port", "0"]
-    with (
+    arguments = ["-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", f"tiny={tiny_bundle}"]
+    with (  # A bundle may stand after an option.
         shared.program(*arguments, "--memory", f"{budget / 1000}kB") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):

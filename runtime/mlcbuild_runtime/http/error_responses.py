@@ -4,21 +4,40 @@ defects.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlcbuild_format.errors import RequestError, ServingError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from mlcbuild_runtime.openai.chat_documents import error_document
 
+SHOWN = 100
+"""Maximum characters of a path that an error message repeats."""
 
-async def http_error(_request: Request, error: Exception) -> Response:
+
+async def http_error(request: Request, error: Exception) -> Response:
     """Answers requests that the router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    document = error_document(
-        RequestError(f"{error.detail}: /openapi.json lists the paths, such as /v1/chat/completions")
-    )
-    return JSONResponse(document, error.status_code, headers=error.headers)
+    path = request.url.path[:SHOWN]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{path} does not take {request.method}: it takes {allowed}"
+    else:
+        message = f"there is no path {path}: {_paths(request.app.routes)}"
+    return JSONResponse(error_document(RequestError(message)), error.status_code, headers=error.headers)
+
+
+def _paths(routes: Sequence[BaseRoute]) -> str:
+    """Returns a clause that names the paths of the routes; of Ollama's, which stand below /api, a prefix."""
+    paths = [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]
+    openai = [path for path in paths if path.startswith("/v1/")]
+    same = {path.removeprefix("/v1") for path in openai}
+    others = [path for path in paths if path not in same and not path.startswith(("/v1/", "/api/"))]
+    names = ", ".join([*openai, "/api/...", *others])
+    return f"there are {names}; /openapi.json describes them"
 
 
 async def gone(_request: Request, _error: Exception) -> Response:

@@ -20,7 +20,9 @@ class Keys:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] == "/" or scope["path"].startswith("/health")
+        is_open = (
+            scope["type"] != "http" or scope["path"] in ("/", "/ping") or scope["path"].startswith("/health")
+        )
         if is_open or self._opened_by(scope):
             await self._app(scope, receive, send)
             return

@@ -212,7 +212,10 @@ def _ready_line(models: Models, url: str) -> str:
     if first.engine is None or first.chosen is None:
         names = ", ".join(name for entry in models.entries for name in entry.names)
         count, budget = len(models.entries), sizes.show(requested.budget)
-        return f"{count} models are ready at {url} (mode {requested.mode}, memory {budget}): {names}"
+        loading = "none is loaded before its first request"
+        return (
+            f"{count} models are served at {url} ({loading}; mode {requested.mode}, memory {budget}): {names}"
+        )
     executor, chosen = first.engine.executor, first.chosen
     context = executor.manifest.limits.context_window
     return (

@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
+from mlcbuild_runtime import release
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.engine.served_models import Models, card
@@ -102,6 +103,8 @@ def _routes(server: _Server, keys: bool) -> list[Route]:
         Route("/health", server.health),
         Route("/health/live", server.live),
         Route("/health/ready", server.ready),
+        Route("/ping", server.live, methods=["GET", "POST"]),
+        Route("/version", server.version),
         Route("/metrics", server.metrics),
         Route("/openapi.json", _api(keys)),
         Route("/tokenize", server.tokenize, methods=["POST"]),
@@ -178,6 +181,9 @@ class _Server:
     async def live(self, _request: Request) -> Response:
         alive = self._models.state().alive
         return JSONResponse({"live": alive}, status_code=200 if alive else 503)
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": release.installed()})
 
     async def ready(self, _request: Request) -> Response:
         ready = self._models.ready

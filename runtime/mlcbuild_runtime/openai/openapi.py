@@ -204,6 +204,7 @@ def _others() -> dict[str, Json]:
     deleted: Json = _object({"object": {"const": "response"}, "deleted": {"const": True}})
     items: Json = _object({"object": {"const": "list"}, "data": _LIST})
     health: Json = _object({"status": {"enum": ["ok", "stopped"]}})
+    live: Json = _get("Whether engines run.", _object({"live": {"type": "boolean"}}))
     return {
         "/v1/models": {"get": _get("The models.", models)},
         "/v1/models/{name}": {"get": _get("One model.", _object(_CARD), _NAME)},
@@ -219,7 +220,9 @@ def _others() -> dict[str, Json]:
         "/props": {"get": _get("The model's limits and template.", _object({"total_slots": _COUNT}))},
         "/slots": {"get": _get("The sequences of a batch.", _LIST)},
         "/health": {"get": _get("Whether engines run, and what they do.", health)},
-        "/health/live": {"get": _get("Whether engines run.", _object({"live": {"type": "boolean"}}))},
+        "/health/live": {"get": live},
+        "/ping": {"get": live, "post": live},
+        "/version": {"get": _get("The release of the server.", _object({"version": {"type": "string"}}))},
         "/health/ready": {
             "get": _get("Whether requests are taken.", _object({"ready": {"type": "boolean"}}))
         },
