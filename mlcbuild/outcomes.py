@@ -243,7 +243,7 @@ def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
 
 
 def run_log(pipeline: Pipeline, result: RunResult, clock: Clock, variants: Sequence[VariantResult]) -> RunLog:
-    """Returns the log of a run in the form that `mlcbuild report` and CI systems show."""
+    """Returns the log of a finished run, in the form that `mlcbuild report` and CI systems read."""
     steps = {step.name: step for step in result.steps}
     return RunLog(
         pipeline.recipe.name,

@@ -74,7 +74,7 @@ class Product:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Returns the steps of the variant that no other step reads."""
+        """Returns the names of those steps of the variant that no other step reads."""
         return (self.last,) if self.bench is None else (self.last, self.bench)
 
 

@@ -55,7 +55,7 @@ class Interruption:
 
     def __init__(self, bell: Bell, stop: Callable[[], None]) -> None:
         self.reason = ""
-        """The name of the signal, or the reason of the cancellation, that ended the run; "" while the run
+        """The reason why the run ends: the signal's name, or the reason of the cancellation; "" while the run
         continues.
         """
         self._bell = bell

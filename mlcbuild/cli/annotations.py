@@ -22,8 +22,9 @@ def annotate(problems: Iterable[Problem]) -> None:
 
 
 def annotation(problem: Problem, workspace: Path | None = None) -> str:
-    """Returns the annotation for a problem. The path is relative to `workspace`, the root of the
-    repository."""
+    """Returns the line of text that makes GitHub show a problem beside its file. The file's path is relative
+    to `workspace`, the root of the repository.
+    """
     path = Path(problem.file).absolute()
     if workspace is not None and path.is_relative_to(workspace.absolute()):
         path = path.relative_to(workspace.absolute())

@@ -15,10 +15,10 @@ SHELLS = ("bash", "zsh", "fish")
 @dataclass(frozen=True)
 class _Option:
     names: tuple[str, ...]
-    """All spellings, such as ("--output", "-o")."""
+    """All spellings of a command-line option, such as ("--output", "-o")."""
     help: str
     values: tuple[str, ...]
-    """The values that the option accepts; () if there is no list of them."""
+    """The values that a command-line option accepts; () if there is no list of them."""
     takes_value: bool
 
 
@@ -28,7 +28,7 @@ class _Verb:
     help: str
     options: tuple[_Option, ...]
     words: tuple[str, ...]
-    """The possible first arguments of the verb; () if it expects files."""
+    """The possible first arguments of a verb of the command line; () if it expects files."""
 
 
 def completion(arguments: argparse.Namespace) -> int:

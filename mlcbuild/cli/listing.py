@@ -25,7 +25,7 @@ def _escaped(line: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns the columns of rows; the last column is not padded."""
+    """Formats rows of cells as a text table with aligned columns; the last column is not padded."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

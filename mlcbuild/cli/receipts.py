@@ -147,11 +147,11 @@ class _Blobs:
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
-    """Path below cas/ -> size in bytes."""
+    """Path of a blob relative to the store's directory cas/ -> its size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
     """Absolute path -> size in bytes, for files in bundles that are not blobs of records."""
     places: set[tuple[int, int]] = field(default_factory=set)
-    """(device, inode) of each file."""
+    """(device, inode) of each file that was added; another path with the same pair is a hard link of it."""
 
     def add(self, digest: str, size: int) -> None:
         name = f"{digest[:2]}/{digest}"

@@ -73,11 +73,11 @@ class Document:
     file: str
     data: Data
     values: Mapping[Where, tuple[int, int]]
-    """Path of a value -> (line, column)."""
+    """Path of a value in a YAML document -> (line, column) of the value."""
     keys: Mapping[Where, tuple[int, int]]
-    """Path of a value in a mapping -> (line, column) of its key."""
+    """Path of a mapping's value in a YAML document -> (line, column) of the value's key."""
     texts: Mapping[Where, str]
-    """Path of a number or boolean -> its text as written in the file."""
+    """Path of a number or boolean in a YAML document -> its text as written in the file."""
     problems: tuple[Problem, ...] = ()
     """Problems with which the file can still be read, such as a duplicate key."""
 
@@ -92,7 +92,7 @@ class Document:
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
-        """Returns the value at a path; None if there is none."""
+        """Returns the value at a path in the YAML document; None if there is none."""
         value = self.data
         for part in where:
             if isinstance(value, dict) and isinstance(part, str):
@@ -191,8 +191,9 @@ def _named(character: str) -> str:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Yields the events of PyYAML's parser, which, unlike its composer, does not recurse: depth cannot
-    overflow the stack."""
+    """Yields the events of PyYAML's parser, which, unlike PyYAML's composer, does not recurse: a deep
+    document cannot overflow the stack.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     yield from yaml.parse(text, Loader=loader)
 
@@ -334,8 +335,8 @@ class _Builder:
         frame.key = text
 
     def _put(self, value: Data, event: yaml.Event) -> Where:
-        """Adds a value at the parser's position and returns its path. event: the parser's event, for its
-        position.
+        """Adds a value to the data at the parser's present position, and returns the value's path. event: the
+        parser's event, for its position.
         """
         if not self.stack:
             self.root = value

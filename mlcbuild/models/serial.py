@@ -124,8 +124,8 @@ def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 def _value(hint: Any, value: object, name: str) -> object:
-    """Reads a JSON value as a value of the type `hint`. name: its place, for messages. Raises
-    CheckpointError.
+    """Reads a JSON value as a value of the type `hint`. name: the value's place in the document, for
+    messages. Raises CheckpointError.
     """
     if hint in _READERS:
         return _READERS[hint](value, name)

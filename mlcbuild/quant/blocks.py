@@ -79,7 +79,9 @@ class BlockRows:
     codes: NDArray[np.int8] | NDArray[np.uint8]
     """The codes of the weights, [rows, columns]."""
     scale: NDArray[np.float32]
-    """The float32 scales, [rows, columns / 32], or [rows, columns / BLOCK_WEIGHTS] where there are steps."""
+    """The scales as float32, [rows, columns / 32], or [rows, columns / BLOCK_WEIGHTS] where `steps` multiply
+    them.
+    """
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [rows, columns / 16 or 32]; None: all are 1."""
     minimum: NDArray[np.float32] | None = None

@@ -64,7 +64,7 @@ class Format:
     """Function of (the arrays of `tensors`, (N, K)) that returns the float32 matrix [N, K] that they stand
     for."""
     bits_per_weight: float
-    """Number of stored bits for one weight, scales included, where nothing is padded."""
+    """Number of stored bits per weight, scales included, for a matrix whose size needs no padding."""
     bits: int = 0
     """Number of bits of one code; 0: weights are stored as floating point numbers."""
     group_size: int = 0

@@ -112,7 +112,9 @@ def _signed(blocks: Blocks, planes: Floats) -> Floats:
 
 
 def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None) -> Floats:
-    """Returns the codes of weights in planes [group, groups] for the scale and the minimum of each group."""
+    """Returns the integer codes of the weights `planes` [group, groups], for the scale and the minimum of
+    each group.
+    """
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) > 2.0**-100)
     codes = planes * inverse if minimum is None else (planes - minimum) * inverse
     np.rint(codes, out=codes)

@@ -108,8 +108,8 @@ class Packer:
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE_ROWS)[...] = words.transpose(1, 2, 0, 3)
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
-        """Returns the codes of weights that are arranged in planes, and writes the scale of each group into
-        `out`. Overwrites `planes`.
+        """Returns the integer codes of weights that are arranged in planes, and writes the scale of each
+        group into `out`. Overwrites `planes`.
         """
         groups = self._format
         out[...] = scale = self._scales(planes)

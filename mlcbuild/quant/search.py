@@ -14,7 +14,7 @@ from mlcbuild.quant.groups import QUAD, QUADS
 
 @dataclass(frozen=True)
 class Search:
-    """Constants of the search for a group's scale, for one number of bits."""
+    """Constants of the search for the scale of a group of weights, for one number of bits."""
 
     unit: int
     """The integer to which the weight of largest magnitude in a group is scaled before the search for a
@@ -34,8 +34,8 @@ class Search:
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
-"""Number of bits -> constants of the search. With 8 bits the search is left out, since it would reduce the
-error very little.
+"""Number of bits of a code -> constants of the search for a group's scale. With 8 bits the search is left
+out, since it would reduce the error very little.
 """
 TINY = np.float32(2.0**-96)
 """Magnitude of the largest weight of a group below which the group counts as zeros when a scale is fitted:

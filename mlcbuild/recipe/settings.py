@@ -88,7 +88,7 @@ class _Layer:
     where: Where
     compile: _Written
     verify: _Written | None
-    """The settings in the `verify` section; None if there is no such section."""
+    """The settings in the `verify` section of the recipe or include entry; None if it has no such section."""
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:

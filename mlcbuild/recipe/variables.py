@@ -33,7 +33,7 @@ class Substitution:
 
     document: Document
     origins: dict[Where, str] = field(default_factory=dict)
-    """Position of a value with variables -> the original text."""
+    """Position of a value with variables in the recipe -> the text before substitution."""
     failed: set[Where] = field(default_factory=set)
     """Positions at which substitution failed. Other checks skip them, since their messages would mislead."""
     problems: Problems = field(default_factory=Problems)

@@ -62,7 +62,7 @@ class Ranges:
         self._next = min(first.body.start + FIRST, first.size)
         self._size, self._version = first.size, first.version
         self._count = 0
-        """Number of bytes of the current range that have arrived."""
+        """Number of bytes of the current range of the object that have arrived."""
         self._seconds = 0.0
         """Seconds spent waiting for bytes of the current range."""
         self._ahead: deque[Future[tuple[int, bytearray]]] = deque()

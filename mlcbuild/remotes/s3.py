@@ -61,7 +61,7 @@ class S3:
         self._creates = True
         """True until the server rejects an upload under the condition that the object does not exist."""
         self._rate = 0.0
-        """Bytes per second of the fastest upload so far."""
+        """Rate of the fastest upload so far, in bytes per second."""
         self._settings = chosen = settings(url)
         # obstore's read timeout starts with the first byte of the request, so a short one would end long
         # uploads.

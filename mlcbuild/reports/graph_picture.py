@@ -136,8 +136,9 @@ def drawing(
 
 
 def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -> str:
-    """Returns a page with the SVG and, for a plan, a table of the steps that are not hits with their
-    reasons."""
+    """Returns an HTML page with the SVG picture of a graph and, for a plan, a table with the reason for each
+    step that is not a cache hit.
+    """
     rows = "".join(
         f"<tr><td>{escape(step.name)}</td><td>{_WORDS[step.state]}</td><td>{escape(step.reason)}</td></tr>\n"
         for step in (plan.steps if plan is not None else ())

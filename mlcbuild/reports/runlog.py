@@ -42,7 +42,7 @@ class LoggedStep:
     """Names of the steps and sources that the step reads."""
     key: str | None
     status: str
-    """The step's outcome: built, reused, failed or skipped."""
+    """The outcome of the step: "built", "reused", "failed" or "skipped"."""
     words: str
     """The reason why the step ran or was skipped; for a failed step, the error message."""
     start: float | None

@@ -77,7 +77,7 @@ MASK_WORD = 32
 class Argument:
     name: str
     dtype: str | None
-    """The argument's element type; None means the dtype that the model uses."""
+    """The element type of the argument; None means the dtype in which the model computes."""
     shape: tuple[str | int, ...] = ()
     """Sizes of the argument's dimensions, each a letter that stands for a size or a sum such as "b+1"; () for
     a scalar, or if the library decides the shape.

@@ -31,7 +31,9 @@ RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 class Metadata:
     signature: str
     params: tuple[Tensor, ...]
-    """(name, shape, dtype, layout) of every parameter tensor that the library takes, in order."""
+    """(name, shape, dtype, layout) of every parameter tensor that the compiled library takes, in the order of
+    its arguments.
+    """
 
 
 def read_metadata(text: str, manifest: Manifest) -> Metadata:

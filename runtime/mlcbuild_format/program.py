@@ -151,7 +151,9 @@ class CallVariant:
     """The launches of a function of a GPU program, for calls up to some sizes."""
 
     sizes: Sizes
-    """Name of a size -> its maximum in calls of this variant."""
+    """Name of a size, such as the number of rows -> its maximum in calls that this variant of the function
+    can compute.
+    """
     launches: tuple[Launch, ...]
 
 

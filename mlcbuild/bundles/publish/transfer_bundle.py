@@ -27,7 +27,7 @@ class PublishedBundle:
     """The address of a published bundle, and the number of bytes that were sent."""
 
     url: str
-    """Immutable address, with the digest or commit of exactly this content."""
+    """Immutable address of the published bundle, with the digest or commit of exactly its content."""
     sent: int
     """Number of bytes sent; 0 if the destination already had all files."""
 

@@ -95,7 +95,7 @@ class CpuOps(Parts):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns False if tile registers are used: their rows are stored in tiles, from which single rows
+        """Returns False if tile registers are used: rows are then stored in tiles, from which single rows
         cannot be selected.
         """
         config, room = self.config, self.room

@@ -88,8 +88,8 @@ def variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
 
 
 def number(name: str) -> relax.Var:
-    """Returns a new int64 argument that kernels receive as a number. If it were a dimension, every layer
-    would take the shape apart and build it again.
+    """Returns a new int64 argument of a Relax function, which kernels receive as a number. If it were a
+    dimension, every layer would unpack the shape and create it again.
     """
     return relax.Var(name, PrimType("int64"))
 

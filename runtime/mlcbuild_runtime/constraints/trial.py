@@ -39,7 +39,7 @@ class TrialOutcome:
     error: str
     """The reason why the constraint cannot be used; "" if it can."""
     bytes: int
-    """Bytes of memory that the trial used."""
+    """Bytes of memory that the trial of the constraint used."""
 
 
 class TooCostlyError(Exception):

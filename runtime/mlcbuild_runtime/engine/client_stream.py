@@ -49,7 +49,7 @@ class ClientStream:
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self.stopwatch = Stopwatch()
         self.unsent = 0
-        """Number of tokens at the end of the answer whose events are not delivered yet."""
+        """Number of tokens at the end of the answer whose events are not delivered to the client yet."""
         self.error: ServingError | None = None
         """The error that ends the answer after the unsent tokens, if any."""
         self._max_tokens, self._sink = request.max_tokens or 0, sink

@@ -15,7 +15,7 @@ from mlcbuild_runtime.engine.draft_tree import Branch
 TOKENS = 8
 """Default maximum number of tokens in a draft. `ci/bench/speculation` measures what drafts gain and cost."""
 SIZES = (4, 3, 2)
-"""Lengths of the n-grams that are looked up, longest first."""
+"""Lengths, in tokens, of the n-grams that prompt lookup searches for, longest first."""
 BRANCH = 2
 """Maximum number of tokens on a branch of a draft: later ones are rarely accepted."""
 
@@ -164,7 +164,7 @@ class Odds:
 
     def __init__(self) -> None:
         self.rate = self._FIRST
-        """Estimated acceptance rate of tokens on branches, from 0 to 1."""
+        """Estimated acceptance rate of draft tokens on branches, from 0 to 1."""
         self.pace = 1.0
         """Average number of tokens that one decode step adds to an answer."""
 
@@ -193,7 +193,7 @@ class Prices:
     steps were delayed by other work."""
 
     _GUESS = 0.2
-    """Assumed fraction of a step's time that each draft token adds, before the first measurement."""
+    """Assumed fraction of a decode step's time that each draft token adds, before the first measurement."""
     _FORGET = 1.01
     """Factor by which the shortest measured time of a step with a given number of rows grows with each step,
     because steps become slower as texts become longer.

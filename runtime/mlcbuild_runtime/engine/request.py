@@ -30,7 +30,9 @@ class Request:
     message: bool = False
     """True if the answer is a whole message, false if it continues a text."""
     logprobs: int | None = None
-    """Number of alternatives to report for each token; None: no log-probabilities are reported."""
+    """Number of alternative tokens whose log-probabilities are reported for each token; None: no
+    log-probabilities are reported.
+    """
     prompt_logprobs: bool = False
     """True if log-probabilities of the prompt's tokens are reported, too. The prompt's pages are then not
     shared."""
@@ -59,7 +61,7 @@ class EngineTimes(NamedTuple):
     """Seconds that the engine spent on a request, independent of when its client received the tokens."""
 
     prompt: float
-    """Seconds from the start of the request's first step to the first token of the answer."""
+    """Seconds from the start of the request's first step on the engine to the first token of the answer."""
     answer: float
     """Seconds from the first token of the answer to the last one."""
 

@@ -32,8 +32,9 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 MAX_FORCED = 15
 """Maximum number of tokens forced by a constraint that are appended between two sampled tokens."""
 STOP_STEPS = 4
-"""Maximum number of decode steps in one burst while a stop string may end the answer, since later steps would
-be wasted."""
+"""Maximum number of decode steps in one burst while a stop string may end the answer, since steps after the
+end would be wasted.
+"""
 
 
 class SequenceRows(NamedTuple):

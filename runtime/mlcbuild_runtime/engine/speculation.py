@@ -80,8 +80,9 @@ class Speculation:
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """Returns how many tokens to draft for each of `sequences`, in a step that has `rows` rows without
-        drafts."""
+        """Returns how many draft tokens to compute for each of `sequences`, in a step that has `rows` rows
+        without drafts.
+        """
         room = self.rows - rows
         candidates = [
             (sequence, most)

@@ -12,7 +12,7 @@ Mask = NDArray[np.int32]
 """A logit mask: one bit for each token, lowest token first, set where the token may be sampled. It has at
 least as many 32-bit words as the vocabulary needs."""
 Masks = Sequence[tuple[int, Mask]]
-"""Pairs (index of a row of logits, its mask) for all rows that have a mask."""
+"""Pairs (index of a row of logits, its logit mask) for all rows that have a mask."""
 
 
 class ModelStep(NamedTuple):

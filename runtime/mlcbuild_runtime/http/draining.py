@@ -68,7 +68,7 @@ class _Server(uvicorn.Server):
         self._drain = drain
         self._ready_line = ready_line
         self._last_moment = math.inf
-        """Time at which draining ends, as time.monotonic returns it."""
+        """Time at which draining of the server ends, as time.monotonic returns it."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])

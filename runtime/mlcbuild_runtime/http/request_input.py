@@ -24,7 +24,7 @@ class RequestInput:
         self.in_body = False
         """True between the end of a request's head and the end of the request, which is its body."""
         self.has_line = False
-        """True once the request's first line is complete."""
+        """True once the first line of the HTTP request has arrived completely."""
         self.framing = 0
         """Number of bytes parsed of the current request head or, in a body, of those that are not its
         content.
@@ -34,11 +34,11 @@ class RequestInput:
         parsed.
         """
         self._tail = b""
-        """The last two bytes that were parsed outside of a body with a length."""
+        """The last two bytes that were parsed outside of a request body with a Content-Length."""
         self._payload = self._fields = 0
-        """Number of bytes of the body's content, and of header fields or trailers."""
+        """Number of bytes received of the request body's content, and number of header fields or trailers."""
         self._left = 0
-        """Number of bytes that remain of a body with a length."""
+        """Number of bytes that have not been received yet of a request body with a Content-Length."""
 
     def receive(self, data: bytes) -> None:
         """Appends received bytes to the buffer of bytes that are not parsed yet."""

@@ -146,7 +146,9 @@ class GenerationOptions:
     stop_tokens: tuple[int, ...]
     max_tokens: int | None
     logprobs: int | None
-    """Number of alternatives to report for each token; None: no log-probabilities are reported."""
+    """Number of alternative tokens whose log-probabilities are reported for each token; None: no
+    log-probabilities are reported.
+    """
     constraint: Constraint | None
     n: int
     ignore_eos: bool

@@ -136,7 +136,7 @@ MAX_INTEGER = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a request body. Its schema is used for the check and shown in /openapi.json."""
+    """One field of a request body. Its JSON schema is used for the check and shown in /openapi.json."""
 
     schema: Mapping[str, Json]
     """JSON Schema of the field's values. A single `type` other than array, `minimum`, `maximum` and `enum`

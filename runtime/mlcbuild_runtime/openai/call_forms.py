@@ -81,12 +81,14 @@ class Form:
 
     @property
     def tags(self) -> Tags | None:
-        """Returns the texts around each argument; None for arguments as JSON."""
+        """Returns the texts around each argument of a tool call; None if arguments are JSON."""
         return None if self.by_name is None else self.by_name.tags
 
     @property
     def quote(self) -> str:
-        """Returns the text around strings of arguments with bare keys; "" for other arguments."""
+        """Returns the text around strings in a tool call's arguments with bare keys; "" for other
+        arguments.
+        """
         return "" if self.by_name is None else self.by_name.quote
 
     @property
@@ -125,7 +127,7 @@ class Form:
         return self.literal(self.head(name))
 
     def literal(self, text: str) -> str:
-        """Returns a text of the syntax as a Lark expression, with its special tokens."""
+        """Returns a text of the syntax of tool calls as a Lark expression, with its special tokens."""
         parts = re.split("(" + "|".join(map(re.escape, self.tokens)) + ")", text) if self.tokens else [text]
         literals = [
             f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part, ensure_ascii=False)

@@ -35,7 +35,7 @@ class AnswerReader(Protocol):
         ...
 
     def call_id(self) -> str:
-        """Returns a new id for the call that has begun."""
+        """Returns a new random id for the tool call that has begun."""
         ...
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:

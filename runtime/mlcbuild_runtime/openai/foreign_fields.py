@@ -54,7 +54,7 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "verbosity": ("medium",),
     "xtc_probability": (0,),
 }
-"""Field name -> values with which the field changes nothing here."""
+"""Name of a field that other servers support -> values with which the field changes nothing here."""
 CHOICES = 1024
 """Maximum texts of `guided_choice`."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")

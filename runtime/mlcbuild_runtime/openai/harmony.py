@@ -111,7 +111,7 @@ class HarmonyReader:
         return self._kind == "reasoning"
 
     def call_id(self) -> str:
-        """Returns a new id for the call that has begun."""
+        """Returns a new random id for the tool call that has begun."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:

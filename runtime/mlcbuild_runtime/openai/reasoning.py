@@ -107,7 +107,7 @@ class ThinkingReader:
         return self._state == "thought"
 
     def call_id(self) -> str:
-        """Returns a new id for the call that has begun."""
+        """Returns a new random id for the tool call that has begun."""
         assert self._inner is not None
         return self._inner.call_id()
 
@@ -153,8 +153,9 @@ class ThinkingReader:
 
 
 def template_variables(effort: str | None, enabled: bool | None) -> dict[str, Json]:
-    """Returns the template variables for the fields `reasoning_effort` and `enable_thinking`, by the names
-    that templates of several families read."""
+    """Returns the variables of the chat template for the fields `reasoning_effort` and `enable_thinking`, by
+    the names that templates of several families read.
+    """
     variables: dict[str, Json] = {}
     if enabled is None and effort is not None:
         enabled = effort != "none"

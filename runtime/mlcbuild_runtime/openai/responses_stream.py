@@ -24,7 +24,7 @@ class ResponseOutput:
     """
 
     def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
-        """Begins a response to a prompt. shown: the fields of the request that the response
+        """Begins a response of /v1/responses to a prompt. shown: the fields of the request that the response
         document repeats.
         """
         self.items: list[Document] = []

@@ -40,7 +40,8 @@ PANEL = 576
 """Maximum number of columns for which one task keeps sums in memory. It took 1.4 % off a prompt of 512 tokens
 of TinyLlama's shape (`ci/bench/cpu`, two threads of a processor with AMX)."""
 CHUNK = 512
-"""Maximum number of rows in one task. A pass over x then takes half a MiB, and the stored sums take 1 MiB."""
+"""Maximum number of rows of x in one task of an AMX product. A pass over x then takes half a MiB, and the
+stored sums take 1 MiB."""
 SHARE = 128
 """Minimum number of rows in a task for which converting weights to tiles pays off. It took 3 % off a prompt
 of 256 tokens of SmolLM2-135M's shape (`ci/bench/cpu`, two threads of a processor with AMX)."""
@@ -66,8 +67,7 @@ class Shape:
     k: int
     gated: bool = False
     """True for a matrix that holds the rows of the gate projection followed by as many rows of the up
-    projection. Tiles of both are then computed together.
-    """
+    projection. Tiles of both are then computed together."""
 
     @property
     def steps(self) -> int:
@@ -335,7 +335,7 @@ def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
 
 
 def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
-    """Emits code that writes the results of one line of a block."""
+    """Emits code that writes the results of one line of a block of sums to the product's output."""
     task, output = pair.task, pair.task.output
     column, place = task.column + pair.number * BLOCK, block * BLOCK + line
     held = T.bind(task.shape.sums_at(pair.number, block) + line)

@@ -366,8 +366,9 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
-    """Emits code that stores maximum, denominator and sum of one part of a sequence. line: first row of the
-    scratch memory; part: (index of the part, number of parts)."""
+    """Emits code that stores maximum, denominator and sum of one part of a sequence, from which `join`
+    computes the result. line: first row of the scratch memory; part: (index of the part, number of parts).
+    """
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group

@@ -119,7 +119,7 @@ class AttentionKernel:
 
     @property
     def prompt_block(self) -> int:
-        """Returns the number of prompt rows in a task on tile registers."""
+        """Returns the number of prompt rows in one attention task on tile registers."""
         return max(1, PROMPT_VECTORS // self.heads.group)
 
     @property

@@ -116,9 +116,9 @@ class Products:
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 
     def paired(self, operands: Sequence[list[Expr]]) -> list[list[Expr]]:
-        """Emits the operands that `pair_step` requires, from one operand for each quad of a group, and
-        returns them. Two neighbouring quads of four rows of weights become eight k of rows 0 and 1, and of
-        rows 2 and 3.
+        """Emits code that rearranges the weights of a group as `pair_step` requires, and returns them.
+        operands: one vector for each quad (four consecutive k). Two neighbouring quads of four rows of
+        weights become eight k of rows 0 and 1, and of rows 2 and 3.
         """
         pairs = [(low[0], high[0]) for low, high in zip(operands[::2], operands[1::2], strict=True)]
         orders = ([0, 4, 1, 5], [2, 6, 3, 7])

@@ -34,8 +34,8 @@ class Output:
     n: int
     bias: Buffer | None
     step: int
-    """Number that divides the end of the columns that are visited: columns from n up to the next multiple are
-    computed and dropped. It is a multiple of a vector's length.
+    """Columns from n up to the next multiple of this number are also computed, and dropped. It is a multiple
+    of a vector's length.
     """
     residual: bool
     """True if results are added to the values that the buffer already holds."""

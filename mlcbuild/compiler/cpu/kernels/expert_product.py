@@ -30,8 +30,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func, regi
 from mlcbuild.quant.groups import TILE_ROWS
 
 CHUNKS = 8
-"""Number of parts of the columns per core when several rows are scattered, so that cores finish at the same
-time.
+"""Number of parts, per core, into which columns are divided when the results of several rows are added up by
+row (scatter), so that cores finish at the same time.
 """
 
 
@@ -50,15 +50,17 @@ class _Plan:
     """The pairs (row, chosen expert) of a batch, sorted by expert, as buffers."""
 
     experts: Buffer
-    """Numbers of the experts that have rows, ascending, int32 [experts]."""
+    """Numbers of those experts that at least one row has chosen, ascending, int32 [experts]."""
     starts: Buffer
-    """For each expert with rows, the index of its first pair in `order`; then the number of pairs. int32
-    [experts + 1].
+    """For each expert that rows have chosen, the index in `order` of its first pair (row, choice); then the
+    number of pairs. int32 [experts + 1].
     """
     order: Buffer
-    """The pairs sorted by expert, int32 [pairs], each as row * chosen + choice."""
+    """The pairs (row, choice) sorted by expert, int32 [pairs]; each pair is stored as row * chosen +
+    choice.
+    """
     used: Expr
-    """Number of experts that have rows."""
+    """Number of experts that at least one row has chosen."""
 
 
 @dataclass(frozen=True)

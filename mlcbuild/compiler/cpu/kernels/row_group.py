@@ -50,7 +50,7 @@ class GroupRows:
 
     @property
     def words(self) -> int:
-        """Returns the number of uint32 words in a row of the quantized matrix; a group of 32 weights takes
+        """Returns the number of uint32 words in a row of the quantized matrix; each group of 32 weights takes
         `bits` words.
         """
         return self.groups * self.bits

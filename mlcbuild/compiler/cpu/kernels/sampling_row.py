@@ -17,9 +17,11 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, register, typed
 
 BLOCK = 256
-"""Number of tokens in one block of a row, whose maximum and sum of weights are stored."""
+"""Number of tokens in one block of a row of logits; the sampling kernel stores the maximum and the sum of
+weights of each block.
+"""
 TASK = 16
-"""Number of blocks in one parallel task of the first pass over a row."""
+"""Number of blocks of a row of logits in one parallel task of the sampling kernel's first pass."""
 INVERSE_TEMPERATURE = SAMPLING_COLUMNS.index("inverse_temperature")
 FAR = 87.0
 """Distance below the largest logit, in units of the temperature, at which a token's weight becomes 0: e^-87

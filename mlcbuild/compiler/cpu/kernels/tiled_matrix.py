@@ -126,7 +126,7 @@ class TiledMatrix:
 
     @property
     def vectors(self) -> int:
-        """Returns the number of vectors that cover the rows of a tile."""
+        """Returns the number of vectors that cover the 16 rows of a tile of weights."""
         return TILE_ROWS // self.isa.lanes
 
     @property
@@ -135,13 +135,13 @@ class TiledMatrix:
 
     @property
     def block_tiles(self) -> int:
-        """Returns the number of tiles of weights that are unpacked into a buffer at a time."""
+        """Returns the number of tiles of weights that are unpacked into the scratch buffer at a time."""
         return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
 
     @property
     def block_groups(self) -> int:
-        """Returns the number of groups that are unpacked together, such that all blocks have nearly equal
-        size.
+        """Returns the number of groups of columns that are unpacked together, such that all blocks have
+        nearly equal size.
         """
         groups = self.records.groups
         return -(-groups // -(-groups // BLOCK_GROUPS))

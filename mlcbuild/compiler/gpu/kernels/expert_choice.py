@@ -60,7 +60,9 @@ class _Choice:
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
     ) -> None:
-        """Allocates the arrays of the choice. at: (row, thread); out: buffers for (experts, weights)."""
+        """Allocates the arrays that the choice of a row's experts needs. at: (row, thread); out: buffers for
+        (experts, weights).
+        """
         self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
         self._scores, self._left = k.shared(spec.count), k.shared(spec.count)
         self._sums, self._picked = k.shared(WORKGROUP), k.shared(spec.chosen)

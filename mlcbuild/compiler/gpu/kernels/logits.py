@@ -35,7 +35,7 @@ PART = 4096
 """Number of logits in a part of a row."""
 CANDIDATES = 64
 _NAN = 0x7F800000
-"""The bits of infinity. A key above this number stands for NaN."""
+"""The bits of float32 infinity. The integer key of a logit is above this number if the logit is NaN."""
 _SMALLEST = -(1 << 31) + 1
 
 
@@ -148,8 +148,8 @@ def best_of_row(name: str, vocab: int) -> KernelBuilder:
 
 
 class _Chosen:
-    """The largest key that the threads of a workgroup have seen so far, and its token: the lowest token with
-    this key.
+    """The largest integer key of a logit that the threads of a workgroup have seen so far, and its token: the
+    lowest token with this key.
     """
 
     def __init__(self, k: KernelBuilder, threads: int = CHOOSERS) -> None:
@@ -160,8 +160,8 @@ class _Chosen:
         put(self._own, T.int32(0), 1)
 
     def consider(self, value: Value, token: Value) -> None:
-        """Emits code that compares another key (`value`) and its token with the stored ones. The tokens of
-        one thread must come in ascending order.
+        """Emits code that compares the key of another logit (`value`) and its token with the stored ones. The
+        tokens of one thread must come in ascending order.
         """
         with when(value > self._own[0]):
             put(self._own, value, 0)

@@ -61,7 +61,7 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """1 / root of the mean square of each row of a block, in registers."""
+    """1 / root of the mean square of each row of x in the block, in registers."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
@@ -120,7 +120,7 @@ class RowsNorm:
 
     vectors: NormVectors
     roots: Value
-    """1 / root of the mean square of each row, in registers."""
+    """1 / root of the mean square of each row of x in the block, in registers."""
     means: Value | None
 
     @classmethod

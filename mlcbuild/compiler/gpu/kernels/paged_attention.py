@@ -161,7 +161,7 @@ class _HeadGroup:
     kv_head: Value
     query: Value
     scores: Value
-    """Scores of a tile of keys, in shared memory; later exp(score - maximum)."""
+    """Attention scores of a tile of keys, in shared memory; later replaced by exp(score - maximum)."""
     reduced: Value
     places: Value
     """The page of each token of a tile, in shared memory."""
@@ -170,7 +170,7 @@ class _HeadGroup:
     sums: Value
     """Weighted sums of values, [head, part of its dimensions]; each thread computes every 64th dimension."""
     state: Value
-    """For each head, the maximum of scores and the sum of weights."""
+    """For each query head of the group, the running maximum of scores and the sum of weights."""
 
     @classmethod
     def allocate(cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, kv_head: Value) -> _HeadGroup:

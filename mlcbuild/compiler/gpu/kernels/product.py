@@ -64,7 +64,9 @@ class ProductSpec:
     scale: float = 1.0
     """Factor by which the product, with its bias, is multiplied before it is capped or added."""
     row_gate: bool = False
-    """True if each row of the product is multiplied by sigmoid(row_gate[row])."""
+    """True if each row of the product is multiplied by sigmoid(row_gate[row]), where row_gate is an input of
+    the kernel.
+    """
     residual: bool = False
     """True if the product is added to y, False if it replaces y."""
     half_bias: bool | None = None
@@ -166,8 +168,8 @@ class GemvShape:
 
     @property
     def each(self) -> int:
-        """Returns the number of outputs per thread. More rows of W in flight hide the latency of memory; more
-        sums than these do not fit into registers.
+        """Returns the number of columns of the result that one thread computes. With more rows of the weight
+        matrix in flight, the latency of memory is hidden; more sums than these do not fit into registers.
         """
         return 2 if self.count > 2 or self.spec.gate else 4
 
@@ -176,7 +178,9 @@ class GemvShape:
         return -(-self.spec.outputs // (WORKGROUP // self.lanes * self.each))
 
     def outputs(self, block: Value, tx: Value) -> list[Value]:
-        """Returns the indices of a thread's outputs. block: the workgroup; tx: the thread."""
+        """Returns the indices of the columns of the result that a thread computes. block: index of the
+        workgroup; tx: index of the thread.
+        """
         in_group = WORKGROUP // self.lanes
         first = block * (in_group * self.each) + tx // self.lanes
         return [bind(first + index * in_group) for index in range(self.each)]
@@ -276,7 +280,7 @@ def _clear(array: Value, count: int) -> None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs in which the sums of a thread are stored."""
+    """The elements of the result y in which the sums of a thread are stored."""
 
     first: Value
     """Index of the first row of the result y that is stored."""

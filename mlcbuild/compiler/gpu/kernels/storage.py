@@ -122,11 +122,15 @@ class StoredMatrix:
 
     @property
     def runs(self) -> int:
-        """Returns the number of runs in a group of 32 weights that have separate scales: 1 or 2."""
+        """Returns the number of separate scales for a group of 32 weights, 1 or 2: a run is the weights that
+        share a scale.
+        """
         return GROUP // self.form.group
 
     def scales(self, row: Value, group: Value) -> list[Scale]:
-        """Returns the scale of each run of a group of 32 weights; [] if there are none."""
+        """Returns the scale of each run (weights that share a scale) in a group of 32 weights; [] if there
+        are no scales.
+        """
         if self.numbers is None:
             return []
         if self.form.levels:
@@ -176,8 +180,8 @@ class StoredMatrix:
         return bind(select_lane(vector, index % 4))
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
-        """Returns four weights without their scale: chunk `index` of a group whose words `group` returned.
-        Values beyond the matrix's columns are arbitrary.
+        """Returns four weights without their scale: those of chunk `index` of a group. group: the words that
+        the method `group` returned. Values beyond the matrix's columns are arbitrary.
         """
         bits = self.form.bits
         if bits:

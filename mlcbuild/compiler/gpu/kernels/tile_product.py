@@ -56,7 +56,9 @@ def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
 
 @dataclass(frozen=True)
 class TileRows:
-    """The rows of a tile, as functions from a line of the tile."""
+    """The rows of x and of the result that belong to a tile, as functions of the index of a line of
+    the tile.
+    """
 
     row: Callable[[Value], Value]
     """Function that maps the index of a line of the tile to the index of its row of the result y."""
