@@ -101,7 +101,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "release": "",
     "engine": "constraints executor locations text untrusted",
     "openai": "constraints engine executor text",
-    "http": "engine openai",
+    "http": "engine openai release",
     "local": "engine openai untrusted",
     "chat": "engine locations openai release untrusted",
     "__main__": "http release",

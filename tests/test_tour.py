@@ -108,7 +108,7 @@ def blocks(document: str) -> list[Block]:
 VARYING = {
     r"\.\.\.": r".*",
     r"\d+\.\d+ [kMGT]?B": r"[\d.]+ [kMGT]?B",
-    r"\d+\.\d+ s\b": r"(?:\d+\.\d+ s|\d+ min \d+ s)",
+    r"\d+\.\d+ s\b": r"(?:\d+(?:\.\d+)? s|\d+ min \d+ s)",
     r"\d+\.\d+(?:e-?\d+)?": r"\d+(?:\.\d+)?(?:e-?\d+)?",
     r"[0-9a-f]{12,}": r"[0-9a-f]{12,}",
     r"\d+ cores": r"\d+ cores",

@@ -7,6 +7,7 @@ with the machine's before they load a library.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import subprocess
@@ -66,6 +67,20 @@ ARM_FEATURES: Mapping[str, tuple[str, str]] = {
 }
 """LLVM's name of a checkable 64-bit Arm feature -> (its flag in Linux's /proc/cpuinfo, its name in macOS's
 sysctl or "")."""
+
+_HWCAP, _HWCAP2 = 16, 26
+_ARM_BITS: Mapping[str, tuple[int, int]] = {
+    "bf16": (_HWCAP2, 14),
+    "dotprod": (_HWCAP, 20),
+    "fp16fml": (_HWCAP, 23),
+    "fullfp16": (_HWCAP, 10),
+    "i8mm": (_HWCAP2, 13),
+    "lse": (_HWCAP, 8),
+    "rdm": (_HWCAP, 12),
+    "sve": (_HWCAP, 22),
+    "sve2": (_HWCAP2, 1),
+}
+"""LLVM's name of a checkable 64-bit Arm feature -> (entry of Linux's auxiliary vector, bit)."""
 
 CHECKABLE: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset(X86_FEATURES),
@@ -143,6 +158,20 @@ def arm_features(cpuinfo: str) -> frozenset[str]:
     return frozenset(name for name, (flag, _) in ARM_FEATURES.items() if flag in flags)
 
 
+def auxiliary_features(value: Callable[[int], int]) -> frozenset[str]:
+    """Returns the checkable features of a 64-bit Arm machine, from the values of Linux's auxiliary vector.
+
+    value: number of an entry -> its bits. Source: arch/arm64/include/uapi/asm/hwcap.h.
+    """
+    return frozenset(name for name, (entry, bit) in _ARM_BITS.items() if value(entry) >> bit & 1)
+
+
+def _auxiliary_value(entry: int) -> int:
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return int(getauxval(entry))
+
+
 def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
     """Returns the checkable features of an Apple machine. `sysctl` maps a name to its value or ""."""
     named = {name: apple for name, (_, apple) in ARM_FEATURES.items() if apple}
@@ -160,8 +189,12 @@ def present() -> frozenset[str] | None:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return None
-    readers = {"x86_64": x86_features, "aarch64": arm_features}
-    return readers[kind[1]](text) if kind[1] in readers else None
+    if kind[1] == "x86_64":
+        return x86_features(text)
+    if kind[1] != "aarch64":
+        return None
+    # Emulators of a processor may show the file of the machine that they run on.
+    return arm_features(text) if "Features" in text else auxiliary_features(_auxiliary_value)
 
 
 def sysctl(name: str) -> str:

@@ -114,7 +114,7 @@ def test_a_server_that_wants_a_key(url: str, capsys: Out) -> None:
 
 def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
     """Prompts of any length up to twice the context."""
-    long = ("--prompt-tokens", "uniform:10,600", "--requests", "12", "--warmup", "0", "--json")
+    long = ("--prompt-tokens", "uniform:10,1100", "--requests", "12", "--warmup", "0", "--json")
     stdout, stderr = bench(capsys, 0, url, "--api-key", "key", "--tokens", "2", *long)
     (actual,) = json.loads(stdout)["loads"]
     assert actual["errors"] == {"http 400": actual["failed"]}
@@ -278,8 +278,8 @@ def test_the_speed_of_a_bundle(tiny_bundles: Path, capsys: Out) -> None:
 def test_a_bundle_that_cannot_be_measured(tiny_bundles: Path, tmp_path: Path, capsys: Out) -> None:
     assert main(["bench", str(tmp_path)]) == 1
     assert "there is no bundle.json in it" in capsys.readouterr().err
-    assert main(["bench", str(tiny_bundles / "dist" / "tiny-q4a8_1-host"), "--tokens", "200"]) == 2
-    assert "do not fit the bundle's context of 256" in capsys.readouterr().err
+    assert main(["bench", str(tiny_bundles / "dist" / "tiny-q4a8_1-host"), "--tokens", "500"]) == 2
+    assert "do not fit the bundle's context of 512" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

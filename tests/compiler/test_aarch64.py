@@ -28,7 +28,7 @@ pytestmark = [
 
 CPUS = {"i8mm": "max", "neon": "neoverse-n1", "portable": "cortex-a72"}
 """The processor that is emulated for each target: with matrix products of bytes, dot products, neither."""
-TOLERANCES = {"q0f32": 2e-4, "q4f16_1": 1e-2, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
+TOLERANCES = {"q0f32": 2e-4, "q4f16_1": 1e-2, "q4a8_1": 0.15, "q5a8_1": 0.2, "q8a8_1": 0.15}
 """Scheme -> tolerance of logits, which go up to 10. Keys and values are float16 except for q0f32; activations
 of a8 fall to the other side of a rounding now and then."""
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(7, 432, 41)]

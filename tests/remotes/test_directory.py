@@ -71,16 +71,17 @@ def test_an_upload_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
 def test_old_parts_are_removed_once(tmp_path: Path) -> None:
     parts = tmp_path / "tmp"
     parts.mkdir()
-    for name, age in (("old", 90_000), ("young", 80_000)):
+    old, young = "0" * 32, "1" * 32
+    for name, age in ((old, 90_000), (young, 80_000), ("own.txt", 90_000)):
         (parts / name).write_text("")
         os.utime(parts / name, (parts.stat().st_mtime - age,) * 2)
     remote = Directory(tmp_path)
     remote.put(NAME, io.BytesIO(b"a"), 1)
-    assert [path.name for path in parts.iterdir()] == ["young"]
-    (parts / "old").write_text("")
-    os.utime(parts / "old", (0, 0))
+    assert {path.name for path in parts.iterdir()} == {young, "own.txt"}, "other files are left alone"
+    (parts / old).write_text("")
+    os.utime(parts / old, (0, 0))
     remote.put(NAME, io.BytesIO(b"a"), 1)
-    assert (parts / "old").exists()
+    assert (parts / old).exists()
 
 
 def test_a_file_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

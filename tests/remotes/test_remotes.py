@@ -127,13 +127,14 @@ def test_several_remotes_are_asked_in_order(tmp_path: Path) -> None:
 def test_a_directory_is_left_without_rubbish(tmp_path: Path) -> None:
     root = tmp_path / "shared"
     (root / "tmp").mkdir(parents=True)
-    (root / "tmp" / "old").write_text("left by a killed process")
-    (root / "tmp" / "new").write_text("another process is at it")
+    old, new = (root / "tmp" / (digit * 32) for digit in "01")
+    old.write_text("left by a killed process")
+    new.write_text("another process is at it")
     import os
 
-    os.utime(root / "tmp" / "old", (1, 1))
+    os.utime(old, (1, 1))
     assert User(tmp_path / "one", root.as_uri()).run().not_uploaded == {}
-    assert [path.name for path in (root / "tmp").iterdir()] == ["new"]
+    assert [path.name for path in (root / "tmp").iterdir()] == [new.name]
     assert len(list((root / "ac").iterdir())) == len(list((root / "cas").iterdir())) == 3
 
 

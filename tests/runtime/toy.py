@@ -78,7 +78,7 @@ def write(out: Path, device: str = "cpu") -> None:
     else:
         library = "program.json" if device == "webgpu" else "model.json"
         target = {**TARGET, "device": device, "output": "program"}
-        if device == "numpy":
+        if device != "webgpu":
             (out / library).write_text(json.dumps({"vocab_size": VOCAB}))
     write_weights(out / "weights-00001-of-00001.safetensors", digest)
     write_tokenizer(out)

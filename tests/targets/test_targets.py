@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlcbuild_format import processors
 
 from mlcbuild.canon import canonical
 from mlcbuild.documents import schema
@@ -268,6 +269,15 @@ def test_a_feature_counts_only_when_every_processor_has_it() -> None:
     assert this_machine.x86_cpu(mixed) == ("x86-64-v3", ())
     assert this_machine.x86_cpu("") == ("x86-64", ())
     assert this_machine.arm_features("") == ()
+
+
+def test_arm_features_from_the_auxiliary_vector() -> None:
+    """Where /proc/cpuinfo is that of the machine below an emulator."""
+    hwcap, hwcap2 = (1 << 20) | (1 << 8), 1 << 13
+    values = {16: hwcap, 26: hwcap2}
+    assert processors.auxiliary_features(values.__getitem__) == {"dotprod", "lse", "i8mm"}
+    every = processors.auxiliary_features(lambda entry: -1)
+    assert every == processors.CHECKABLE["aarch64"]
 
 
 def test_apple_features_from_sysctl() -> None:
