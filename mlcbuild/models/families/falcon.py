@@ -1,6 +1,4 @@
-"""The model family Falcon, old and new: parallel residual connections, one or few key-value heads, rotary
-embedding or ALiBi.
-"""
+"""The model family Falcon, old and new."""
 
 from __future__ import annotations
 

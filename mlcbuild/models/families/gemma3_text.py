@@ -1,6 +1,4 @@
-"""The model family Gemma 3 (text): five of six layers have an attention window and a separate rotary
-embedding; queries and keys are normalized.
-"""
+"""The model family Gemma 3 (text): most layers have an attention window and their own rotary table."""
 
 from __future__ import annotations
 
