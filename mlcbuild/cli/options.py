@@ -360,11 +360,14 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 def recipe_file(name: str, verb: str) -> str:
     """Returns the path of the recipe that a command line names. A directory stands for the recipe in it, or,
-    if `verb` is publish, for a bundle. Raises UsageError if no recipe is named and none is in the current
-    directory.
+    if `verb` is publish, for a bundle. Raises UsageError if a directory holds no recipe, or if no recipe
+    is named and none is in the current directory.
     """
     inside = Path(name) / RECIPE
-    if verb != "publish" and inside.is_file():
+    if verb != "publish" and Path(name).is_dir():
+        if not inside.is_file():
+            where = f"{name}: there is no {RECIPE} in this directory"
+            raise UsageError(f"{where}: name a recipe, or write one with `mlcbuild init`")
         return os.path.normpath(inside)
     if name == RECIPE and not os.path.lexists(name):
         raise UsageError(f"there is no {RECIPE} here: name a recipe, or write one with `mlcbuild init`")

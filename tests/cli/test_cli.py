@@ -77,7 +77,7 @@ def test_the_top_lists_all_verbs(capsys: Out) -> None:
         ("serve b --port x", "--port: invalid int value: 'x'"),
         ("chat b --threads 0", "--threads: must be a whole number of at least 1, found '0'"),
         ("plan nope.yaml", "nope.yaml: cannot read this file: No such file or directory"),
-        ("validate tiny", "tiny: cannot read this file: it is a directory, not a regular file"),
+        ("validate tiny", "tiny: there is no recipe.yaml in this directory: name a recipe, or write"),
         ("lock nope.yaml", "nope.yaml: cannot read this file: No such file or directory"),
         ("init", "recipe.yaml: it exists already; it was not changed"),
         ("init recipe.yaml", "recipe.yaml/recipe.yaml: cannot be written: "),
