@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tvm.target import Target as TvmTarget
@@ -62,6 +62,19 @@ class ISA:
 
 
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
+
+_NEON = ISA(
+    "neon",
+    ("neon", "dotprod"),
+    lanes=4,
+    half=True,
+    dot="sdot",
+    tile_rows=6,
+    stream_rows=4,
+    batch=4,
+    dot_batch=4,
+    dot_tile=(3, 4),
+)
 
 ISAS: tuple[ISA, ...] = (
     ISA(
@@ -125,33 +138,16 @@ ISAS: tuple[ISA, ...] = (
         dot_batch=4,
         dot_tile=(2, 2),
     ),
-    ISA(
-        "i8mm",
-        ("neon", "dotprod", "i8mm"),
-        lanes=4,
-        half=True,
-        dot="sdot",
-        tile_rows=6,
-        stream_rows=4,
-        batch=4,
-        dot_batch=4,
+    replace(
+        _NEON,
+        name="i8mm",
+        features=(*_NEON.features, "i8mm"),
         # 8 sums, 8 results, 4 operands and 2 activations of the 32 registers: 8 independent smmla hide the
         # latency of 3 to 4 cycles at 2 a cycle (Arm's optimization guides of Neoverse N2 and V1).
         dot_tile=(4, 2),
         smmla=True,
     ),
-    ISA(
-        "neon",
-        ("neon", "dotprod"),
-        lanes=4,
-        half=True,
-        dot="sdot",
-        tile_rows=6,
-        stream_rows=4,
-        batch=4,
-        dot_batch=4,
-        dot_tile=(3, 4),
-    ),
+    _NEON,
     ISA(
         "portable",
         (),
