@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from .grammars import TOKENIZERS, drawn
 from .parrot import say
 from .shared import Server
 from .test_server import post
-from .tool_forms import ADD, NOW, SCHEMA
+from .tool_forms import ADD, NOW, SCHEMA, read_in_parts
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ reasoning_effort }}"
@@ -42,13 +41,7 @@ NAMED_FIRST = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS
 
 def split(text: str, seed: int | None = None, has_tools: bool = True) -> dict[str, str]:
     """Returns kind of piece -> text of a text that comes in parts."""
-    reader, source, actual = HarmonyReader(has_tools), random.Random(seed), dict[str, str]()
-    while text:
-        size = len(text) if seed is None else source.randrange(1, 8)
-        part, text = text[:size], text[size:]
-        for piece in reader.read(part, last=not text):
-            actual[piece.kind] = actual.get(piece.kind, "") + piece.text
-    return actual
+    return read_in_parts(HarmonyReader(has_tools), text, seed)
 
 
 @pytest.mark.parametrize("seed", [None, *range(6)])

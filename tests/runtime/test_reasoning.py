@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from . import parrot
 from .grammars import TOKENIZERS, drawn
 from .parrot import say
 from .shared import Server
-from .tool_forms import ADD, HERMES, NATIVE, SCHEMA
+from .tool_forms import ADD, HERMES, NATIVE, SCHEMA, read_in_parts
 
 VOCABULARY = TOKENIZERS["json"].vocabulary
 LOOSE = Thinking("<think>", "</think>", False, {})
@@ -47,13 +46,7 @@ def test_templates_imply_reasoning(begin: str, end: str) -> None:
 def split(text: str, thinking: Thinking, seed: int | None = None, form: Form | None = None) -> dict[str, str]:
     """Returns kind of piece -> text of a text that comes in parts."""
     inner = None if form is None else Reader(form, "auto")
-    reader, source, actual = ThinkingReader(thinking, inner), random.Random(seed), dict[str, str]()
-    while text:
-        size = len(text) if seed is None else source.randrange(1, 6)
-        part, text = text[:size], text[size:]
-        for piece in reader.read(part, last=not text):
-            actual[piece.kind] = actual.get(piece.kind, "") + piece.text
-    return actual
+    return read_in_parts(ThinkingReader(thinking, inner), text, seed)
 
 
 @pytest.mark.parametrize("seed", [None, *range(6)])

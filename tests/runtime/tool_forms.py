@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from mlcbuild_format.fields import Json
 from mlcbuild_runtime.openai.call_forms import Form
-from mlcbuild_runtime.openai.call_syntax import CallPiece, Reader
+from mlcbuild_runtime.openai.call_syntax import AnswerReader, CallPiece, Reader
 from mlcbuild_runtime.openai.tools import Tool, text_parameters
 
 from .grammars import TOKENIZERS
@@ -54,19 +55,32 @@ FORMS = {
 TEXTS = {tool.name: text_parameters(tool) for tool in (ADD, NOW)}
 
 
+def read_in_parts(reader: AnswerReader, text: str, seed: int | None) -> dict[str, str]:
+    """Returns kind of piece -> its text, of an answer that arrives in random parts; None: in one part."""
+    by_kind: dict[str, str] = {}
+    for piece in _arriving(reader, text, seed):
+        by_kind[piece.kind] = by_kind.get(piece.kind, "") + piece.text
+    return by_kind
+
+
+def _arriving(reader: AnswerReader, text: str, seed: int | None) -> Iterator[CallPiece]:
+    source = random.Random(seed)
+    while text:
+        size = len(text) if seed is None else source.randrange(1, 8)
+        part, text = text[:size], text[size:]
+        yield from reader.read(part, last=not text)
+
+
 def pieces(
     text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
 ) -> list[CallPiece]:
     """Returns the pieces of a text that comes in parts, with neighbours of one kind joined."""
-    reader, source, actual = Reader(form, choice, formatted, TEXTS), random.Random(seed), list[CallPiece]()
-    while text:
-        size = len(text) if seed is None else source.randrange(1, 8)
-        part, text = text[:size], text[size:]
-        for piece in reader.read(part, last=not text):
-            if actual and actual[-1].kind == piece.kind != "call":
-                actual[-1] = CallPiece(piece.kind, actual[-1].text + piece.text)
-            else:
-                actual.append(piece)
+    actual: list[CallPiece] = []
+    for piece in _arriving(Reader(form, choice, formatted, TEXTS), text, seed):
+        if actual and actual[-1].kind == piece.kind != "call":
+            actual[-1] = CallPiece(piece.kind, actual[-1].text + piece.text)
+        else:
+            actual.append(piece)
     return actual
 
 
