@@ -276,19 +276,7 @@ def mutated(rng: random.Random) -> Any:
     if rng.random() < 0.4:
         return parse_json(mutations.document(rng, to_json(PROGRAM)))
     document = changed(lambda document: None)
-    places: list[tuple[Any, Any]] = []
-    todo: list[Any] = [document]
-    while todo:
-        parent = todo.pop()
-        for key in parent if isinstance(parent, dict) else range(len(parent)):
-            if isinstance(parent[key], dict | list):
-                todo.append(parent[key])
-            else:
-                places.append((parent, key))
-    parent, key = rng.choice(places)
-    own = parent[key]
-    same = [holder[name] for holder, name in places if type(holder[name]) is type(own)]
-    parent[key] = rng.choice([*same, *([own + 1, 2 * own, own // 2, 256] if isinstance(own, int) else [])])
+    mutations.change_value(rng, [document])
     return document
 
 

@@ -39,6 +39,25 @@ def document(rng: random.Random, value: Any) -> bytes:
     ).encode()
 
 
+def change_value(rng: random.Random, roots: list[Any]) -> None:
+    """Replaces one value somewhere below JSON objects or lists by another one of its type, or, for a whole
+    number, by one near it."""
+    places: list[tuple[Any, Any]] = []
+    todo = list(roots)
+    while todo:
+        parent = todo.pop()
+        for key in parent if isinstance(parent, dict) else range(len(parent)):
+            if isinstance(parent[key], dict | list):
+                todo.append(parent[key])
+            else:
+                places.append((parent, key))
+    parent, key = rng.choice(places)
+    value = parent[key]
+    others = [holder[name] for holder, name in places if type(holder[name]) is type(value)]
+    near = [value + 1, 2 * value, value // 2, 256] if isinstance(value, int) else []
+    parent[key] = rng.choice([*others, *near])
+
+
 def _change(rng: random.Random, holder: dict[str, Any]) -> None:
     places: list[tuple[Any, Any]] = []
     todo: list[Any] = [holder]

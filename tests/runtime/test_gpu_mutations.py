@@ -18,6 +18,7 @@ from mlcbuild_format.program import Program, scalar_values
 from mlcbuild_runtime.devices import gpu_adapter, gpu_program
 from mlcbuild_runtime.devices.gpu_program import DeviceProgram
 
+from . import mutations
 from .test_gpu import has_adapter
 
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(1200)]
@@ -74,20 +75,8 @@ class Guarded:
 def mutated(rng: random.Random, document: Any) -> Any:
     """Returns a program with one other number or name."""
     document = parse_json(program_json.to_bytes(document))
-    places: list[tuple[Any, Any]] = []
-    todo: list[Any] = [document[name] for name in ("sizes", "kernels", "buffers", "inputs", "functions")]
-    while todo:
-        parent = todo.pop()
-        for key in parent if isinstance(parent, dict) else range(len(parent)):
-            if isinstance(parent[key], dict | list):
-                todo.append(parent[key])
-            else:
-                places.append((parent, key))
-    parent, key = rng.choice(places)
-    own = parent[key]
-    same = [holder[name] for holder, name in places if type(holder[name]) is type(own)]
-    numbers = [own + 1, 2 * own, own // 2, 256] if isinstance(own, int) else []
-    parent[key] = rng.choice([*same, *numbers])
+    parts = [document[name] for name in ("sizes", "kernels", "buffers", "inputs", "functions")]
+    mutations.change_value(rng, parts)
     return document
 
 
