@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from mlcbuild_format import abi
 from mlcbuild_runtime.devices import machine
 from numpy.typing import NDArray
 
@@ -229,7 +230,8 @@ class Session:
             pages.append(self.free.pop())
         return range(start, start + count)
 
-    def _batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Any]:
+    def _batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
+        """Returns name -> value of the arguments that describe new tokens of some sequences."""
         positions, slots, q_indptr, page_indptr, table = [], [], [0], [0], []
         for sequence, tokens in parts:
             where = self._grow(sequence, len(tokens))
@@ -241,34 +243,47 @@ class Session:
             page_indptr.append(len(table))
         lengths = [self.lengths[sequence] for sequence, _ in parts]
         arrays = (positions, slots, q_indptr, page_indptr, table, lengths)
-        return [self.cache, *(tensor(np.array(array, np.int32)) for array in arrays), self.params]
+        tensors = (self.cache, *(tensor(np.array(array, np.int32)) for array in arrays))
+        names = [argument.name for argument in abi.BATCH]
+        return {**dict(zip(names, tensors, strict=True)), "params": self.params}
 
     def embed(self, tokens: Sequence[int]) -> Floats:
-        actual = self.vm["embed"](tensor(np.array(tokens, np.int32)), self.params)
-        return np.asarray(np.from_dlpack(actual), np.float32)
+        embedded = self.vm[abi.EMBED.name](tensor(np.array(tokens, np.int32)), self.params)
+        return np.asarray(np.from_dlpack(embedded), np.float32)
 
-    def prefill(self, *parts: tuple[int, Sequence[int]], rows: Sequence[int] | None = None) -> Floats:
-        """Returns new tokens of some sequences in one call -> logits [rows, vocab] (default: of every
-        row)."""
+    def step_arguments(
+        self, parts: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Returns name -> value of the arguments of `step_prefill` that sample no token.
+
+        rows: the rows whose logits are computed (default: every row).
+        """
         tokens = [token for _, new in parts for token in new]
         chosen = np.arange(len(tokens)) if rows is None else np.array(rows)
-        function: Callable[..., Any] = self.vm["prefill" if len(parts) == 1 else "batch_prefill"]
-        embedded = tensor(self.embed(tokens)[None])
-        logits = function(embedded, tensor(chosen.astype(np.int32)), *self._batch(parts))
-        return np.array(np.from_dlpack(logits), np.float32).reshape(len(chosen), -1)
+        return {
+            "tokens": tensor(np.array(tokens, np.int32)),
+            "logit_positions": tensor(chosen.astype(np.int32)),
+            "sampling_params": tensor(np.array([abi.SKIP] * len(chosen), abi.SAMPLING_DTYPE)),
+            "sampled": tensor(np.zeros(len(chosen), np.int32)),
+            "masks": tensor(np.zeros((0, abi.MASK_BITS + 1), np.int32)),
+            **self._batch(parts),
+        }
 
-    def hidden(self, *parts: tuple[int, Sequence[int]]) -> Floats:
-        """Returns new tokens of some sequences in one call -> what their logits are made of, [rows,
-        hidden]."""
-        tokens = [token for _, new in parts for token in new]
-        prefix = "" if len(parts) == 1 else "batch_"
-        function: Callable[..., Any] = self.vm[f"{prefix}prefill_to_last_hidden_states"]
-        actual = function(tensor(self.embed(tokens)[None]), *self._batch(parts))
-        return np.array(np.from_dlpack(actual), np.float32).reshape(len(tokens), -1)
+    def _logits(self, function: abi.Function, arguments: Mapping[str, Any]) -> Floats:
+        logits = self.vm[function.name](*function.ordered(arguments))
+        return np.array(np.from_dlpack(logits)[0], np.float32)
+
+    def prefill(self, *parts: tuple[int, Sequence[int]], rows: Sequence[int] | None = None) -> Floats:
+        """Returns the logits [rows, vocab] of new tokens of some sequences, by the kernels for prompts."""
+        return self._logits(abi.STEP_PREFILL, self.step_arguments(parts, rows))
 
     def decode(self, *parts: tuple[int, int]) -> Floats:
-        """Returns one new token of each sequence -> logits [sequences, vocab]."""
-        function: Callable[..., Any] = self.vm["decode" if len(parts) == 1 else "batch_decode"]
-        embedded = tensor(self.embed([token for _, token in parts])[:, None])
-        logits = function(embedded, *self._batch([(sequence, [token]) for sequence, token in parts]))
-        return np.array(np.from_dlpack(logits), np.float32).reshape(len(parts), -1)
+        """Returns the logits [sequences, vocab] of one new token of each sequence."""
+        arguments = self.step_arguments([(sequence, [token]) for sequence, token in parts])
+        return self._logits(abi.STEP, {**arguments, "forks": tensor(np.zeros((0, 3), np.int32))})
+
+    def hidden(self, *parts: tuple[int, Sequence[int]]) -> Floats:
+        """Returns the hidden states [rows, hidden] from which logits of new tokens are computed."""
+        inputs = tensor(self.embed([token for _, new in parts for token in new])[None])
+        arguments = abi.HIDDEN_STATES.ordered({"input_embeds": inputs, **self._batch(parts)})
+        return np.array(np.from_dlpack(self.vm[abi.HIDDEN_STATES.name](*arguments))[0], np.float32)

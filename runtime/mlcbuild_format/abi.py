@@ -137,7 +137,7 @@ _TOKENS = Argument("tokens", "int32", ("n",))
 _ROWS = Argument("logit_positions", "int32", ("q",))
 _SAMPLING = Argument("sampling_params", SAMPLING_DTYPE, ("q", len(SAMPLING_COLUMNS)))
 _MASKS = Argument("masks", "int32", ("m", "w"))
-_PROMPTS = Argument("input_embeds", "float32", (1, "n", "hidden"))
+_EMBEDDINGS = Argument("input_embeds", "float32", (1, "n", "hidden"))
 _STEP = (_TOKENS, _ROWS, _SAMPLING, Argument("sampled", "int32", ("q",), in_place=True), _MASKS, *BATCH)
 _LOOP = (
     Argument("tokens", "int32", ("n",), in_place=True),
@@ -184,24 +184,13 @@ SAMPLE = Function(
 )
 """The library function that masks logits in place, samples a token from each row into `tokens`, and returns
 the logits, float32 [1, q, v]."""
-PREFILL = Function("prefill", (_PROMPTS, _ROWS, *BATCH, PARAMS))
-"""The library function that runs the model on embeddings of one sequence; it returns logits, float32 [1, q,
-vocab]."""
-BATCH_PREFILL = Function("batch_prefill", PREFILL.arguments)
-BATCH_VERIFY = Function("batch_verify", (_PROMPTS, _ROWS, *BATCH, FORKS, PARAMS))
-"""The variant of `batch_prefill` whose rows have the same bits as those of `batch_decode`."""
-DECODE = Function("decode", (Argument("input_embeds", "float32", ("b", 1, "hidden")), *BATCH, PARAMS))
-"""The library function that runs the model on one token per sequence; it returns logits, float32 [b, 1,
-vocab]."""
-BATCH_DECODE = Function("batch_decode", DECODE.arguments)
-HIDDEN_STATES = Function("prefill_to_last_hidden_states", (_PROMPTS, *BATCH, PARAMS))
-"""The library function that returns one sequence's hidden states after the last norm, float32 [1, n, hidden].
-"""
-BATCH_HIDDEN_STATES = Function("batch_prefill_to_last_hidden_states", HIDDEN_STATES.arguments)
+HIDDEN_STATES = Function("batch_prefill_to_last_hidden_states", (_EMBEDDINGS, *BATCH, PARAMS))
+"""The library function that runs the model on embeddings and returns the hidden states after the last norm,
+float32 [1, n, hidden]."""
 
 CAPABILITIES: Mapping[str, tuple[Function, ...]] = {
     "generate": (METADATA, CREATE_CACHE, STEP, STEP_PREFILL, SAMPLE),
     "decode_loop": (STEP_ON, STEPS),
-    "hidden_states": (EMBED, HIDDEN_STATES, BATCH_HIDDEN_STATES),
+    "hidden_states": (EMBED, HIDDEN_STATES),
 }
 """Name of a capability of a compiled library -> the functions that a library with this capability exports."""

@@ -184,7 +184,7 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
 
 @pytest.mark.parametrize(
     ("target", "ends"),
-    [("x86-64-v4-vnni", {"prefill", "batch_prefill", "step_prefill"}), ("x86-64-v4-amx", set())],
+    [("x86-64-v4-vnni", {"step_prefill"}), ("x86-64-v4-amx", set())],
 )
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
     """All others keep each row, and so does who takes rows as tiles."""

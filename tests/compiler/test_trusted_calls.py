@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mlcbuild_format import abi
 from mlcbuild_format.limits import Limits
 from tvm import relax
 
@@ -17,19 +18,8 @@ from tests.libharness import Session, compiled, golden, pack, tensor
 from tests.schemes import SCHEMES
 
 SCHEME = SCHEMES["q0f32"]
-HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
-FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
-ENTRIES = {
-    "sample_tokens",
-    "create_paged_kv_cache",
-    "embed",
-    "step",
-    "step_on",
-    "step_prefill",
-    "steps",
-    *FORWARD,
-    *HIDDEN,
-}
+ENTRIES = {function.name for function in vars(abi).values() if isinstance(function, abi.Function)}
+ENTRIES -= {abi.METADATA.name}
 
 
 def calls() -> dict[str, list[str]]:
@@ -57,7 +47,7 @@ def test_only_entries_check_types_and_nothing_checks_weights() -> None:
         for name, created in actual.items()
     }
     assert {name for name, count in checks.items() if count} == ENTRIES
-    assert checks["batch_decode"] == 8  # its tensors without the weights
+    assert checks["batch_prefill_to_last_hidden_states"] == 8  # its tensors without the weights
     assert checks["embed"] == 1
 
 
@@ -71,8 +61,7 @@ def test_entries_refuse_wrong_tensors(tmp_path_factory: pytest.TempPathFactory) 
     session = Session(library, pack(case.config, SCHEME, case.weights))
     with pytest.raises(Exception, match="ErrorContext\\(fn=embed"):
         session.vm["embed"](tensor(np.zeros(3, np.int64)), session.params)
-    inputs = session._batch([(0, [1, 2])])
-    embedded = tensor(session.embed([1, 2])[None])
-    inputs[1] = tensor(np.zeros(3, np.int32))  # one position too many
-    with pytest.raises(Exception, match="ErrorContext\\(fn=prefill"):
-        session.vm["prefill"](embedded, tensor(np.array([1], np.int32)), *inputs)
+    arguments = session.step_arguments([(0, [1, 2])])
+    arguments["positions"] = tensor(np.zeros(3, np.int32))  # one position too many
+    with pytest.raises(Exception, match="ErrorContext\\(fn=step_prefill"):
+        session.vm["step_prefill"](*abi.STEP_PREFILL.ordered(arguments))

@@ -37,13 +37,7 @@ def build(decoder: Decoder) -> IRModule:
     layers = layer_functions(decoder)
     trunk = trunk_function(decoder, layers)
     to_rows = trunk_function(decoder, layers, selects_rows=True) if decoder.ops.selects_rows else trunk
-    _prefill(decoder, trunk, abi.BATCH_VERIFY, batched=True)
-    _prefill(decoder, to_rows, abi.PREFILL, batched=False)
-    _hidden_states(decoder, trunk, abi.HIDDEN_STATES, batched=False)
-    _prefill(decoder, to_rows, abi.BATCH_PREFILL, batched=True)
-    _hidden_states(decoder, trunk, abi.BATCH_HIDDEN_STATES, batched=True)
-    _decode(decoder, trunk, abi.DECODE, batched=False)
-    _decode(decoder, trunk, abi.BATCH_DECODE, batched=True)
+    _hidden_states(decoder, trunk)
     _sample_tokens(decoder)
     step = _step(decoder, trunk, abi.STEP)
     if decoder.ops.decode_loop:
@@ -121,46 +115,19 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
     return ops.logits(ops.select_rows(x, handle(rows), weights), weights)
 
 
-def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a library function that returns the logits of selected rows. With forks, rows are those of draft
-    tokens and not of prompts. batched: True if the function takes several sequences.
-    """
-    builder, config = decoder.builder, decoder.config
-    n, q = size("n"), size("q")
-    with _function(decoder, function, {"n": n, "q": q, "b": size("b") if batched else 1}) as arguments:
-        x = _reshaped(builder, arguments["input_embeds"], (n, config.hidden_size))
-        logits = _logits(decoder, trunk, x, arguments, "forks" not in arguments)
-        builder.emit_func_output(_reshaped(builder, logits._expr, (1, q, config.vocab_size)))
-
-
-def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a function that returns the normalized hidden states of each row, from which embeddings of texts
-    are computed. batched: True if it takes several sequences.
+def _hidden_states(decoder: Decoder, trunk: GlobalVar) -> None:
+    """Adds the function that returns the normalized hidden states of each row, from which embeddings of texts
+    are computed.
     """
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n = size("n")
-    with _function(decoder, function, {"n": n, "b": size("b") if batched else 1}) as arguments:
+    with _function(decoder, abi.HIDDEN_STATES, {"n": n}) as arguments:
         x = _stream(
             decoder, trunk, _reshaped(builder, arguments["input_embeds"], (n, hidden)), arguments, True
         )
         weights = unpacked(decoder, arguments["params"], _params(decoder, *NORM))
         normed = decoder.ops.last_norm(x, weights)
         builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
-
-
-def _decode(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a library function that returns the logits of one row per sequence. batched: True if it takes
-    several sequences.
-    """
-    builder, config = decoder.builder, decoder.config
-    b = size("b") if batched else 1
-    with _function(decoder, function, {"n": b, "b": b}) as arguments:
-        x = _reshaped(builder, arguments["input_embeds"], (b, config.hidden_size))
-        x = _stream(decoder, trunk, x, arguments, False)
-        weights = unpacked(decoder, arguments["params"], _head_params(decoder))
-        normed = decoder.ops.last_norm(x, weights)
-        logits = decoder.ops.logits(normed, weights)
-        builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, config.vocab_size)))
 
 
 def _sample_tokens(decoder: Decoder) -> None:
@@ -182,8 +149,8 @@ def _draw(
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """Adds the function that does in one call what `embed`, a forward function and `sample_tokens` do, and
-    returns it. Prompts have no forks.
+    """Adds the function that embeds tokens, runs the model on them and samples, and returns it. The function
+    for prompts has no forks.
     """
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:

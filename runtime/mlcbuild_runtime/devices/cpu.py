@@ -184,11 +184,11 @@ class CpuExecutor:
         tokens = {"tokens": arguments.pop("tokens"), "params": self._params}
         embed = self._library.function(abi.EMBED)
         embedded = cast(Floats, np.from_dlpack(embed(*abi.EMBED.ordered(tokens))))
-        function = abi.HIDDEN_STATES if len(step.lengths) == 1 else abi.BATCH_HIDDEN_STATES
         del arguments["logit_positions"]
         arguments["input_embeds"] = tvm_ffi.from_dlpack(embedded[None])
+        forward = self._library.function(abi.HIDDEN_STATES)
         with self._workers():
-            states = self._library.function(function)(*function.ordered(arguments))
+            states = forward(*abi.HIDDEN_STATES.ordered(arguments))
         return cast(Floats, np.from_dlpack(states).reshape(embedded.shape))
 
     def close(self) -> None:
