@@ -22,6 +22,8 @@ import engines
 SHAPE = "smollm2-135m"
 CONTEXT, SLOTS = 512, 16
 """Tokens of a request, prompt and answer together, and number of requests at a time, for both servers."""
+FORMATS = ("q4_0", "q4_k_m")
+"""Formats of llama.cpp with about as many bits for each weight as ours."""
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -62,25 +64,55 @@ class Running:
 
 
 def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
-    """Creates missing environments, models and servers, and returns the servers to compare."""
-    prepared = engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
-    area = directory / SHAPE
-    listed = _ours(area, schemes, threads)
-    model = area / "llama" / "q4_0.gguf"
-    if model.is_file():
-        server = _llama_server(directory)
-        python = str(directory / "environments" / "llama" / "bin" / "python")
-        whole = area / "llama" / "q4_0-vocabulary.gguf"
-        if not whole.is_file():
-            part = whole.with_suffix(".part")
-            script = Path(__file__).with_name("add_vocabulary.py")
-            tokenizer = prepared.checkpoint / "tokenizer.json"
-            subprocess.run([python, str(script), str(model), str(tokenizer), str(part)], check=True)
-            part.rename(whole)
-        limits = ("-c", str(CONTEXT * SLOTS), "-np", str(SLOTS), "-t", str(threads), "-tb", str(threads))
-        quiet = ("--no-webui", "--log-disable", "--host", "127.0.0.1")
-        listed.append(Competitor("llama.cpp", (server, "-m", str(whole), *limits, *quiet, "--port"), False))
+    """Creates missing environments, models and servers, and returns the servers to compare: ours, then
+    llama.cpp's with each format, with and without flash attention.
+    """
+    engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
+    listed = _ours(directory / SHAPE, schemes, threads)
+    if (directory / SHAPE / "llama" / "q4_0.gguf").is_file():
+        listed += _llama(directory, threads)
     return listed
+
+
+def _llama(directory: Path, threads: int) -> list[Competitor]:
+    server = _llama_server(directory)
+    python = str(directory / "environments" / "llama" / "bin" / "python")
+    limits = ("-c", str(CONTEXT * SLOTS), "-np", str(SLOTS), "-t", str(threads), "-tb", str(threads))
+    quiet = ("--no-webui", "--log-disable", "--host", "127.0.0.1")
+    return [
+        Competitor(
+            f"llama.cpp {form}{', flash attention' if flash == 'on' else ''}",
+            (
+                server,
+                "-m",
+                str(_gguf(directory / SHAPE, python, form)),
+                "-fa",
+                flash,
+                *limits,
+                *quiet,
+                "--port",
+            ),
+            False,
+        )
+        for form in FORMATS
+        for flash in ("on", "off")
+    ]
+
+
+def _gguf(area: Path, python: str, form: str) -> Path:
+    """Returns the path of a GGUF file of the given format with a vocabulary, which the server needs."""
+    directory, checkpoint = area / "llama", area / "checkpoint"
+    created = directory / f"{form}-vocabulary.gguf"
+    if not created.is_file():
+        if not (directory / f"{form}.gguf").is_file():
+            convert = [python, str(engines.HERE / "convert_llama.py"), str(checkpoint), str(directory), form]
+            subprocess.run(convert, check=True, env=engines.environment(str(engines.HERE)))
+        part = created.with_suffix(".part")
+        script = str(Path(__file__).with_name("add_vocabulary.py"))
+        inputs = [str(directory / f"{form}.gguf"), str(checkpoint / "tokenizer.json")]
+        subprocess.run([python, script, *inputs, str(part)], check=True)
+        part.rename(created)
+    return created
 
 
 def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
