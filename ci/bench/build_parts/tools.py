@@ -38,6 +38,12 @@ class Tool:
     """Command that makes a tool, after it was stopped, accept results that already exist; (): the tool has
     none.
     """
+    fill: tuple[str, ...] = ()
+    """Command that fills a shared cache with the results of a build; (): the tool has no such cache."""
+    shared: tuple[str, ...] = ()
+    """Command that takes all results from the shared cache in a fresh place."""
+    fresh: tuple[str, ...] = ()
+    """Files and directories that a fresh place lacks."""
 
 
 def _before(number: int) -> str:
@@ -71,7 +77,8 @@ def _snakemake(area: Path, count: int) -> None:
         f"rule all:\n    input: [f'out/{{n}}' for n in range({count - 1}, -1, -{CHAIN})]\n"
         "def before(wildcards):\n    n = int(wildcards.n)\n"
         f"    return 'in/source' if n % {CHAIN} == 0 else f'out/{{n - 1}}'\n"
-        "rule copy:\n    input: before\n    output: 'out/{n}'\n    shell: 'cp {input} {output}'\n"
+        "rule copy:\n    input: before\n    output: 'out/{n}'\n"
+        "    cache: True\n    shell: 'cp {input} {output}'\n"
     )
 
 
@@ -135,6 +142,9 @@ def ours() -> list[Tool]:
             (*graph, "run", "{count}"),
             (*graph, "plan", "{count}"),
             ("store",),
+            fill=(*graph, "push", "{count}"),
+            shared=(*graph, "pull", "{count}"),
+            fresh=("fresh",),
             note="the chains through build.execute, without receipts; two processes; every result synced",
         ),
         Tool("python -c pass", lambda area, _: _start(area), (), (python, "-c", "pass"), (), ()),
@@ -144,6 +154,8 @@ def ours() -> list[Tool]:
 def peers(area: Path) -> dict[str, Callable[[], Tool]]:
     def program(peer: str) -> str:
         return str(area / peer / "bin" / peer)
+
+    cached = 'SNAKEMAKE_OUTPUT_CACHE="$PWD/cache" "$0" -c2 -q all --cache'
 
     return {
         "ninja": lambda: Tool(
@@ -173,6 +185,10 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
             (program("snakemake"), "-n", "-q", "all", "--nolock", "--rerun-incomplete"),
             ("out", ".snakemake"),
             ("snakemake",),
+            # Only a run that executes its jobs puts their results into the cache.
+            fill=("sh", "-c", f"rm -rf out .snakemake; mkdir cache; {cached}", program("snakemake")),
+            shared=("sh", "-c", cached, program("snakemake")),
+            fresh=("out", ".snakemake"),
             settle=("sh", "-c", '"$0" --unlock -q all; "$0" -c2 -q all --touch --ri', program("snakemake")),
         ),
         "dvc": lambda: Tool(
@@ -184,6 +200,9 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
             ("dvc.lock", ".dvc/cache", ".dvc/tmp"),
             ("dvc",),
             variables={"DVC_NO_ANALYTICS": "1"},
+            fill=("sh", "-c", '"$0" remote add -q -d cache cache; "$0" push -q', program("dvc")),
+            shared=(program("dvc"), "pull", "-q"),
+            fresh=("out", ".dvc/cache", ".dvc/tmp"),
         ),
     }
 
