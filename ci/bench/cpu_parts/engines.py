@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +25,7 @@ class Peer:
     """Names of the files or directories that the engine's converter writes."""
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its installation."""
 
 
 def _compilers() -> dict[str, str]:
@@ -58,6 +59,18 @@ PEERS: Mapping[str, Peer] = {
     "onnxruntime": Peer((*CONVERTER, "onnx", "onnx-ir", "onnxruntime-genai"), ("int4",)),
     "openvino": Peer((*CONVERTER, "optimum-intel", "openvino-genai", "nncf"), ("int4", "int8")),
 }
+V3 = "x86-64-v3"
+V3_CMAKE = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON")
+"""Options of CMake with which llama.cpp and ik_llama.cpp use AVX2 and nothing newer."""
+V3_VARIABLES: Mapping[str, Mapping[str, str]] = {
+    "llama": {},
+    "ik": {},
+    "ctranslate2": {"CT2_FORCE_CPU_ISA": "AVX2"},
+    "openvino": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+"""Name of a peer -> environment variables with which its engine uses AVX2 and nothing newer. Those that are
+not here cannot be held to it.
+"""
 IK = "ik"
 """Name of the peer that is built from a source directory, because no package index has it; see
 ik_library.py.
@@ -79,6 +92,8 @@ class Entry:
     """Value of the environment variable PYTHONPATH."""
     size: int
     """Size of the files with weights, in bytes."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of the engine."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +103,12 @@ class Prepared:
     entries: tuple[Entry, ...]
 
 
-def prepare(directory: Path, shape: str, schemes: Iterable[str], peers: Iterable[str]) -> Prepared:
-    """Creates missing environments and models, and returns the engines to compare. directory: where they are
-    kept.
+def prepare(
+    directory: Path, shape: str, schemes: Iterable[str], peers: Iterable[str], target: str = "host"
+) -> Prepared:
+    """Creates missing environments and models, and returns the engines to compare.
+
+    directory: where they are kept. target: "host", or V3 for engines that use AVX2 and nothing newer.
     """
     area = directory / shape
     checkpoint = area / "checkpoint"
@@ -98,9 +116,12 @@ def prepare(directory: Path, shape: str, schemes: Iterable[str], peers: Iterable
         print(f"making a random checkpoint of {shape} ...", flush=True)
         _in_process_of_its_own(checkpoint, shape)
     config = json.loads((checkpoint / "config.json").read_text())
-    entries = [*_ours(area, list(schemes))]
+    entries = [*_ours(area, list(schemes), target)]
     for peer in peers:
-        entries += _peer(directory, area, peer)
+        if target == V3 and peer not in V3_VARIABLES:
+            print(f"{peer} is left out: it cannot be held to {target}", flush=True)
+            continue
+        entries += _peer(directory, area, peer, target)
     return Prepared(checkpoint, config, tuple(entries))
 
 
@@ -122,31 +143,36 @@ def environment(path: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _ours(area: Path, schemes: list[str]) -> Iterator[Entry]:
+def _ours(area: Path, schemes: list[str], target: str) -> Iterator[Entry]:
     """Builds bundles through a recipe and the command line, as a user would, and yields their entries."""
     recipe = area / "recipe.yaml"
     recipe.write_text(
         "version: 1\n"
         "models: {random: ./checkpoint}\n"
         f"quantizations: [{', '.join(schemes)}]\n"
-        "targets: [host]\n"
+        f"targets: [{target}]\n"
         "compile: {context_window: 2048, prefill_chunk: 512, max_batch: 8}\n"
         'verify: {prompts: ["0123456789 abcdefghijkl"]}\n'
     )
     command = [sys.executable, "-m", "mlcbuild", "run", str(recipe), "--store", str(area.parent / "store")]
     subprocess.run(command, check=True, env=environment(OURS), stdout=subprocess.DEVNULL)
     for scheme in schemes:
-        bundle = area / "dist" / f"random-{scheme}-host"
+        bundle = area / "dist" / f"random-{scheme}-{target}"
         size = sum(path.stat().st_size for path in bundle.glob("*.safetensors"))
         started = (sys.executable, str(HERE / "engine_ours.py"), str(bundle))
         yield Entry(f"ours {scheme}", int(scheme[1]), True, started, OURS, size)
 
 
-def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
+def _peer(directory: Path, area: Path, name: str, target: str) -> Iterator[Entry]:
     peer = Peer(("gguf",), ("q4_0.gguf", "q8_0.gguf")) if name == IK else PEERS[name]
-    out = area / name
+    place, out = name, area / name
+    if target == V3 and peer.environment:
+        place = f"{name}-{target}"
+        arguments = peer.environment["CMAKE_ARGS"].replace("-DGGML_NATIVE=ON", " ".join(V3_CMAKE))
+        peer = replace(peer, environment={**peer.environment, "CMAKE_ARGS": arguments})
+    variables = V3_VARIABLES[name] if target == V3 else {}
     try:
-        python = installed(directory / "environments" / name, peer)
+        python = installed(directory / "environments" / place, peer)
         if not out.is_dir():
             print(f"converting for {name} ...", flush=True)
             part = out.with_suffix(".part")
@@ -165,7 +191,7 @@ def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
         size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.suffix in WEIGHTS)
         started = (python, str(HERE / f"engine_{name}.py"), str(path))
         bits = 4 if "4" in path.stem else 8
-        yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size)
+        yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size, variables)
 
 
 def installed(place: Path, peer: Peer) -> str:

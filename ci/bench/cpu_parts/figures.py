@@ -90,22 +90,31 @@ def _spread(values: Sequence[float], digits: int) -> str:
 def _limit(figure: str, entry: Entry, config: Mapping[str, int], best: Mapping[str, float]) -> float:
     """Returns the tokens per second that would be possible if the machine did only the necessary work: for
     prefill, the operations of the products at the int8 rate; for decoding, reading weights once for the
-    batch, and keys and values.
+    batch, and keys and values. Of experts, as many are read as rows that choose independently need on
+    average.
     """
     kind, _, number = figure.partition(" ")
     count = int(number)
-    hidden, inner, layers = (
-        config[f"{k}"] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    hidden, layers, heads = (
+        config[f"{k}"] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    inside = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    head = config.get("head_dim", hidden // heads)
+    queries, kv = head * heads, head * config["num_key_value_heads"]
+    experts, chosen = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
+
+    def inside(active: float) -> float:
+        """Returns the number of weights in all layers, with `active` experts in each."""
+        return layers * (2 * hidden * queries + 2 * hidden * kv + active * 3 * hidden * inner)
+
     if kind == "prefill":
-        attention = layers * 2 * 2 * hidden * count * count / 2
-        seconds = 2 * inside * count / best["int8"] + attention / best["float32"]
+        attention = layers * 2 * 2 * queries * count * count / 2
+        seconds = 2 * inside(chosen) * count / best["int8"] + attention / best["float32"]
         return count * 1e9 / seconds
     table = config["vocab_size"] * hidden
-    stored = inside + table * (1 if config["tie_word_embeddings"] else 2)
-    weights = entry.size * (inside + table) / stored
+    stored = inside(experts) + table * (1 if config["tie_word_embeddings"] else 2)
+    needed = experts * (1 - (1 - chosen / experts) ** count)
+    weights = entry.size * (inside(needed) + table) / stored
     cache = count * CONTEXT * layers * 2 * kv * 2
     return count * best["read"] * 1e9 / (weights + cache)
 

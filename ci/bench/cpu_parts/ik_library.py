@@ -9,7 +9,6 @@ from engines import HERE, quietly
 
 SETTINGS = (
     "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
     "-DBUILD_SHARED_LIBS=ON",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
@@ -17,11 +16,13 @@ SETTINGS = (
     "-DLLAMA_CURL=OFF",
     "-DGGML_IQK_FA_ALL_QUANTS=OFF",  # for caches of other types than ours and its default, float16
 )
+NATIVE = ("-DGGML_NATIVE=ON",)
+"""Options that choose all instructions of this machine."""
 
 
-def build(source: Path, place: Path) -> Path:
+def build(source: Path, place: Path, processor: tuple[str, ...] = NATIVE) -> Path:
     """Returns the path of the library of ik_calls.c, linked with the build of `source`; reuses builds in
-    `place`.
+    `place`. processor: options of CMake that choose the instructions.
 
     Raises subprocess.CalledProcessError, whose output names the log, if CMake or a compiler fails.
     """
@@ -29,7 +30,7 @@ def build(source: Path, place: Path) -> Path:
     tree, library, log = place / "build", place / "ik_calls.so", place / "build.log"
     jobs = str(os.cpu_count() or 1)
     variables = dict(os.environ)
-    quietly(["cmake", "-S", str(source), "-B", str(tree), *SETTINGS], variables, log)
+    quietly(["cmake", "-S", str(source), "-B", str(tree), *SETTINGS, *processor], variables, log)
     quietly(["cmake", "--build", str(tree), "--target", "llama", "-j", jobs], variables, log)
     headers = [f"-I{source / part}" for part in ("include", "ggml/include")]
     objects = [

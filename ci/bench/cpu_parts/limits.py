@@ -1,7 +1,7 @@
 """The limits of this machine: kernels that only read memory, or only multiply and add in registers.
 
-As a program (argv: threads) it answers each line on stdin with freshly measured rates, as JSON. The number of
-threads is TVM_NUM_THREADS, which is set before TVM is loaded.
+As a program (argv: threads, target) it answers each line on stdin with freshly measured rates, as JSON. The
+number of threads is TVM_NUM_THREADS, which is set before TVM is loaded.
 
 What bounds each loop, by the tables of uops.info and Agner Fog (instructions per cycle and core):
 
@@ -246,7 +246,7 @@ def _best(run: Callable[[], object]) -> float:
 
 def main() -> None:
     parts = int(sys.argv[1])
-    target = presets.resolve("host")
+    target = presets.resolve(sys.argv[2])
     isa = isa_for(target)
     functions = {"reads": reads(isa, READ // 4, parts), "products": products(isa, parts)}
     functions["dots"] = dots(isa, parts)

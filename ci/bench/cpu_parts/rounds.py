@@ -34,6 +34,8 @@ class Plan:
     steps: int
     small: bool
     """True for a model whose prefill takes much less than a second, which is measured more often."""
+    target: str = "host"
+    """Target whose limits on this machine are measured."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Child:
 
     @classmethod
     def start(cls, entry: Entry, threads: int, first: int, vocabulary: int) -> Child:
-        variables = environment(entry.path) | {"OMP_NUM_THREADS": str(threads)}
+        variables = environment(entry.path) | {"OMP_NUM_THREADS": str(threads), **entry.variables}
         command = [*entry.command, str(threads), str(first), str(vocabulary)]
         return cls(_popen(command, variables))
 
@@ -130,7 +132,8 @@ def measure(actual: Prepared, plan: Plan) -> Measured:
                 stack.callback(child.close)
                 with as_long_as_it_runs(entry.name):
                     child.hear()
-        gauge = Child(_popen([sys.executable, str(HERE / "limits.py"), str(plan.threads)], environment(OURS)))
+        limiter = [sys.executable, str(HERE / "limits.py"), str(plan.threads), plan.target]
+        gauge = Child(_popen(limiter, environment(OURS)))
         stack.callback(gauge.close)
         gauge.hear()
         for _ in range(plan.rounds):
