@@ -176,6 +176,29 @@ def lacking(data: bytes) -> bytes:
     return json.dumps(manifest).encode()
 
 
+def resized(change: Callable[[int], object]) -> Callable[[bytes], bytes]:
+    """Returns the function that changes the size which a manifest states for its last file."""
+
+    def lie(data: bytes) -> bytes:
+        manifest, actual = layers(data)
+        actual[-1]["size"] = change(int(str(actual[-1]["size"])))
+        return json.dumps(manifest).encode()
+
+    return lie
+
+
+def below_a_file(data: bytes) -> bytes:
+    manifest, actual = layers(data)
+    actual[-1]["annotations"] = {TITLE: "bundle.json/more"}
+    return json.dumps(manifest).encode()
+
+
+def twice(data: bytes) -> bytes:
+    manifest, actual = layers(data)
+    actual[-1]["annotations"] = actual[-2]["annotations"]
+    return json.dumps(manifest).encode()
+
+
 def bare(data: bytes) -> bytes:
     manifest, _ = layers(data)
     return json.dumps(manifest | {"layers": []}).encode()
@@ -186,6 +209,15 @@ WRONG: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
     "escaping": (escaping, "the file name '../escaped' is no plain path inside the repository"),
     "lacking": (lacking, "what was fetched is refused: "),
     "bare": (bare, "it is not a bundle: it holds no bundle.json"),
+    "one byte more": (resized(lambda size: size + 1), r"has \d+ bytes where its manifest states \d+"),
+    "one byte less": (resized(lambda size: size - 1), r"has \d+ bytes where its manifest states \d+"),
+    "two bytes": (resized(lambda size: 2), "has other bytes than its digest says"),
+    "no bytes": (resized(lambda size: 0), "other bytes than its digest says|where its manifest states 0"),
+    "a petabyte": (resized(lambda size: 10**15), r"states 10\d{14} bytes, and .* has room for"),
+    "a negative size": (resized(lambda size: -size), "its manifest cannot be parsed"),
+    "a size in words": (resized(str), "its manifest cannot be parsed"),
+    "below a file": (below_a_file, "it names .bundle.json. as a file and as a directory"),
+    "twice": (twice, "its manifest names a file twice"),
     "nonsense": (lambda data: b'{"layers": [1]}', "its manifest cannot be parsed"),
 }
 

@@ -27,6 +27,29 @@ DEFAULTS = json.loads(Path(__file__).with_name("transformers_defaults.json").rea
 the fields that a family's config adds or changes."""
 
 
+PRIVATE = (
+    *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
+    *("_commit_hash", "_experts_implementation_internal", "_flash_attn_2_enabled", "_frame_rate"),
+    *("_has_decoder", "_has_encoder", "_heterogeneity_spec", "_label_trainable_num_channels"),
+    *("_moe_implementation", "_name_or_path", "_out_features", "_out_indices", "_output_attentions"),
+    *("_pad_token_id", "_post_init_done", "_remove_final_layer_norm", "_sliding_window_pattern", "_", "__"),
+)
+"""Names with an underscore that the 820 config classes of transformers 5.24 hold or write."""
+
+ODD: dict[str, object] = {
+    **{name: {"deep": [1.5, None]} for name in PRIVATE},
+    "chunk_size_feed_forward": 3,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "is_encoder_decoder": False,
+    "label2id": {"a": 0, "b": 1, "c": 2},
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "problem_type": "regression",
+    "return_dict": False,
+    "transformers_version": "9.9",
+}
+"""Fields that transformers writes for every model, with values that are not its defaults."""
+
 NO_MODEL = {"deepseek_v2", "dots1", "glm4_moe"}
 """Their defaults describe no model: experts without a number, and a head size that is no integer."""
 
@@ -44,6 +67,9 @@ def test_what_transformers_writes_for_every_model_refuses_none(version: str, fam
     # Old versions wrote generation settings beside the model's; any program may add notes of its own.
     notes = {"_model_name_or_path": "x", "_sdpa": {"deep": [1]}, "_moe_implementation": None}
     assert parse(DEFAULTS[version]["generation"] | notes | written) == config
+    assert parse(written | ODD) == config
+    if isinstance(inner := written.get("text_config"), dict):
+        assert parse(written | {"text_config": inner | ODD}) == config
     attributes = {"base_model_tp_plan": {"layers.*.mlp": "x"}, "sub_configs": {}, "use_return_dict": True}
     assert parse(attributes | {"auto_map": {}, "transformers_weights": None} | written) == config
 

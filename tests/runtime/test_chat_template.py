@@ -74,6 +74,14 @@ SHORT = [
     ("loops", "{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many .*nested blocks.*"),
     ("a surrogate", '{{ "\\ud800" }}', "there is a part of a character, a surrogate, in its text"),
     ("a surrogate in it", "\ud800", "there is a part of a character, a surrogate, in its text"),
+    ("a block", "{% block a %}{{ self.a() }}{% endblock %}", "it is nested too deeply, .*"),
+    ("openings", "{{" * 100_000, "it is nested too deeply, .*"),
+    ("a long number", "{{ " + "9" * 5000 + " }}", "ValueError: Exceeds the limit .*"),
+    (
+        "lists in lists",
+        "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+        "it is nested too deeply, .*",
+    ),
     ("an include", "{% include 'x' %}", "TypeError: no loader.*"),
     ("much text", "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "its text has more than 16 MiB"),
 ]
@@ -82,6 +90,10 @@ COSTLY = [
     ("a width", "{{ '%1000000000d' | format(1) }}", MEMORY),
     ("a filter's width", "{{ 'x' | center(2000000000) }}", MEMORY),
     ("a method's width", "{{ 'x'.ljust(10 ** 10) }}", MEMORY),
+    ("a width of another", "{{ '%*d' | format(1000000000, 1) }}", MEMORY),
+    ("a width in braces", "{{ '{:>2000000000}'.format('a') }}", MEMORY),
+    ("digits", "{{ '%.2147483647f' % 1 }}", MEMORY),
+    ("a table", "{{ 'a'.translate({97: 'b' * 2000000000}) }}", MEMORY),
     (
         "doubling",
         "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
