@@ -27,6 +27,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "errors": "",
     "canon": "",
     "progress": "",
+    "durations": "",
     "signals": "",
     "machine": "",
     "keyfile": "",
@@ -37,10 +38,10 @@ BUILDER_TABLE: Mapping[str, str] = {
     "targets": "documents models quant",
     "recipe": "bundles checkpoints documents quant remotes targets",
     # running one; knows nothing of models
-    "store": "",
+    "store": "durations",
     "remotes": "checkpoints keyfile store",
     "build": "keyfile machine progress remotes signals store",
-    "reports": "build store",
+    "reports": "build durations store",
     # the work itself; knows nothing of graphs and stores
     "checkpoints": "documents models progress quant",
     "compiler": "models quant targets",
@@ -61,10 +62,10 @@ BUILDER_TABLE: Mapping[str, str] = {
     "doctor": "compiler machine store targets",
     "installed": "build bundles checkpoints locking machine models quant session targets",
     "bench": "bundles reports",
-    "ci": "build checkpoints pipeline remotes reports signals store targets",
+    "ci": "build checkpoints durations pipeline remotes reports signals store targets",
     "cli": (
-        "bench build bundles ci compiler doctor documents installed keyfile locking machine models outcomes "
-        "pipeline quant recipe remotes replication reports selection session store targets"
+        "bench build bundles ci compiler doctor documents durations installed keyfile locking machine models "
+        "outcomes pipeline quant recipe remotes replication reports selection session store targets"
     ),
     "__main__": "cli store",
 }

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 from mlcbuild_format import sizes
 
-from mlcbuild.reports.report import duration
+from mlcbuild.durations import duration
+from mlcbuild.reports.report import counts
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog, speeds
 
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -85,9 +86,7 @@ def markdown(log: RunLog) -> str:
 
 def headline(log: RunLog) -> str:
     """Returns a summary of the steps such as "4 built, 2 reused in 3.1 s"."""
-    parts = [f"{log.count('built')} built", f"{log.count('reused')} reused"]
-    parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := log.count(status))]
-    return f"{', '.join(parts)} in {duration(log.seconds)}"
+    return f"{counts(log)} in {duration(log.seconds)}"
 
 
 def _variant(item: LoggedVariant, names: Iterable[str]) -> str:

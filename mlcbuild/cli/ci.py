@@ -13,8 +13,8 @@ from mlcbuild.cli.build import print_warnings, selection
 from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
 from mlcbuild.cli.store import open_store
+from mlcbuild.durations import duration
 from mlcbuild.errors import UsageError
-from mlcbuild.reports.report import duration
 from mlcbuild.selection import durations
 
 

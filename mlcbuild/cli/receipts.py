@@ -23,11 +23,12 @@ from mlcbuild.outcomes import Result
 from mlcbuild.pipeline import Pipeline
 from mlcbuild.recipe import LocalSource
 from mlcbuild.reports import runlog
+from mlcbuild.reports.report import counts
 from mlcbuild.reports.runlog import LoggedStep, RunLog
 from mlcbuild.session import Session
 from mlcbuild.store import receipt
-from mlcbuild.store.layout import is_as_written
-from mlcbuild.store.statcache import RACY_NS
+from mlcbuild.store.layout import is_as_written, shelved
+from mlcbuild.store.stamp import is_racy
 from mlcbuild.store.store import Store
 from mlcbuild.targets import presets
 
@@ -60,7 +61,7 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
         read = list(dict.fromkeys(_read(session.pipeline, store)))
         watched = [path for path in read if os.path.lexists(path)]
         absent = [path for path in read if not os.path.lexists(path)]
-        if _latest(receipt.stats(watched)) >= began - RACY_NS:
+        if is_racy(_latest(receipt.stats(watched)), began):
             raise _DoubtError("an input is too recent")
         blobs = _Blobs(store)
         records = {step.record.key: step.record for step in result.steps if step.record is not None}
@@ -69,13 +70,14 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
                 blobs.add(digest, size)
         listed: list[str] = []
         watched += _outputs(result.bundles.values(), blobs, listed, looked)
-        if _latest(receipt.stats(watched)) >= max(looked, began) - RACY_NS:
+        if is_racy(_latest(receipt.stats(watched)), max(looked, began)):
             raise _DoubtError("changed meanwhile")
-        kept, rest = runlog.keep_rest(store, session.recipe.path, _without_work(result.log))
+        log = _without_work(result.log)
+        kept, rest = runlog.keep_rest(store, session.recipe.path, log)
         watched.append(str(kept))
         shelves = _shelves(store, records, looked)
         texts = {
-            "said": _texts(printed, len(result.steps)),
+            "said": _texts(printed, log),
             "watched": map(receipt.short, watched),
             "absent": absent,
             "records": records,
@@ -154,7 +156,7 @@ class _Blobs:
     """(device, inode) of each file that was added; another path with the same pair is a hard link of it."""
 
     def add(self, digest: str, size: int) -> None:
-        name = f"{digest[:2]}/{digest}"
+        name = shelved(digest)
         if name not in self.blobs:
             self.blobs[name] = self._look(str(self.store.blob(digest)))
         if self.blobs[name] != size:
@@ -189,8 +191,7 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
     """Yields the directory if its stat would show later changes of its names; otherwise adds its names to
     `listed`. looked: time of the run, in ns since 1970.
     """
-    stat_result = os.stat(directory)
-    if max(stat_result.st_mtime_ns, stat_result.st_ctime_ns) + RACY_NS < looked:
+    if not is_racy(_latest(receipt.stats([directory])), looked):
         yield directory
     else:
         names = receipt.inodes(directory)
@@ -206,7 +207,7 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
     for shelf in sorted({key[:2] for key in records}):
         place = f"{store.root}/ac/{shelf}"
         stats_of_shelf = receipt.stats([place])
-        stats[shelf] = stats_of_shelf if _latest(stats_of_shelf) + RACY_NS < looked else [0, 0, 0]
+        stats[shelf] = [0, 0, 0] if is_racy(_latest(stats_of_shelf), looked) else stats_of_shelf
         there.update(os.listdir(place))
     if not there.issuperset(records):
         raise _DoubtError("a record went meanwhile")
@@ -223,8 +224,8 @@ def _without_work(log: RunLog) -> RunLog:
     return replace(log, steps=tuple(map(reused, log.steps)), variants=variants)
 
 
-def _texts(printed: Printed, steps: int) -> list[str]:
-    """Returns (text before, text after) the number of seconds in the last line that a run prints. steps:
-    number of the run's steps.
+def _texts(printed: Printed, log: RunLog) -> list[str]:
+    """Returns (text before, text after) the duration in the last line that a run with the log `log`
+    prints.
     """
-    return ["\n".join([*printed.lines, f"0 built, {steps} reused in "]), printed.places]
+    return ["\n".join([*printed.lines, f"{counts(log)} in "]), printed.places]

@@ -25,6 +25,7 @@ from mlcbuild.errors import StoreError
 from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.ledger import Ledger
 from mlcbuild.remotes.transport import CancelledError
+from mlcbuild.store import layout
 from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
@@ -143,9 +144,7 @@ class Sharing:
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
-        promised: frozenset[str] = frozenset()
-        if self._unsent.is_dir():
-            promised = frozenset(path.name for path in self._unsent.iterdir())
+        promised = frozenset(layout.unsent(str(self.store.root)))
         return frozenset(key for key in keys if key in promised or key not in sent)
 
     def kept(self, key: str) -> None:
@@ -229,4 +228,4 @@ class Sharing:
             return None
 
     def _place(self, key: str) -> Path:
-        return self._known / key[:2] / key
+        return self._known / layout.shelved(key)

@@ -9,7 +9,7 @@ from html import escape
 
 from mlcbuild_format import sizes
 
-from mlcbuild.reports.report import duration
+from mlcbuild.durations import duration
 
 COLOURS: Mapping[str, str] = {
     "fetch": "#6b8fd6",

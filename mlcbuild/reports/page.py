@@ -14,9 +14,9 @@ from pathlib import Path
 from mlcbuild_format import sizes
 
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
+from mlcbuild.durations import duration
 from mlcbuild.reports import chart, graph_picture, graph_view, runlog
 from mlcbuild.reports.chart import Bar, Point
-from mlcbuild.reports.report import duration
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 
 MOST_DRAWN = 300

@@ -32,11 +32,14 @@ from mlcbuild.build.events import (
     Uploading,
     Warned,
 )
+from mlcbuild.durations import duration
 from mlcbuild.errors import one_line, safe_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from mlcbuild.reports.runlog import RunLog
 
 _STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
 PULSE = 15.0
@@ -268,15 +271,19 @@ def finished(event: StepFinished, count: str = "") -> list[str]:
     return [f"{head}: {result.reason}" if result.reason else head]
 
 
+def counts(result: RunResult | RunLog) -> str:
+    """Returns the numbers of a run's steps by outcome, such as "4 built, 2 reused, 1 failed"."""
+    parts = [f"{result.count('built')} built", f"{result.count('reused')} reused"]
+    parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := result.count(status))]
+    return ", ".join(parts)
+
+
 def summary(result: RunResult) -> str:
     """Returns the last line of a run's output: numbers of built, reused and other steps, the time, and the
     reason for an early end.
     """
-    parts = [f"{result.count('built')} built", f"{result.count('reused')} reused"]
-    parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := result.count(status))]
-    if result.not_uploaded:
-        parts.append(f"{len(result.not_uploaded)} not uploaded")
-    text = f"{', '.join(parts)} in {duration(result.seconds)}"
+    waiting = f", {len(result.not_uploaded)} not uploaded" if result.not_uploaded else ""
+    text = f"{counts(result)}{waiting} in {duration(result.seconds)}"
     if not result.interrupted:
         return text
     lost = f"; stopped: {', '.join(result.stopped)}" if result.stopped else ""
@@ -373,18 +380,6 @@ def _step_json(step: StepResult) -> dict[str, object]:
         "seconds": round(step.seconds, 3),
         "reason": str(step.error) if step.error is not None else step.reason,
     }
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration given in seconds: 0.12 s, 8.1 s, 3 min 04 s, 2 h 05 min."""
-    if seconds < 1:
-        return f"{seconds:.2f} s"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def amount(progress: StepProgress) -> str:

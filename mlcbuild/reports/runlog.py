@@ -188,15 +188,8 @@ def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
     layout.own_directory(str(directory.parent))
     layout.own_directory(str(directory))
     if not os.path.lexists(directory / f"{name}.rest"):
-        _write(directory / f"{name}.rest", text)
+        layout.write(f"{directory}/{name}.rest", [text.encode()])
     return directory / f"{name}.rest", f'"format": {json.dumps(FORMAT)}, "rest": "{name}"}}'
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with os.fdopen(layout.create(str(part)), "w", encoding="utf-8") as file:
-        file.write(text)
-    part.replace(path)
 
 
 def latest(store: Store, recipe: Path, count: int = KEPT) -> list[RunLog]:

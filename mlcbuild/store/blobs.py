@@ -21,7 +21,7 @@ from mlcbuild_format import regular
 
 from mlcbuild.canon import Entry, bytes_digest, file_digest
 from mlcbuild.errors import LostBlobError, StoreError
-from mlcbuild.store.layout import is_as_written
+from mlcbuild.store.layout import is_as_written, shelved
 from mlcbuild.store.links import link_or_copy, stamp
 from mlcbuild.store.staging import remove, remove_tree
 from mlcbuild.store.stamp import SPOILT, STAMP_NS
@@ -62,7 +62,7 @@ class Blobs:
         )
 
     def blob(self, digest: str) -> Path:
-        return Path(f"{self._cas}{digest[:2]}/{digest}")
+        return Path(f"{self._cas}{shelved(digest)}")
 
     def link_out(self, files: Iterable[Entry], directory: Path) -> None:
         """Links files of the store into a directory, or copies them if hard links are impossible.

@@ -43,6 +43,28 @@ def absolute(path: str) -> str:
     return os.path.join(os.getcwd(), path)
 
 
+def shelved(name: str) -> str:
+    """Returns the path of a record below ac/, or of a blob below cas/: the directories there are named after
+    the first two characters of a key or digest.
+    """
+    return f"{name[:2]}/{name}"
+
+
+def unsent(root: str) -> list[str]:
+    """Returns the keys of results of which an upload was promised and did not happen yet. root: the store.
+    Raises OSError.
+    """
+    directory = f"{root}/unsent"
+    return os.listdir(directory) if os.path.isdir(directory) else []
+
+
+def open_lock(path: str | os.PathLike[str]) -> int:
+    """Opens a file to lock it, which is created if it does not exist, and returns its descriptor. Raises
+    OSError, also for a link; a pipe is opened without waiting.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+
+
 def is_as_written(stat_result: os.stat_result, size: int) -> bool:
     """Returns True if a blob's stat shows a regular file of `size` bytes to which nobody has written since
     the store created it.
@@ -133,6 +155,14 @@ def create(path: str) -> int:
         return os.open(path, flags, 0o644)
 
 
+def write(path: str, parts: Iterable[bytes]) -> None:
+    """Writes a file of the store, which gets its name when it is complete. Raises OSError."""
+    part = f"{path}.{os.getpid()}.part"
+    with open(create(part), "wb") as file:
+        file.writelines(parts)
+    os.replace(part, path)
+
+
 def remove_oldest(paths: Iterable[str]) -> None:
     """Removes all but the newest files. A path that cannot be removed, such as a directory, stays."""
     for path in paths:
@@ -150,12 +180,9 @@ def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
     """
     # Sorting by name is sorting by time.
     path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"
-    part = f"{path}.part"
     own_directory(os.path.dirname(directory))
     own_directory(directory)
-    with open(create(part), "w", encoding="utf-8") as file:
-        file.write(f'{{"time": {began!r}, "seconds": {seconds!r}, {rest}')
-    os.replace(part, path)
+    write(path, [f'{{"time": {began!r}, "seconds": {seconds!r}, {rest}'.encode()])
     logs = sorted(name for name in os.listdir(directory) if name.endswith(".json"))
     remove_oldest(f"{directory}/{name}" for name in logs[:-KEPT_LOGS])
     return path

@@ -15,8 +15,7 @@ from types import TracebackType
 from mlcbuild_format import regular
 
 from mlcbuild.errors import one_line
-
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+from mlcbuild.store import layout
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _open(path: Path) -> int:
     """
     while True:
         try:
-            descriptor = os.open(path, _FLAGS, 0o644)
+            descriptor = layout.open_lock(path)
         except OSError as error:
             if error.errno not in (errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO):
                 raise

@@ -5,8 +5,8 @@ that its result depends on, every directory of a bundle, and the text that a run
 command line in the same environment later compares all of this with the present state: some ten thousand
 stats, and neither recipe nor graph is read. Any difference, relevant or not, leads to an ordinary run. A
 receipt therefore promises the same as a run, by the same rules: a file is unchanged when its stat is, unless
-it was too recently written when it was read (store.statcache), and a blob is intact while it has its size and
-the mtime of the store's files (mlcbuild.store.store).
+it was too recently written when it was read (`stamp.is_racy`), and a blob is intact while it has its size and
+the mtime of the store's files (`layout.is_as_written`).
 
 This module imports only the rules that it shares with the store and little of Python's library, because
 imports take much of the time of such a run. The rest of the time goes to stats, so paths are relative where
@@ -29,6 +29,7 @@ import time
 
 from blake3 import blake3
 
+from mlcbuild.durations import duration
 from mlcbuild.store import layout
 
 TYPE_CHECKING = False
@@ -88,8 +89,7 @@ def check(arguments: Sequence[str]) -> str | None:
 
         texts, numbers = _read(path)
         cas = os.open(f"{root}/cas", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        lock = os.open(f"{root}/lock", flags, 0o644)
+        lock = layout.open_lock(f"{root}/lock")
     except (OSError, ValueError, ImportError):
         return None
     try:
@@ -101,7 +101,7 @@ def check(arguments: Sequence[str]) -> str | None:
             and _whole(_split(texts["copies"]), numbers["copy_sizes"], None)
             and _listed([os.fsdecode(name) for name in _split(texts["listed"])])
             and _recorded(os.fsencode(f"{root}/ac/"), texts, numbers["shelf_stats"])
-            and not (os.path.isdir(f"{root}/unsent") and os.listdir(f"{root}/unsent"))
+            and not layout.unsent(root)
         )
         if not same:
             return None
@@ -114,7 +114,7 @@ def check(arguments: Sequence[str]) -> str | None:
         os.close(lock)
     seconds = time.monotonic() - started
     _log(directory, rest, seconds)
-    return f"{before}{seconds:.{2 if seconds < 1 else 1}f} s{behind}"
+    return f"{before}{duration(seconds)}{behind}"
 
 
 def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
@@ -135,7 +135,6 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
     from array import array
 
     directory = os.path.dirname(path)
-    part = f"{path}.{os.getpid()}"
     try:
         packed = [[os.fsencode(text) for text in texts[name]] for name in _TEXTS]
         if any(b"\0" in text for section in packed for text in section):
@@ -143,11 +142,8 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
         sections = [b"\0".join(section) for section in packed]
         sections += [array("Q", numbers[name]).tobytes() for name in _NUMBERS]
         layout.own_directory(directory)
-        with open(layout.create(part), "wb") as file:
-            parts = [" ".join(str(len(section)) for section in sections).encode() + b"\n", *sections]
-            file.write(f"{FORMAT} {_sum(parts)} ".encode())
-            file.writelines(parts)
-        os.replace(part, path)
+        parts = [" ".join(str(len(section)) for section in sections).encode() + b"\n", *sections]
+        layout.write(path, [f"{FORMAT} {_sum(parts)} ".encode(), *parts])
         old = sorted((entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(directory))
         layout.remove_oldest(name for _, name in old[:-KEPT])
     except (OSError, UnicodeError, OverflowError):  # an mtime before 1970
@@ -260,7 +256,7 @@ def _touch(path: str, ac: str, records: bytes) -> None:
     """
     if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):
-            layout.note_use(f"{ac}{key[:2]}/{key}")
+            layout.note_use(f"{ac}{layout.shelved(key)}")
         os.utime(path)
 
 

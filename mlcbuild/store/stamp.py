@@ -1,4 +1,6 @@
-"""Defines the modification times (mtimes) that mark files in a store as unchanged."""
+"""Defines what the times of a file say: which mtimes mark files in a store as unchanged, and when a file was
+written too recently to tell.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +16,15 @@ SPOILT = STAMP + 2
 In a bundle it distinguishes a damaged file from one that a user changed. It differs from STAMP by two
 seconds, the coarsest resolution of a filesystem's clock.
 """
+RACY_NS = 2_000_000_000
+"""Two seconds in nanoseconds: the resolution of the coarsest clock in use (FAT), or the skew of a file
+server."""
+
+
+def is_racy(changed_ns: int, read_ns: int) -> bool:
+    """Returns True if a later write to a file may leave its times as they are, because it was changed less
+    than RACY_NS before it was read (git's racy-timestamp rule).
+
+    changed_ns: the later one of its mtime and ctime; both are in nanoseconds since 1970.
+    """
+    return changed_ns + RACY_NS >= read_ns

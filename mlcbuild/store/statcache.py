@@ -8,8 +8,8 @@ The imports of a source file follow from its bytes, which are hashed in every pl
 them, which would take 110 of the 350 ms of a plan without work.
 
 A file counts as unchanged while its device, inode, size, mtime and ctime are those at the time of hashing. A
-file written less than RACY_NS before it was hashed is not stored: it could be written again within one tick
-of the filesystem's clock without a visible change (git's racy-timestamp rule).
+file for which `stamp.is_racy` holds when it is hashed is not stored: it could be written again within one
+tick of the filesystem's clock without a visible change.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mlcbuild.canon import ImportTable, bytes_digest, file_digest, import_reader
 from mlcbuild.errors import SourceError
+from mlcbuild.store.stamp import is_racy
 
 if TYPE_CHECKING:
     import sqlite3
@@ -33,10 +34,6 @@ _Row: TypeAlias = tuple[int | str, int | str, int | str, str, str]
 """(size, mtime, ctime, digest, stored checksum); the checksum is "" if the row was not read from the file."""
 Hashing: TypeAlias = Callable[[Path, int], None]
 """Callback that receives a file's path and size in bytes before the file is hashed."""
-
-RACY_NS = 2_000_000_000
-"""Two seconds in nanoseconds: the resolution of the coarsest clock in use (FAT), or the skew of a file
-server."""
 
 KEPT_KEYS = 8
 """Number of recent keys that are kept for each step name."""
@@ -95,7 +92,7 @@ class StatCache:
                 after.st_ctime_ns,
             ) != state or after.st_ino != before.st_ino:
                 continue
-            if max(before.st_mtime_ns, before.st_ctime_ns) + RACY_NS < started:
+            if not is_racy(max(before.st_mtime_ns, before.st_ctime_ns), started):
                 entry = (*state, digest, "")
                 self._new_files[before.st_dev, before.st_ino] = entry
                 self._known_files()[before.st_dev, before.st_ino] = entry

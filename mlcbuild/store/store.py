@@ -118,7 +118,7 @@ class Store(Blobs):
 
         expected: see `Record.checked`.
         """
-        path = f"{self._ac}{key[:2]}/{key}"
+        path = f"{self._ac}{layout.shelved(key)}"
         try:
             return Record.checked(key, regular.read(path, LARGEST, follow_link=False), expected)
         except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +134,7 @@ class Store(Blobs):
         """Returns a description of the first file of a record that is missing or damaged in the store; ""
         when all are intact."""
         for path, digest, size in record.rows:
-            name = f"{self._cas}{digest[:2]}/{digest}"
+            name = f"{self._cas}{layout.shelved(digest)}"
             try:
                 stat_result = os.lstat(name)  # called ten thousand times in a run without work
             except OSError:
@@ -163,7 +163,7 @@ class Store(Blobs):
 
     def touch(self, record: Record) -> None:
         """Marks a record as used, unless that was done recently: see `upkeep.gc`."""
-        layout.note_use(f"{self._ac}{record.key[:2]}/{record.key}")
+        layout.note_use(f"{self._ac}{layout.shelved(record.key)}")
 
     # Writing
 
@@ -254,7 +254,7 @@ class Store(Blobs):
         return entry
 
     def _keep(self, record: Record, part: Path) -> Published:
-        place = Path(f"{self._ac}{record.key[:2]}/{record.key}")
+        place = Path(f"{self._ac}{layout.shelved(record.key)}")
         make_shelf(place.parent)
         make_way(place)
         try:

@@ -168,7 +168,7 @@ def status(store: Store) -> Status:
         named, count = _sound_records(store)
         for name, record in named:
             kind = name.partition("/")[0]
-            used = (store.root / "ac" / record.key[:2] / record.key).lstat().st_mtime
+            used = (store.root / "ac" / layout.shelved(record.key)).lstat().st_mtime
             old = kinds.get(kind, KindStatistics(last_used=used, oldest_use=used))
             kinds[kind] = KindStatistics(
                 old.records + 1,

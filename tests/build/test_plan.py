@@ -233,7 +233,7 @@ def test_reading_a_large_source_is_told_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlcbuild.build.plan._LARGE", 2)
-    monkeypatch.setattr("mlcbuild.store.statcache.RACY_NS", -(10**12))
+    monkeypatch.setattr("mlcbuild.store.stamp.RACY_NS", -(10**12))
     for name in ("large", "x"):
         (tmp_path / name).write_text(name)
     graph = Graph([Source("s", tmp_path, ("large", "x"))])

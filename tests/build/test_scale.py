@@ -53,8 +53,7 @@ def test_costs_are_linear(
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "no-key.pem"))
     # What is younger than that is read again, and gets no receipt: here always, not by the clock's chance.
-    monkeypatch.setattr("mlcbuild.store.statcache.RACY_NS", 10**18)
-    monkeypatch.setattr("mlcbuild.cli.receipts.RACY_NS", 10**18)
+    monkeypatch.setattr("mlcbuild.store.stamp.RACY_NS", 10**18)
     product.replace_work(monkeypatch.setattr)
     counts: dict[str, list[int]] = {name: [] for name in COMMANDS}
     for models in SIZES:

@@ -38,7 +38,6 @@ from mlcbuild.reports.report import (
     View,
     amount,
     document,
-    duration,
     reporting,
     summary,
 )
@@ -170,21 +169,6 @@ def test_the_document_has_the_documented_form(tmp_path: Path) -> None:
         ],
         "seconds": 80.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.00 s"),
-        (0.123, "0.12 s"),
-        (8.06, "8.1 s"),
-        (59.9, "59.9 s"),
-        (184, "3 min 04 s"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_times_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_amounts_for_people() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild.cli import main, receipts
+from mlcbuild.cli import main
 from mlcbuild.reports import runlog
-from mlcbuild.store import receipt
+from mlcbuild.store import receipt, stamp
 from mlcbuild.store.staging import remove
 from mlcbuild.store.store import Store, default_root
 from tests import product
@@ -34,7 +34,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "key.pem"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    monkeypatch.setattr(receipts, "RACY_NS", 0)
+    monkeypatch.setattr(stamp, "RACY_NS", 0)
     product.replace_work(monkeypatch.setattr)
     product.make(tmp_path, 1, ("q4f16_1", "q0f32"), TARGETS)
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import SourceError
-from mlcbuild.store import statcache
+from mlcbuild.store import stamp, statcache
 from mlcbuild.store.statcache import StatCache
 
 
@@ -28,7 +28,7 @@ def old(path: Path, data: bytes, age: float = 60.0) -> Path:
 @pytest.fixture
 def not_racy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a file written this very moment be remembered, for the tests of everything but that rule."""
-    monkeypatch.setattr(statcache, "RACY_NS", -(10**12))
+    monkeypatch.setattr(stamp, "RACY_NS", -(10**12))
 
 
 def test_an_unchanged_file_is_not_hashed_again(
