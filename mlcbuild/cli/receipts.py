@@ -61,8 +61,7 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
         read = list(dict.fromkeys(_read(session.pipeline, store)))
         watched = [path for path in read if os.path.lexists(path)]
         absent = [path for path in read if not os.path.lexists(path)]
-        if is_racy(_latest(receipt.stats(watched)), began):
-            raise _DoubtError("an input is too recent")
+        _demand_old(watched, began)
         blobs = _Blobs(store)
         records = {step.record.key: step.record for step in result.steps if step.record is not None}
         for record in records.values():
@@ -70,8 +69,7 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
                 blobs.add(digest, size)
         listed: list[str] = []
         watched += _outputs(result.bundles.values(), blobs, listed, looked)
-        if is_racy(_latest(receipt.stats(watched)), max(looked, began)):
-            raise _DoubtError("changed meanwhile")
+        _demand_old(watched, max(looked, began))
         log = _without_work(result.log)
         kept, rest = runlog.keep_rest(store, session.recipe.path, log)
         watched.append(str(kept))
@@ -136,6 +134,14 @@ def _files(place: str) -> Iterator[str]:
     for directory, names, files in os.walk(place):
         names[:] = sorted(name for name in names if name != "__pycache__")
         yield from (os.path.join(directory, name) for name in sorted(files))
+
+
+def _demand_old(paths: Sequence[str], read_ns: int) -> None:
+    """Raises _DoubtError if one of the paths changed so shortly before `read_ns`, in nanoseconds since 1970,
+    that a later change may not show.
+    """
+    if is_racy(_latest(receipt.stats(paths)), read_ns):
+        raise _DoubtError("too recent")
 
 
 def _latest(stats: Sequence[int]) -> int:

@@ -41,11 +41,12 @@ def authorization(host: str, environ: Mapping[str, str] = os.environ) -> str | N
     if value := environ.get(login):
         if ":" not in value:
             raise RemoteError(f"${login} must be user:password")
-        return _basic(value)
+        return basic(value)
     return _from_netrc(host, environ)
 
 
-def _basic(login: str) -> str:
+def basic(login: str) -> str:
+    """Returns the value of the Authorization header for `user:password`."""
     return "Basic " + base64.b64encode(login.encode()).decode()
 
 
@@ -59,7 +60,7 @@ def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
         raise RemoteError(f"{path}:{error.lineno}: the file cannot be parsed") from None
     except (OSError, UnicodeDecodeError):
         raise RemoteError(f"{path}: the file cannot be read") from None
-    return _basic(f"{entry[0]}:{entry[2]}") if entry is not None else None
+    return basic(f"{entry[0]}:{entry[2]}") if entry is not None else None
 
 
 def refusal(host: str, status: int, *, authorized: bool) -> str:
@@ -105,7 +106,7 @@ def _from_docker(path: Path, host: str) -> str | None:
     except (OSError, ValueError, AttributeError, TypeError):  # the parser's message may quote a secret
         raise RemoteError(f"{path}: the file cannot be parsed") from None
     if stored:
-        return _basic(stored)
+        return basic(stored)
     return _from_helper(str(helper), host) if helper else None
 
 
@@ -128,4 +129,4 @@ def _from_helper(helper: str, host: str) -> str | None:
         raise RemoteError(
             f"docker-credential-{helper} does not follow Docker's credential protocol"
         ) from None
-    return _basic(f"{user}:{secret}") if user and secret else None
+    return basic(f"{user}:{secret}") if user and secret else None

@@ -7,7 +7,6 @@ a request also has a deadline, because a server could send one header byte per s
 
 from __future__ import annotations
 
-import base64
 import http.client
 import os
 import re
@@ -28,6 +27,7 @@ import urllib3
 from urllib3.response import BaseHTTPResponse
 
 from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.auth import basic
 from mlcbuild.remotes.deadlines import PlainConnection, TimedConnection, TlsConnection
 from mlcbuild.remotes.transport import CHUNK, PAUSES, SLOWEST, TIMEOUT, Body, Pace, SlowError
 
@@ -261,7 +261,7 @@ def _login(proxy: SplitResult) -> dict[str, str]:
     if proxy.username is None:
         return {}
     login = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
+    return {"Proxy-Authorization": basic(login)}
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

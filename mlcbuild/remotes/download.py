@@ -3,7 +3,6 @@ arrive."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +15,8 @@ from blake3 import blake3
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.transport import CHUNK, Attempts, Buffer, CancelledError, DamagedError, Transport
+from mlcbuild.store import layout
 from mlcbuild.store.staging import remove
-
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 def download(
@@ -104,7 +102,7 @@ class _Part:
         self._hasher = blake3()
         if not path.is_file() or path.is_symlink():
             remove(path)  # It is damaged, or a link that another account created.
-        self._file = FileIO(os.open(path, _FLAGS, 0o644), "r+")  # closed by the context
+        self._file = FileIO(layout.open_or_create(path), "r+")  # closed by the context
         while data := self._file.read(CHUNK):
             self._hasher.update(data)
             self.have += len(data)

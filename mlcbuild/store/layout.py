@@ -58,9 +58,9 @@ def unsent(root: str) -> list[str]:
     return os.listdir(directory) if os.path.isdir(directory) else []
 
 
-def open_lock(path: str | os.PathLike[str]) -> int:
-    """Opens a file to lock it, which is created if it does not exist, and returns its descriptor. Raises
-    OSError, also for a link; a pipe is opened without waiting.
+def open_or_create(path: str | os.PathLike[str]) -> int:
+    """Opens a file for reading and writing, creates it if it does not exist, and returns its descriptor.
+    Raises OSError, also for a link; a pipe is opened without waiting.
     """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
 

@@ -96,7 +96,7 @@ def _open(path: Path) -> int:
     """
     while True:
         try:
-            descriptor = layout.open_lock(path)
+            descriptor = layout.open_or_create(path)
         except OSError as error:
             if error.errno not in (errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO):
                 raise

@@ -89,7 +89,7 @@ def check(arguments: Sequence[str]) -> str | None:
 
         texts, numbers = _read(path)
         cas = os.open(f"{root}/cas", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        lock = layout.open_lock(f"{root}/lock")
+        lock = layout.open_or_create(f"{root}/lock")
     except (OSError, ValueError, ImportError):
         return None
     try:
