@@ -155,7 +155,7 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "wrong-s3" not in wrong.warnings()[0]
         monkeypatch.delenv("MLCBUILD_LOGIN_127_0_0_1")
         (tmp_path / ".docker").mkdir()
-        stored = auth._basic(LOGIN).removeprefix("Basic ")
+        stored = auth.basic(LOGIN).removeprefix("Basic ")
         document = {"auths": {f"127.0.0.1:{server.port}": {"auth": stored}, "other": {"auth": "x"}}}
         (tmp_path / ".docker" / "config.json").write_text(json.dumps(document))
         user = User(tmp_path / "2", server.url("cache"))
