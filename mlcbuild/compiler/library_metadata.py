@@ -21,7 +21,7 @@ class LibraryMemory:
 
     weights: int
     kv_page: int
-    """Bytes of one page of the KV cache over all layers."""
+    """Number of bytes of one page (16 tokens) of the KV cache, over all layers."""
     kv_cache: int
     """Bytes of the KV cache for max_batch sequences of context_window tokens each."""
     workspace: int
@@ -42,7 +42,7 @@ class LibraryCode:
     """Name -> version of each program that made the code."""
     memory: LibraryMemory
     kernels: Mapping[str, str]
-    """Use of a kernel -> the kernel."""
+    """Use of a kernel, such as a kind of matrix or attention -> name of the kernel."""
     fallbacks: Mapping[str, str]
     """Use of a kernel -> the reason why a slower kernel was chosen."""
 

@@ -29,7 +29,7 @@ def undefined(data: bytes) -> frozenset[str]:
 
 
 def _needed(table: bytes) -> list[int]:
-    """Returns offsets in an ELF string table: those of the names of undefined symbols that are not weak.
+    """Returns the offsets, in an ELF string table, of the names of undefined symbols that are not weak.
     table: the bytes of an ELF symbol table.
     """
     return [

@@ -95,7 +95,8 @@ class Latents:
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """Emits the product of each head's row of x with the head's matrix in the stack `name`, into `out`,
-        and returns `out`. source: the rows; choices: the matrix of each row.
+        and returns `out`. source: where the rows of x come from; choices: tensor with the index of the matrix
+        for each row.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None

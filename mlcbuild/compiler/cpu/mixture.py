@@ -48,14 +48,16 @@ class Mixture:
         return self.layer.weights.get(name, ())
 
     def linear(self, name: str) -> Linear:
-        """Returns the product with the layer's matrix `name`, or with one matrix if `name` is a stack."""
+        """Returns the description of the product with the layer's matrix `name`, or with a single matrix of
+        it if `name` is a stack.
+        """
         param = self.layer.params[name]
         assert param.matrix is not None
         return self.parts.linear(param.name, param.matrix)
 
     def add(self, source: Fed, out: Tensor, fresh: bool) -> Tensor:
-        """Emits out += the output of the experts for the source's rows, and returns `out`, which may be one
-        of the source's tensors. fresh: True if `out` starts with zeros.
+        """Emits out += the output of the mixture of experts for some input rows, and returns `out`, which may
+        be one of the tensors that the rows are read from. fresh: True if `out` starts with zeros.
         """
         spec, weights = self.spec, self.layer.weights
         choices = self._route(source)
@@ -100,8 +102,8 @@ class Mixture:
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
-        """Returns the input rows of the experts' second product, with the tensors that they need. pair: gates
-        and ups of each choice.
+        """Returns the source of the input rows of the experts' second product, act(gate) * up, with the
+        tensors that it reads. pair: float32 tensor with gates and ups of each chosen expert.
         """
         spec, isa, bias = self.spec, self.parts.isa, self.optional("mlp.experts.gate_up.bias")
         if not bias and spec.clamp is None:

@@ -180,8 +180,9 @@ def emit_next_inputs(arguments: Variables) -> None:
 
 @dataclass(frozen=True)
 class _Halves:
-    """Emits one layer. In sequence: x += attention(norm(x)); x += mlp(norm(x)). In parallel both halves read
-    the same x, so the result of the first half is kept in scratch memory until the second has read x.
+    """Emits the two halves of one layer, attention and feed-forward. In sequence: x += attention(norm(x)); x
+    += mlp(norm(x)). In parallel both halves read the same x, so the result of the first half is kept in
+    scratch memory until the second has read x.
     """
 
     parts: Parts
@@ -251,8 +252,8 @@ class _Halves:
         return replace(self, room=room), x, attended
 
     def scratch(self, name: str, width: int) -> Tensor:
-        """Returns the scratch tensor `name` with `width` columns; its memory may be wider for other
-        layers.
+        """Returns the first `width` columns of the scratch tensor `name` as a tensor [n, width]; other layers
+        may use more columns of the same memory.
         """
         whole = self.room[name]
         return whole if int(whole.shape[1]) == width else self.view(name, whole.shape[0], width)
@@ -290,8 +291,8 @@ class _Halves:
         return self.add_product(x, "attn.o", source, [attended], "attn_post_norm"), self.room
 
     def add_branch(self, x: Tensor) -> Tensor:
-        """Emits x += the stored result of the first half of a parallel layer, once nothing reads the old x
-        any more; returns x.
+        """Emits x += the result of attention that project() stored, in a layer whose halves read the same x,
+        and returns x. It is called after the feed-forward has read the old x.
         """
         if not self.is_parallel:
             return x

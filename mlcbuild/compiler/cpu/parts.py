@@ -75,7 +75,9 @@ class Parts:
         return isa_for(self.machine)
 
     def heads(self, spec: Mixer) -> Heads:
-        """Returns the shapes of heads that determine the attention and the cache of a layer."""
+        """Returns the numbers and sizes of heads that determine the attention kernel and the KV cache of a
+        layer.
+        """
         layers = len(self.config.layers)
         if isinstance(spec, LatentAttention):
             return Heads(layers, spec.heads, 1, spec.cached, self.scheme.dtype, spec.latent)
@@ -95,8 +97,8 @@ class Parts:
         )
 
     def norm_of(self, spec: Norm, size: int, weights: Sequence[Tensor]) -> norm.Norm:
-        """Returns the norm of `size` values. weights: its stored tensors, in the order weight, bias, those
-        that it has.
+        """Returns the description of a norm over `size` values. weights: its stored tensors, weight then
+        bias, leaving out those that the norm lacks.
         """
         dtypes: list[str | None] = [dtype_of(weight) for weight in weights]
         centered = isinstance(spec, LayerNorm)
@@ -111,7 +113,9 @@ class Parts:
         return embedding(self.isa, own, self.config.vocab_size, self.config.hidden_size)
 
     def linear(self, name: str, shape: tuple[int, int]) -> Linear:
-        """Returns the product with the parameter `name`. shape: (outputs, inputs) of its matrix."""
+        """Returns the description of the matrix product with the parameter `name`. shape: (outputs, inputs)
+        of its matrix.
+        """
         return linear(self.isa, quant.scheme_for(self.scheme, name), *shape)
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
@@ -196,7 +200,7 @@ class Parts:
     def _head_norms(
         self, spec: Attention, weights: Sequence[Sequence[Tensor]]
     ) -> tuple[norm.Norm, norm.Norm] | None:
-        """Returns the norms of queries and of keys; None if the layer has none."""
+        """Returns (norm of queries, norm of keys) of a layer; None if the layer normalizes neither."""
         if spec.qk_norm is None:
             return None
         counts = (spec.heads, spec.kv_heads) if spec.qk_norm_span == "heads" else (1, 1)
@@ -242,7 +246,9 @@ class Parts:
         return mixture_columns(spec) if isinstance(spec, Experts) else {"pair": self.pair_columns(spec)}
 
     def pair_columns(self, spec: Dense | Experts) -> int:
-        """Returns the number of columns of the result of a feed-forward's first product."""
+        """Returns the number of columns of the result of a feed-forward's first product: gates and ups, or
+        ups only.
+        """
         return spec.size if isinstance(spec, Dense) and not spec.gated else 2 * spec.size
 
     def add(

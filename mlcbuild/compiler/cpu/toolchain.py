@@ -45,8 +45,9 @@ class Linker:
 
 
 def linker_identity(target: Target) -> str:
-    """Returns name and version of the program that links for a target, for its cache key. Raises
-    SetupError."""
+    """Returns name and version of the linker for a target, for the cache key of its libraries. Raises
+    SetupError if this machine has no linker for it.
+    """
     linker = _linker(target)
     return f"{linker.name}: {_version(linker.command)}"
 
@@ -160,7 +161,7 @@ def _macho_candidates(target: Target) -> Iterator[Linker]:
 
 
 def forget() -> None:
-    """Clears cached linkers after this process's PATH has changed."""
+    """Clears the cache of linkers that were searched; called when this process's PATH has changed."""
     _linker.cache_clear()
     _version.cache_clear()
 

@@ -64,8 +64,8 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 
 def _touched(limits: Limits, vocab_size: int, blocks: Counter[int]) -> Counter[int]:
-    """Returns block size in bytes -> count, with logits for max_batch rows only: they are planned for every
-    row of a chunk, but serving never writes more.
+    """Returns size in bytes -> number of memory blocks of this size that serving touches. Logits count for
+    max_batch rows only: TVM plans them for every row of a chunk, but serving never writes more.
     """
     row = vocab_size * 4
     planned, used = (_rounded(count * row) for count in (limits.rows, limits.max_batch))
@@ -132,8 +132,8 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that a buffer takes from the pool; small arrays of constant size
-    are on the stack and take 0.
+    """Returns the maximum number of bytes that a buffer of a kernel takes from the thread's memory pool;
+    small arrays of constant size lie on the stack and take 0.
     """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))

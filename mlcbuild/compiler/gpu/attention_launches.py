@@ -24,7 +24,9 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Number of tokens of the context window for each of which attention is divided into one more split."""
+"""Number of tokens of the context window per split: decoding divides the keys of a row among one workgroup
+for each such number of tokens.
+"""
 _MAX_SPLITS = 8
 
 
@@ -63,8 +65,9 @@ def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dic
 def attention_launches(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns two lists of launches: those of a mixer up to the sum that it adds, and those that add it to
-    the residual stream. rows: as in layer_launches.py.
+    """Returns two lists of kernel launches for a layer's attention: those that compute its output, and those
+    that add the output to the residual stream. rows: number of rows of x per workgroup for the GEMVs of
+    decoding; None: launches for prompts.
     """
     if isinstance(layer.mixer, LatentAttention):
         return _latent_attention(build, index, layer, rows)
@@ -78,7 +81,9 @@ def attention_launches(
 
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches that compute the results of attention from queries and the cache."""
+    """Returns the kernel launches that compute attention's result vectors from rotated queries and the KV
+    cache.
+    """
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
     sinks = {} if spec.half_sinks is None else {"sinks": f"layers.{index}.attn.sinks"}
@@ -126,8 +131,8 @@ def _prepare_heads(build: LaunchBuilder, index: int, mixer: Attention) -> list[L
 def _latent_attention(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns the two lists of launches of latent attention, as `attention_launches` does. Its heads multiply
-    queries and results by a separate matrix each.
+    """Returns, for latent attention, the two lists of launches that `attention_launches` returns. Each head
+    multiplies its queries and its results by matrices of its own.
     """
     base, mixer, places = f"layers.{index}.attn", layer.mixer, build.calls.places
     assert isinstance(mixer, LatentAttention)
@@ -156,8 +161,8 @@ def _latent_attention(
 
 
 def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches that compute the queries of all heads. base: prefix of the names of the layer's
-    parameters.
+    """Returns the kernel launches that compute the queries of all heads of latent attention. base: prefix of
+    the names of the layer's parameters.
     """
     mixer, norm_name = layer.mixer, f"{base}_norm"
     assert isinstance(mixer, LatentAttention)

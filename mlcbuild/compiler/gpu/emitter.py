@@ -20,7 +20,9 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder
 from mlcbuild.errors import CompileError
 
 Make = Callable[..., KernelBuilder]
-"""Function of (name, further arguments) that returns the builder of a finished kernel."""
+"""Function of (name of a kernel, further arguments) that builds the kernel and returns its finished
+KernelBuilder.
+"""
 
 
 @dataclass
@@ -36,8 +38,8 @@ class Emitter:
     _names: dict[object, str] = field(default_factory=dict)
 
     def kernel(self, make: Make, *arguments: object) -> str:
-        """Returns the name of the kernel that `make(name, *arguments)` builds. Equal arguments give the same
-        kernel, which is built and lowered once.
+        """Adds the kernel that `make(name, *arguments)` builds to the program, and returns its name. Equal
+        arguments give the same kernel, which is built and lowered once.
         """
         case = (make.__name__, arguments)
         if case not in self._names:
@@ -52,8 +54,8 @@ class Emitter:
         return name
 
     def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
-        """Adds a function to the program. variants: any number -> (maximum sizes of a call, launches);
-        numbers are in ascending order.
+        """Adds a function to the GPU program. variants: any number -> (maximum sizes of a call, launches), in
+        the order in which variants are tried: a call uses the first one whose sizes suffice.
         """
         ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
         self.functions[name] = tuple(ordered)

@@ -46,16 +46,19 @@ def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
 
 
 def most_tiles(block: Experts, rows: Expression) -> Expression:
-    """Returns the maximum number of tiles into which the choices of `rows` rows are divided."""
+    """Returns the maximum number of tiles into which the choices of experts of `rows` rows are divided; a
+    tile has choices of one expert only.
+    """
     return ("add", ("div", ("mul", rows, block.chosen), TILE), block.count)
 
 
 def expert_launches(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns two lists of launches: those of a mixture of experts up to its sum, and those that add it to
-    the residual stream. base: prefix of the feed-forward's parameter names; norm_name: the norm before it;
-    rows: as in layer_launches.py.
+    """Returns two lists of kernel launches for a mixture of experts: those that compute its output, and those
+    that add the output to the residual stream. base: prefix of the feed-forward's parameter names; norm_name:
+    the norm before it; rows: number of rows of x per workgroup for the GEMVs of decoding; None: launches for
+    prompts.
     """
     block = layer.feed_forward
     assert isinstance(block, Experts)
@@ -135,8 +138,9 @@ class _Mixture:
         sizes: Mapping[str, Expression],
         buffers: Buffers,
     ) -> list[Launch]:
-        """Returns one launch for each part of a stack. make: builds the kernel; product: (name of the stack,
-        fields of its ProductSpec, further arguments of `make`); sizes, buffers: those of each launch.
+        """Returns the launches of a product with a stack of experts' matrices, one for each part of the stack
+        that a device can bind. make: builds the kernel; product: (name of the stack, fields of its
+        ProductSpec, further arguments of `make`); sizes, buffers: scalars and buffers that every launch has.
         """
         part, fields, more = product
         name, launches = f"{self._base}.experts.{part}.weight", []

@@ -15,8 +15,9 @@ from mlcbuild.targets.target import Target
 
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes program.json, kernels/*.wgsl and library.json into `out`; params, inputs and exceptions
-    are those of mlcbuild.compiler.action.compile_library.
+    """Compiles a GPU program, as the action of a build step: writes program.json, kernels/*.wgsl and
+    library.json into `out`. params, inputs and exceptions are those of
+    mlcbuild.compiler.action.compile_library.
     """
     action.compile_library(params, inputs, out, action.Toolchain(gpu_child.__name__, _needs_nothing, _place))
 
@@ -33,8 +34,8 @@ def _needs_nothing(target: Target) -> None:
 
 
 def _place(files: Sequence[Path], library: Path, target: Target) -> None:
-    """Copies program.json, and the kernels in a directory beside it. library: the path at which a CPU's
-    library would be.
+    """Copies program.json, and the directory with the kernels' texts, into a step's output. library: the path
+    at which a CPU's library would be; the kernels lie beside it.
     """
     base = next(path.parent for path in files if path.name == PROGRAM)
     for path in files:

@@ -60,7 +60,9 @@ class GpuDecoder:
 
     @cached_property
     def _ropes(self) -> tuple[int, ...]:
-        """Returns the indices of the rotary embeddings that layers use."""
+        """Returns, in ascending order, the indices of those of the model's rotary embeddings that a layer
+        uses.
+        """
         used = {layer.mixer.rope for layer in self.build.config.layers}
         return tuple(index for index in range(len(self.build.config.ropes)) if index in used)
 
@@ -173,7 +175,9 @@ class GpuDecoder:
         return launches
 
     def emit_choice(self) -> None:
-        """Adds the functions from logits to tokens, and from tokens to the inputs of the next step."""
+        """Adds two kinds of functions to the GPU program: those that choose tokens from logits, and the one
+        that makes the chosen tokens the inputs of the next step.
+        """
         build = self.build
         vocab, most = build.config.vocab_size, {"q": build.calls.logit_rows}
         greedy = [

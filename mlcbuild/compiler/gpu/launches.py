@@ -91,12 +91,14 @@ class LaunchBuilder:
         }
 
     def rows(self, name: str) -> int:
-        """Returns the number of rows of a matrix, or of all matrices of a stack together."""
+        """Returns the number of rows of the parameter's matrix, or of all matrices of a stack together."""
         *rows, _ = self.params[name].shape
         return rows[0] if len(rows) == 1 else rows[0] * rows[1]
 
     def row_bytes(self, name: str) -> list[int]:
-        """Returns the bytes of one row, for each of a matrix's stored tensors."""
+        """Returns, for each stored tensor of a matrix (codes, scales), the number of bytes that one row takes
+        in it.
+        """
         stored = quant.stored(self.params[name], self.scheme)
         return [tensor.size // self.rows(name) for tensor in stored]
 
@@ -153,8 +155,8 @@ class LaunchBuilder:
     def normed_source(
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
-        """Returns (buffer that a product after a norm reads, norm that the product must compute or None,
-        parameters of that norm).
+        """Returns the input of a product that follows a norm: (buffer that the product reads, norm that the
+        product must compute itself or None, buffers of that norm's parameters).
         """
         if layer.norms.before is None:
             return "x" if rows is None else self.stream.buffer, None, {}

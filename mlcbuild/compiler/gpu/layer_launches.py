@@ -30,8 +30,8 @@ class LayerHalf:
 
 
 def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches of a layer. rows: number of rows of x per workgroup for the GEMVs of decoding;
-    None: launches for prompts.
+    """Returns the kernel launches of one layer, attention and feed-forward. rows: number of rows of x per
+    workgroup for the GEMVs of decoding; None: launches for prompts.
     """
     mixer = LayerHalf(*attention_launches(build, index, layer, rows))
     feed_forward = _feed_forward(build, index, layer, rows)
@@ -72,8 +72,8 @@ def _feed_forward(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int 
 def _dense(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> list[Launch]:
-    """Returns the launches that compute the inner values (hidden units) of a dense feed-forward. base: prefix
-    of the names of its parameters; norm_name: name of the norm before it.
+    """Returns the kernel launches of a dense feed-forward up to its hidden units, act(gate) * up or act(up).
+    base: prefix of the names of its parameters; norm_name: name of the norm before it.
     """
     block = layer.feed_forward
     assert isinstance(block, Dense), "support.py refuses others"

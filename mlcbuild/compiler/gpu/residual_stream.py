@@ -33,7 +33,9 @@ class PendingSum:
 
 @dataclass
 class ResidualStream:
-    """The state of the residual stream while the launches of a call are built."""
+    """The state of the residual stream while the launches of a call are built: the buffer that holds it at
+    that point, and a sum that is still to be added.
+    """
 
     buffer: str = "x"
     pending: PendingSum | None = None

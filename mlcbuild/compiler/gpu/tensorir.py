@@ -30,7 +30,9 @@ LOWEST = -1e30
 
 @dataclass
 class KernelBuilder:
-    """A kernel under construction; its function exists once construction ends."""
+    """A GPU kernel under construction: its arguments are declared and its body is emitted through this
+    object, and `function` exists once construction ends.
+    """
 
     name: str
     buffers: dict[str, Expression] = field(default_factory=dict)
@@ -52,7 +54,9 @@ class KernelBuilder:
         return self._sizes[name]
 
     def scalar(self, name: str) -> Value:
-        """Declares a scalar argument of the kernel that is not a dimension, and returns it."""
+        """Declares an int32 scalar argument of the kernel that is not the dimension of a buffer, and returns
+        it.
+        """
         self.scalars.append(name)
         self._sizes[name] = T.arg(name, T.int32())
         return self._sizes[name]

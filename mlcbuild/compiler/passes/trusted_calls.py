@@ -48,7 +48,9 @@ def _lean(function: Function) -> Function:
 
 
 def _name(value: Expr) -> str | None:
-    """Returns the name of the runtime function that a value calls; None if it calls none."""
+    """Returns the name of the runtime function that a bound expression calls; None if the expression calls
+    none.
+    """
     if not isinstance(value, relax.Call):
         return None
     called = value.args[0] if value.op == _WITH_CONTEXT else value.op
@@ -79,8 +81,8 @@ def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
 
 
 def _codes(arguments: Sequence[Expr]) -> list[int]:
-    """Returns the list of codes in a call `match_shape(value, heap, rank, code, operand, code, operand, ...,
-    message)`.
+    """Returns the codes, one for each dimension, of a call of TVM's `match_shape(value, heap, rank, code,
+    operand, code, operand, ..., message)`.
     """
     return [int(code.value) for code in arguments[3:-1:2]]
 

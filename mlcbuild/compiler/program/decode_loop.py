@@ -1,7 +1,7 @@
 """Emits a loop of several decoding steps, which is one call of a library.
 
-Between two steps the caller's work takes longer than it should: all weights of a model have passed through
-the caches and evicted the caller's code and data. So a library has a loop over its function `step`.
+The caller's work between two steps is slow, because all weights of a model have passed through the caches and
+evicted the caller's code and data. So a library has a loop over its function `step`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def emit_steps(
     """Adds the functions `step_on` and `steps` of the ABI to a library. They run several decode steps in one
     call, by calling `step`.
 
-    step: (the function of one step, a Python function that emits the change from its arguments to those of
-    the next step). variables: returns the arguments of a function of the ABI. attributes: attributes of the
-    new functions.
+    step: (the library's function of one step, a Python function that emits the change of its arguments to
+    those of the next step). variables: function that returns new variables for the arguments of an ABI
+    function, by name. attributes: attributes of the new functions.
     """
     function, next_inputs = step
     arguments = variables(abi.STEP_ON)

@@ -154,8 +154,8 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
 
 
 def layer_functions(decoder: Decoder) -> list[GlobalVar]:
-    """Emits the function of each layer, and returns one entry per layer. Layers that are alike, and stored
-    alike, share a function.
+    """Adds the private functions of all layers to the module, and returns the function of each layer, in
+    order. Layers that are alike, and stored alike, share a function.
     """
     functions: dict[object, GlobalVar] = {}
     by_layer = []
@@ -172,8 +172,8 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _without_arguments(spec: LayerSpec) -> LayerSpec:
-    """Returns a layer's description without the properties that are arguments of its function: the window,
-    and the angles of its rotary embedding.
+    """Returns a layer's description with the properties cleared that its function takes as arguments: the
+    window, and the choice of rotary embedding. Layers with equal results can share a function.
     """
     rope = None if spec.mixer.rope is None else 0
     return replace(spec, mixer=replace(spec.mixer, window=None, rope=rope))

@@ -64,7 +64,9 @@ def _create_cache(decoder: Decoder) -> None:
 def _function(
     decoder: Decoder, function: abi.Function, sizes: Mapping[str, Expr | int] | None = None
 ) -> Iterator[Variables]:
-    """Opens a function of the ABI in the builder and yields its arguments as name -> variable."""
+    """Opens a function of the ABI in the builder, as a context manager, and yields its arguments as name ->
+    variable.
+    """
     arguments = variables(decoder, function.arguments, sizes)
     with decoder.builder.function(function.name, [*arguments.values()], decoder.attributes(), pure=False):
         yield arguments
@@ -149,8 +151,8 @@ def _draw(
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """Adds the function that embeds tokens, runs the model on them and samples, and returns it. The function
-    for prompts has no forks.
+    """Adds a library function that computes embeddings, all layers, logits and sampled tokens in one call,
+    and returns it. The one for prompts takes no copies of pages (forks).
     """
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:

@@ -157,8 +157,8 @@ class Ops(Protocol):
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Emits the layer's mixer, whose result is added to x in place and which writes new keys and values
-        to the cache; returns the rows.
+        """Emits the layer's attention, which adds its result to x in place and writes new keys and values to
+        the cache, and returns the rows of the residual stream for the feed-forward.
 
         selected: int32 [q], the only rows to return, or None; see selects_rows.
         """

@@ -42,8 +42,10 @@ _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> CpuExecutor:
-    """Loads a bundle whose manifest has been read; parameters as in loading.load. Raises BundleError or
-    SetupError."""
+    """Loads a CPU bundle whose manifest has been read, and returns its executor; parameters as in
+    loading.load. Raises BundleError for a damaged or unsuitable bundle, SetupError if this machine cannot run
+    it.
+    """
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -89,8 +91,8 @@ class CpuExecutor:
 
     @cached_property
     def _cache(self) -> tvm_ffi.Tensor:
-        """Returns the KV cache, which the first thread that computes creates. The operating system allocates
-        its memory on first use.
+        """Returns the tensor of the KV cache. The first call creates it, on the thread that computes; the
+        operating system allocates its memory on first use.
         """
         cache = self._library.create_cache(tvm_ffi.Shape([self.pages]))
         array = np.from_dlpack(cache)
@@ -122,8 +124,8 @@ class CpuExecutor:
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes a decode step and the steps that follow it; only one step while the number of threads is
-        on trial.
+        """Executes a decode step and the steps that follow it, as Executor.steps describes; only one step
+        while Workers tries another number of threads.
         """
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)

@@ -110,7 +110,7 @@ class MaskTensors:
         self._blocks: dict[tuple[int, int], tuple[list[memoryview], tvm_ffi.Tensor]] = {}
 
     def tensor(self, masks: Masks) -> tvm_ffi.Tensor:
-        """Returns the masks as one tensor, valid until the next call."""
+        """Returns logit masks as one int32 tensor in the library's format, valid until the next call."""
         size = len(masks), len(masks[0][1]) if masks else 0
         block = self._blocks.get(size)
         if block is None:
@@ -137,8 +137,9 @@ class StepInputs:
         """The flag that a running decode loop polls, as a memoryview of one int32; nonzero ends the loop."""
 
     def batch(self, step: ModelStep) -> Arguments:
-        """Returns the arguments that describe a step's tokens, its rows, and where its keys and values are
-        stored."""
+        """Returns argument name -> tensor, for the arguments of the library that describe a step: its tokens,
+        the rows whose logits are computed, and where keys and values are stored.
+        """
         places = step.places(self._page_size)
         numbers = self._numbers.tensors(
             step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
@@ -164,8 +165,9 @@ class StepInputs:
     def loop(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
-        """Returns the tensors for up to `count` decode steps, and the arguments of abi.STEPS and
-        abi.STEP_ON."""
+        """Returns (input and output tensors for up to `count` decode steps, argument name -> value for the
+        library functions abi.STEPS and abi.STEP_ON).
+        """
         arguments, loop = self.batch(step), self._loops.get(len(params))
         if loop is None:
             loop = self._loops[len(params)] = LoopTensors(len(params))

@@ -44,7 +44,9 @@ _SMALL_VOCABULARY = 256
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> GpuExecutor:
-    """Loads a bundle whose manifest has been read; see loading.Loader. Raises BundleError or SetupError."""
+    """Loads a GPU bundle whose manifest has been read, and returns its executor; see loading.Loader. Raises
+    BundleError for a damaged or unsuitable bundle, SetupError if there is no GPU that can run it.
+    """
     program = gpu_program.read(path, manifest)
     _check_interface(path / manifest.library, program)
     adapter = gpu_adapter.choose()
@@ -218,7 +220,9 @@ class GpuExecutor:
         return done
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
-        """Executes decode steps with greedy sampling whose tokens stay on the GPU until a submit ends."""
+        """Executes decode steps with greedy sampling, and returns for each step the token of each sequence.
+        Tokens stay on the GPU until a submit ends.
+        """
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
         calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]

@@ -75,7 +75,9 @@ def limits(adapter: Any) -> DeviceLimits:
 
 
 def open_device(adapter: Any) -> wgpu.GPUDevice:
-    """Opens the device of a GPU adapter with the adapter's own limits. Raises SetupError."""
+    """Opens the device of a GPU adapter, with all limits that the adapter offers, and returns it. Raises
+    SetupError if the driver refuses.
+    """
     required = {name: adapter.limits[name] for name in _LIMITS if name in adapter.limits}
     try:
         return adapter.request_device_sync(required_limits=required)

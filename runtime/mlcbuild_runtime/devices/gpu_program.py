@@ -229,7 +229,9 @@ class DeviceProgram:
 
 
 def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: str) -> None:
-    """Raises BundleError for a GPU program that a device cannot hold. name: the device, for the message."""
+    """Raises BundleError for a GPU program whose buffers exceed the limits of a device. name: the device, for
+    the message.
+    """
     try:
         check(program, pages, device)
     except FieldError as error:
@@ -237,7 +239,9 @@ def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: s
 
 
 def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
-    """Returns the number of pages, at most `most`, that a layer's KV cache can have on a device."""
+    """Returns the number of pages, at most `most`, that each layer's KV cache can have on a device with these
+    limits of a buffer's size.
+    """
     each = [
         evaluate(buffer.size, {**program.sizes, "pages": 1})
         for buffer in program.buffers.values()

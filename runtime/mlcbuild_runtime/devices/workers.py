@@ -119,8 +119,9 @@ class Workers:
                 self._set(more, trying=True)
 
     def _fitting(self, count: int) -> int:
-        """Returns the largest of `count`, `count` / 2, ... for which each thread has a free core; at
-        least 1."""
+        """Returns a number of threads: the largest of `count`, `count` / 2, ... for which each thread has a
+        free core; at least 1.
+        """
         if (free := self._free(count)) is not None:
             while count > max(1, free):
                 count //= 2

@@ -41,8 +41,8 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """Prepares the text of an answer. sink: receives its events; ignore_eos: True if end-of-sequence
-        tokens do not end the answer.
+        """Prepares the client's side of one answer. sink: function that receives its events; ignore_eos: True
+        if end-of-sequence tokens do not end the answer.
         """
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = (frozenset[int]() if ignore_eos else tokenizer.eos) | set(request.stop_tokens)
@@ -59,9 +59,9 @@ class ClientStream:
         self.ticket.deliver(self._sink, event)
 
     def text(self, token: int, position: int, done: bool) -> tuple[str, Finish | None]:
-        """Returns the text that a token adds to the answer, and the finish reason if the answer ends with it.
-
-        position: the token's index in the answer. done: True if the constraint allows nothing after it.
+        """Adds a token to the answer. Returns (text that the token adds, finish reason if the answer ends
+        with it, else None). position: the token's index in the answer. done: True if the constraint allows
+        nothing after it.
         """
         if self.is_end(token):
             return self._text.finish(), "stop"

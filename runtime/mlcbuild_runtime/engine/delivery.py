@@ -55,13 +55,13 @@ class Delivery:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends the request of a client that has disconnected."""
+        """Ends a request whose client has disconnected or cancelled it, without further events."""
         self._schedule.remove(sequence)
         self._trace_end(sequence, "cancelled")
 
     def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
-        """Records a step in the trace. kind: of the step; parts: its sequences; moments: the three times of
-        Trace.step, in seconds.
+        """Records a step in the trace. kind: what the step computed, such as "decode"; parts: its sequences;
+        moments: times, in seconds, of the step's beginning, of the model's result and of the end of delivery.
         """
         if self.trace is not None and parts:
             self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)

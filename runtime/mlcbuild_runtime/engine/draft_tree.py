@@ -90,8 +90,10 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
 
 
 def parts(length: int, trunk: list[int], branches: List[Branch], size: int) -> tuple[list[Part], list[Fork]]:
-    """Returns the parts and the page copies that branches add to a step, for a sequence of `length` tokens
-    and pages of `size` tokens."""
+    """Returns (parts, page copies) that the branches of a draft tree add to a step: a part is like another
+    sequence in the batch, with its new tokens and pages. length: number of tokens of the sequence; size:
+    number of tokens in a page.
+    """
     parts, forks = list[Part](), list[Fork]()
     for branch in branches:
         begin = length + branch.start

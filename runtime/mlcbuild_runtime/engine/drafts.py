@@ -35,7 +35,9 @@ class Speculate:
 
     @classmethod
     def of(cls, how: str | Path, tokens: int | None = None) -> Speculate:
-        """Returns the settings for `how`, which is "lookup" or the directory of a draft bundle."""
+        """Returns the settings of speculative decoding for `how`: "lookup" for prompt lookup, or the
+        directory of a draft bundle.
+        """
         return cls(None if how == "lookup" else Path(how), tokens or TOKENS)
 
 
@@ -112,8 +114,8 @@ class Prediction:
                     self._places[tuple(self._tokens[end - size : end])] = end
 
     def propose(self, answer: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` predicted tokens that may follow `answer`. Each call must pass the same
-        answer, which may have grown.
+        """Returns up to `count` tokens of the client's prediction that may follow `answer`, as draft tokens.
+        Each call must pass the same answer, which may have grown.
         """
         more = list(answer[self._answered :])
         self._answered = len(answer)
@@ -143,12 +145,15 @@ class Credit:
         return min(self.length, most) if self.balance > 0 else 0
 
     def rest(self) -> None:
-        """Adds a small amount to the balance for a token that had no draft."""
+        """Adds a small amount, in tokens, to the balance from which a sequence pays for drafts, because one
+        token was computed without a draft.
+        """
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
-        """Updates the balance after a draft was verified. `price`: cost of one draft token, in target tokens;
-        `gained`: number of accepted tokens on a branch after the accepted ones of the draft.
+        """Updates the balance from which a sequence pays for drafts, after a draft was verified. `price`:
+        cost of one draft token, in target tokens; `gained`: number of accepted tokens on a branch after the
+        accepted ones of the draft.
         """
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1

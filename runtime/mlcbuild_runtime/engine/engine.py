@@ -91,8 +91,9 @@ class Engine:
         self._intake.drain()
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Ends every request with an error and stops the engine. Returns False if a step still runs after
-        `timeout` seconds."""
+        """Ends every request with an error and stops the engine's thread. Returns False if a step still runs
+        after `timeout` seconds.
+        """
         self._intake.close()
         self.tokenizer.template.close()
         self.grammars.close()

@@ -62,7 +62,9 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(EngineError("the server is stopping")))
 
     def _receive(self) -> None:
-        """Takes new requests from the intake; waits for one when there is nothing else to do."""
+        """Moves new requests from the intake to the schedule; blocks until one arrives when there is nothing
+        else to do.
+        """
         schedule, intake = self._schedule, self._intake
         idle = schedule.idle and not intake.closed
         if not idle and intake.empty:
@@ -137,7 +139,9 @@ class Loop:
             self._pace[len(parts)] = (time.perf_counter() - begun) / steps
 
     def _burst_length(self, sequences: List[Sequence]) -> int:
-        """Returns how many decode steps to execute in one burst, after allocating pages for them."""
+        """Returns the number of decode steps to execute in one burst (without delivering tokens in between),
+        after allocating KV cache pages for their tokens.
+        """
         if any(sequence.prefilling for sequence in self._schedule.active):
             return 1
         count = min((sequence.steps_ahead for sequence in sequences), default=1)

@@ -22,7 +22,8 @@ class Share:
 
     about: str
     memory: int
-    """Percentage of the machine's or container's memory that all loaded bundles together may use."""
+    """Percentage (0 to 100) of the machine's or container's memory that all loaded bundles together may use.
+    """
     max_batch: int | None
     """Maximum requests in a batch; None means the library's limit."""
     prefill_chunk: int | None
@@ -43,7 +44,9 @@ class LimitOverrides:
 
     mode: Mode = "server"
     memory: int | None = None
-    """Maximum bytes of memory for all bundles together."""
+    """Maximum number of bytes of memory that all loaded bundles together may use, as the command line states
+    it; None: the mode decides.
+    """
     max_batch: int | None = None
     max_pages: int | None = None
     prefill_chunk: int | None = None

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 GONE = -1
-"""Replaces, in a sequence's list, a page that was released because it is outside the attention window."""
+"""Entry of a sequence's list of pages that replaces a page which was released because it is outside the
+attention window.
+"""
 Key = tuple[int, ...]
 """Identifies the content of one page: its tokens, with a prefix where equal tokens must not be shared."""
 
@@ -59,7 +61,9 @@ class Pages:
         return len(self._nodes)
 
     def depth(self, keys: Sequence[Key]) -> int:
-        """Returns how many of a prompt's page keys, from the first on, are in the prefix tree."""
+        """Returns the number of full pages of a prompt, from its first one on, whose keys are in the prefix
+        tree, so that they need not be computed.
+        """
         return len(self._path(keys))
 
     def share(self, keys: Sequence[Key]) -> list[int]:
@@ -104,8 +108,8 @@ class Pages:
             node = child
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
-        """Removes one user from each page of a sequence, except entries GONE. forget: True if other sequences
-        must not share their contents any more.
+        """Ends one sequence's use of its pages; list entries that are GONE are skipped. Pages outside the
+        prefix tree become free. forget: True if other sequences must not share the pages' contents any more.
         """
         for page in reversed(pages):
             if page == GONE:

@@ -17,7 +17,9 @@ class Pooler:
         self._sum: NDArray[np.float64] = np.zeros(0)
 
     def clear(self) -> None:
-        """Drops all hidden states of the text, so that the caller can start again from its beginning."""
+        """Drops all hidden states that were added, so that the caller can add those of the text again from
+        its beginning.
+        """
         self._count = 0
 
     def add(self, states: Floats) -> None:

@@ -44,9 +44,9 @@ class Runner:
         self.delivery = Delivery(schedule, self.counters)
 
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
-        """Computes the next tokens of each sequence, draft tokens last, and samples a token from each
-        sequence that is then complete. parts: (sequence, number of tokens). Returns the draft outcome of each
-        of these.
+        """Computes one step of the model and delivers its events. parts: (sequence, number of its next tokens
+        to compute, draft tokens last). A token is sampled for each sequence all of whose tokens are then
+        computed; returns the DraftOutcome of each of these sequences.
         """
         if not parts:
             return []
@@ -162,7 +162,7 @@ class Runner:
             return None
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
-        """Records that the keys and values of the tokens of `inputs` are in the KV cache."""
+        """Records in the schedule that the keys and values of the tokens of `inputs` are in the KV cache."""
         prompts = [(s, own) for (s, _), own in zip(parts, inputs, strict=True) if prompt and s.prefilling]
         self.counters.prompt_tokens += sum(len(own.tokens) for _, own in prompts)
         for sequence, count in parts:

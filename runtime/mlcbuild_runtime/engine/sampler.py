@@ -38,8 +38,9 @@ class Backoff:
         self._pause = self._next = 0
 
     def due(self, position: int) -> bool:
-        """Returns True if the token at `position`, its index in the answer, should be sampled before the
-        grammar is checked."""
+        """Returns True if the token at `position`, its index in the answer, should be sampled without a mask
+        and checked against the grammar afterwards, False if a mask should be computed first.
+        """
         return position >= self._next
 
     def settle(self, position: int, fits: bool) -> None:
@@ -155,7 +156,9 @@ class Sampler:
         return self._matcher.forced(count)
 
     def allowed(self, draft: list[int]) -> list[int]:
-        """Returns the longest prefix of a draft that the constraint allows."""
+        """Returns the longest prefix of a draft's tokens that the grammar of the request's constraint allows
+        next.
+        """
         return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
 
     def _choose(
@@ -181,7 +184,7 @@ class Sampler:
         return self._fitting(logits, drawn, matcher, backoff, position)
 
     def _free(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token that is sampled from the logits without the constraint."""
+        """Returns the token that is sampled from one row of logits as if the request had no constraint."""
         if drawn != NO_TOKEN:
             return checked(drawn)
         return self._draw(logits(), self._numbers.at(position))

@@ -41,8 +41,9 @@ class Schedule:
         insort(self.waiting, sequence, key=lambda other: other.rank)
 
     def remove(self, sequence: Sequence, forget: bool = False) -> None:
-        """Frees the batch slot and the pages of a request. With `forget`, other requests must not share what
-        it has computed."""
+        """Frees the batch slot and the KV cache pages of a request. forget: True if its pages must also leave
+        the prefix cache, so that no other request shares them.
+        """
         for listed in (self.active, self.waiting):
             if sequence in listed:
                 listed.remove(sequence)
@@ -105,8 +106,8 @@ class Schedule:
         return parts
 
     def stretch(self, sequence: Sequence, count: int) -> int:
-        """Allocates pages for up to `count` more tokens without preempting a request, and returns for how
-        many tokens there are pages.
+        """Allocates KV cache pages for up to `count` more tokens of a sequence without preempting a request.
+        Returns the number of tokens for which there are pages.
         """
         while len(sequence.pages) * self._page_size <= sequence.length + count:
             more = self.pages.take(1)
@@ -203,8 +204,8 @@ class Schedule:
         return False
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Allocates a page for the next token, preempting other requests if necessary. Returns False if the
-        sequence itself was preempted.
+        """Allocates the KV cache page for a sequence's next token, if it needs one, preempting other requests
+        if necessary. Returns False if the sequence itself was preempted.
         """
         while len(sequence.pages) * self._page_size <= sequence.length:
             more = self.pages.take(1)

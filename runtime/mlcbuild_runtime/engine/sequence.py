@@ -48,7 +48,7 @@ class SequenceRows(NamedTuple):
         return self.stop - self.start
 
     def token(self, row: int) -> int:
-        """Returns the token sampled from a row; `row` counts from the sequence's first one."""
+        """Returns the token that the device sampled from row `row` of the sequence's rows, counted from 0."""
         return self.result.tokens[self.start + row]
 
     def logits(self) -> Floats:
@@ -137,8 +137,8 @@ class Sequence:
 
     @property
     def steps_ahead(self) -> int:
-        """Returns the maximum number of decode steps that can be executed before the client must receive a
-        token.
+        """Returns the maximum number of decode steps that one burst may execute for this sequence before its
+        client must receive a token.
         """
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
@@ -256,7 +256,9 @@ class Sequence:
         return events
 
     def _draw(self, rows: SequenceRows, row: int, drafted: Container[int]) -> Event:
-        """Appends the token sampled from a row. `drafted`: the draft tree's tokens at this position."""
+        """Samples the token of one row of a step, appends it to the answer and returns its event; an error is
+        an event, too. `drafted`: the draft tree's tokens at this position.
+        """
         scored = self.request.logprobs
         logits = None if scored is None else rows.logits()[row]
         try:
@@ -319,8 +321,9 @@ class Sequence:
         return token not in self.client.eos
 
     def add_states(self, states: Floats) -> Event | None:
-        """Pools hidden states, float32 [n, hidden], of the last n tokens in the KV cache. Returns the event
-        with the embedding after the last ones."""
+        """Adds the hidden states, float32 [n, hidden], of the last n computed tokens to the pooled embedding.
+        Returns the event with the embedding once all tokens are added, before that no event.
+        """
         assert self.pool is not None
         if self.length == len(states):
             self.pool.clear()

@@ -147,7 +147,9 @@ class Models:
             entry.names.append(name)
 
     def load_first(self) -> None:
-        """Loads the first model. Raises BundleError or SetupError."""
+        """Loads the first model and starts its engine, before the server accepts requests. Raises BundleError
+        for a damaged bundle, SetupError if this machine cannot run it.
+        """
         self._load(self.entries[0])
 
     def at_once(self, name: Json) -> Use | None:
@@ -209,7 +211,10 @@ class Models:
             entry.used = time.monotonic()
 
     def _load(self, entry: ServedModel) -> None:
-        """Loads the bundle of a model. Raises BundleError, SetupError or RequestError (503)."""
+        """Loads the bundle of a model, after unloading idle ones if memory is short, and starts its engine.
+        Raises BundleError for a damaged bundle, SetupError if this machine cannot run it, RequestError (503)
+        if other models use the memory.
+        """
         manifest = entry.manifest or bundle.manifest(entry.path)
         chosen = memory_modes.choose(self.requested, manifest)
         if len(self.entries) > 1:
@@ -285,8 +290,9 @@ class Models:
             engine.drain()
 
     def close(self, timeout: float) -> bool:
-        """Ends every request of all models with an error. Returns False if a step still runs after `timeout`
-        seconds."""
+        """Ends every request of all models with an error and stops their engines. Returns False if a step
+        still runs after `timeout` seconds.
+        """
         closed = [engine.close(timeout) for engine in self.engines]
         return all(closed)
 

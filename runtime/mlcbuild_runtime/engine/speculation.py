@@ -48,16 +48,17 @@ class DraftOutcome(NamedTuple):
 
 
 class Speculation:
-    """The drafts of one engine. All methods but `load` run on the engine's thread."""
+    """Proposes and adapts the drafts of all sequences of one engine (speculative decoding). All methods but
+    `load` run on the engine's thread.
+    """
 
     def __init__(
         self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
     ) -> None:
-        """Prepares speculative decoding.
-
-        tokens: maximum length of a draft. rows: maximum rows of a step with draft tokens, or with tokens that
-        are computed again. drafter: the draft model; None for prompt lookup. guesses: drafts are not limited
-        to what clients predict. parts: maximum sequences and branches of a step; 0 allows no branches.
+        """Prepares speculative decoding. tokens: maximum length of a draft in tokens. rows: maximum rows of a
+        step with draft tokens, or with tokens that are computed again. drafter: the draft model; None for
+        prompt lookup. guesses: drafts are not limited to what clients predict. parts: maximum sequences and
+        branches of a step; 0 allows no branches.
         """
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses, self._parts = guesses, parts
@@ -76,7 +77,9 @@ class Speculation:
         return cls(how.tokens, rows, drafter, parts=parts)
 
     def concerns(self, sequence: Sequence) -> bool:
-        """Returns True if tokens may be drafted for this sequence."""
+        """Returns True if draft tokens may be proposed for this sequence: its request allows speculative
+        decoding, and the engine or the request has a source of drafts.
+        """
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
@@ -101,8 +104,8 @@ class Speculation:
         return allotted
 
     def propose(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Drafts tokens for sequences. parts: (sequence, maximum number of draft tokens); the pages for these
-        tokens are allocated.
+        """Drafts tokens for sequences and stores them in each sequence's draft state. parts: (sequence,
+        maximum number of draft tokens); the pages for these tokens are allocated.
         """
         unpredicted = []
         for sequence, count in parts:
@@ -178,13 +181,13 @@ class Speculation:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Stops using the draft model, which answers do not need."""
+        """Stops using the draft model after it has failed: answers are the same without it, only slower."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
 
 
 def _predicted(sequence: Sequence, count: int) -> list[int]:
-    """Returns up to `count` tokens that the client expects to come next."""
+    """Returns up to `count` tokens, as a draft, that the client's prediction has after the answer so far."""
     request = sequence.request
     if not request.prediction:
         return []

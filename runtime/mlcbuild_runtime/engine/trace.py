@@ -38,9 +38,9 @@ class Trace:
         self._event("M", "thread_name", args={"name": "engine"})
 
     def step(self, kind: str, tokens: Mapping[int, int], moments: tuple[float, float, float]) -> None:
-        """Adds one step of the engine to the trace. kind: of the step; tokens: request number -> tokens in
-        the step; moments: times of time.perf_counter at the beginning, at the model's result, and at the end
-        of delivery.
+        """Adds one step of the engine to the trace. kind: what the step computes, such as "decode"; tokens:
+        request number -> tokens in the step; moments: times of time.perf_counter at the beginning, at the
+        model's result, and at the end of delivery.
         """
         begun, computed, ended = moments
         args = {"batch": len(tokens), "requests": list(tokens), "tokens": list(tokens.values())}

@@ -80,8 +80,9 @@ class ModelStep(NamedTuple):
 
 
 class FollowingSteps(NamedTuple):
-    """Decode steps that directly follow another one: each sequence continues with the token sampled
-    for it."""
+    """The random numbers and end conditions of decode steps that directly follow another one in the same
+    call; each sequence continues with the token that was sampled for it.
+    """
 
     random_numbers: Sequence[Sequence[float]]
     """For each following step, the random number of each sequence."""

@@ -192,8 +192,10 @@ class PromptScores:
         self._count, self._pending = 0, list[Score]()
 
     def add(self, rows: Floats, position: int) -> None:
-        """Adds the logits [n, vocab] of the prompt's tokens from `position` on. Positions that were added
-        before, as happens after a preemption, are skipped."""
+        """Computes log-probabilities from the logits, float32 [n, vocab], of the n tokens of the prompt from
+        `position` on, and stores them. Positions that were added before, as happens after a preemption, are
+        skipped.
+        """
         for at, row in enumerate(rows, position):
             if at == self._count + 1 < len(self._prompt):
                 self._pending.append(logprobs(row, self._prompt[at], self._alternatives))

@@ -104,8 +104,8 @@ def _chat(fields: RequestBody) -> dict[str, Json]:
 
 
 def _messages(where: str, message: Json) -> list[Json]:
-    """Returns a message as one chat message, preceded by one for each tool result in it. where: place for
-    errors.
+    """Returns a message of Anthropic's API as OpenAI chat messages: one for each tool result in it, then one
+    for the rest. where: the place that errors name.
     """
     match message:
         case {"role": "user" | "assistant" as role, "content": str() | list() as content}:

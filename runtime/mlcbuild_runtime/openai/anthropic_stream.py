@@ -1,4 +1,6 @@
-"""Messages of Anthropic's /v1/messages: converts the engine's events to blocks and to a stream's events."""
+"""Answers of Anthropic's endpoint /v1/messages: converts the engine's events to content blocks of one
+message, and to the events of a stream.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ def error_document(error: ServingError) -> Document:
 
 
 class MessageOutput:
-    """One message while it is generated. `events` converts the engine's events, and `document` is the current
-    state.
+    """One answer of Anthropic's endpoint /v1/messages while it is generated. `events` converts the engine's
+    events, and `document` is the message so far as JSON.
     """
 
     def __init__(self, model: str, prompt: Prompt) -> None:

@@ -98,14 +98,16 @@ class Form:
         return self.first or self.lead
 
     def head(self, name: str) -> str:
-        """Returns the text of a tool call between LEAD and the arguments, for a call to the tool `name`."""
+        """Returns the text at the beginning of a call to the tool `name`, up to its arguments (after the text
+        LEAD of the syntax).
+        """
         if self.by_name is not None:
             return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
-        """Returns the text after the arguments of a tool call."""
+        """Returns the text with which the syntax ends a tool call, after its arguments."""
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:

@@ -27,7 +27,9 @@ class CallPiece:
 
 
 class AnswerReader(Protocol):
-    """Splits an answer into pieces as its text arrives."""
+    """The interface of objects that split an answer into pieces (reasoning, text, tool calls) as its text
+    arrives.
+    """
 
     @property
     def is_thinking(self) -> bool:

@@ -37,7 +37,7 @@ class Prompt:
     tokens: Sequence[int] = ()
     """The tokens of `echo`, if their log-probabilities are reported, too."""
     offsets: Sequence[int] = ()
-    """Offset in characters at which each of `tokens` begins in `echo`."""
+    """For each of `tokens`, the offset in characters at which its text begins in `echo`."""
     reader: Callable[[], AnswerReader] | None = None
     """Function that returns a parser for the reasoning and the tool calls in an answer; None if the answer
     is all text."""
@@ -132,7 +132,9 @@ class Reply:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
     def _deltas(self, choice: _Choice, event: Event) -> Iterator[tuple[dict[str, Json], Json, str | None]]:
-        """Yields (delta, logprobs, finish_reason) for each stream chunk that an event causes."""
+        """Yields (delta, logprobs, finish_reason), the fields of a stream chunk's choice in OpenAI's format,
+        for each chunk that an event causes.
+        """
         if not choice.begun:
             choice.begun = True
             if self._chat:

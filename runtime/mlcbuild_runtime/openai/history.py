@@ -43,8 +43,8 @@ class Kept:
 def begun(
     model: str, job: CompletionJob, call: ResponsesCall, before: Sequence[Item]
 ) -> tuple[ResponseOutput, Kept]:
-    """Returns (response that a job will fill, record of it that is stored at its end). before: items of the
-    conversation so far.
+    """Begins a response of /v1/responses. Returns (response that a job will fill, entry of it that the
+    history stores when it ends). before: items of the conversation so far.
     """
     sampling = job.requests[0].sampling
     shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -114,7 +114,7 @@ class History:
 
 
 def listed(items: Sequence[Item]) -> dict[str, Json]:
-    """Returns the items of a request as OpenAI's list document."""
+    """Returns the items of a stored response's request as an OpenAI document of the type `list`."""
     data: list[Json] = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
     ids = [item["id"] for item in data if isinstance(item, dict)]
     first, last = (ids[0], ids[-1]) if ids else (None, None)

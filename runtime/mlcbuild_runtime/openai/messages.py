@@ -161,8 +161,9 @@ def content_text(where: str, content: Json) -> str:
 
 
 def _call(where: str, call: Json) -> Json:
-    """Returns a tool call of a message with its arguments as a JSON value, from which templates render them.
-    Raises RequestError."""
+    """Returns a tool call of an assistant's message, checked, with its arguments parsed from text to a JSON
+    value, as chat templates expect them. Raises RequestError, naming the place.
+    """
     fields = call if isinstance(call, dict) else {}
     plain = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
     match call:

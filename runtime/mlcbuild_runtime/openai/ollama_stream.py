@@ -26,7 +26,9 @@ def error_document(error: ServingError) -> Document:
 
 
 def moment(seconds: float | None = None) -> str:
-    """Returns a time as Ollama writes it. seconds: since 1970; None: the current time."""
+    """Returns a time as text in Ollama's format, RFC 3339 in UTC. seconds: since 1970; None: the current
+    time.
+    """
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat()
 
 

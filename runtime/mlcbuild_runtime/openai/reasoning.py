@@ -60,8 +60,9 @@ class Thinking:
         return rf"/(.|\n)*/ & ~/[ \n]*{re.escape(self.begin)}(.|\n)*/"
 
     def before(self, constraint: Constraint, space: bool, ended: bool) -> Constraint:
-        """Returns a constraint that allows reasoning before the constrained answer. space: True if the text
-        may begin with a space; ended: True if the answer may end before its reasoning is complete.
+        """Returns a constraint that allows reasoning first, and then an answer that matches another
+        constraint. space: True if the text may begin with a space; ended: True if the answer may end before
+        its reasoning is complete.
         """
         answer = as_rule(constraint)
         if constraint.kind == "lark":

@@ -205,7 +205,9 @@ def _piece(running: Engine, token: int) -> Json:
 
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the response to a body of /detokenize, which has `tokens`. Raises RequestError."""
+    """Returns the response to a body of /detokenize: the text of the list of token numbers in its field
+    `tokens`. Raises RequestError.
+    """
     fields = RequestBody(body, DETOKENIZE)
     value, size = fields.get("tokens"), running.manifest.vocab_size
     listed = value if isinstance(value, list) else [None]
@@ -268,7 +270,9 @@ def _job(
     prompts: Sequence[Prompt],
     chat: bool,
 ) -> CompletionJob:
-    """Returns the job for a request with `n` answers to each prompt. chat: True for chat completions."""
+    """Returns the job (the engine's requests and the reply that they fill) for a request with `n` answers to
+    each prompt. chat: True for chat completions, False for text completions.
+    """
     each = [(request, choice) for request in requests for choice in range(options.n)]
     answers = tuple(
         replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each

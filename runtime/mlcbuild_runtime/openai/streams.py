@@ -27,7 +27,9 @@ class Answers:
     """Submits requests and delivers their events to a thread that waits for them."""
 
     def __init__(self, running: Engine, requests: Sequence[Request]) -> None:
-        """Submits requests to an engine. Raises RequestError or EngineError."""
+        """Submits requests to an engine. Raises RequestError if one cannot be served, EngineError if the
+        engine is closed.
+        """
         self._events = SimpleQueue[tuple[int, Event]]()
 
         def sink(index: int) -> Sink:
@@ -60,8 +62,9 @@ class _Post:
         self._carried, self._waking = deque[tuple[_Queue, int, Event]](), False
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: _Queue, index: int, event: Event) -> None:
-        """Passes an event of answer `index` to `queue` on the event loop. Raises RuntimeError when the loop
-        has ended."""
+        """Passes an event of the answer with number `index` to `queue`, on the event loop's thread. May be
+        called from any thread. Raises RuntimeError when the loop has ended.
+        """
         self._carried.append((queue, index, event))
         if not self._waking:
             self._waking = True

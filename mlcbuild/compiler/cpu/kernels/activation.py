@@ -44,9 +44,9 @@ class Gate:
 
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
-    """Emits an activation of x and returns its value. silu(x) = x sigmoid(x); gelu_tanh(x) = x sigmoid(2
-    sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-    (Hendrycks and Gimpel, 2016).
+    """Emits an activation function of x, a float32 vector, and returns its value. silu(x) = x sigmoid(x);
+    gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x
+    + 0.044715 x^3))) (Hendrycks and Gimpel, 2016).
     """
     if activation == "silu":
         return x * floats.sigmoid(x)
@@ -71,8 +71,8 @@ time would have other last bits on other machines, and libraries would differ.
 
 
 def _gelu(floats: Floats, x: Expr) -> Expr:
-    """Emits the exact GELU, x (1 + erf(x / sqrt 2)) / 2, and returns its value. It uses erfc(|x| / sqrt 2) =
-    t exp(polynomial(t) - x^2 / 2), so that small results of negative x stay exact.
+    """Emits the exact GELU of a float32 vector x, x (1 + erf(x / sqrt 2)) / 2, and returns its value. It uses
+    erfc(|x| / sqrt 2) = t exp(polynomial(t) - x^2 / 2), so that small results of negative x stay exact.
     """
     size = T.bind(floats.fabs(x))
     t = T.bind(
@@ -170,7 +170,7 @@ def _in_place(name: str, floats: Floats, width: int, change: Callable[[Expr], Ex
 
 
 def copied(isa: ISA, width: int) -> PrimFunc:
-    """Returns the kernel that copies x float32 [n, width] to another tensor."""
+    """Returns the kernel (x float32 [n, width], out float32 [n, width]) that copies x."""
     floats = Floats.dividing(isa, width)
     with kernel("copy") as function:
         rows = size_var("n")

@@ -87,15 +87,15 @@ class Shape:
 
     @property
     def lines(self) -> int:
-        """Returns the number of lines of results to write per step along k, so that a block of results is
-        written within the shortest pass.
+        """Returns the number of lines of finished results that are written during one step along k, so that a
+        block of results is written within the shortest pass.
         """
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
-        """Returns the number of adjacent columns that one task must compute: a block of results, or a step of
-        the next product."""
+        """Returns the number of adjacent result columns that a task computes at least: a block of results, or
+        a step of the next product along its k."""
         return 2 * STEP if self.gated else BLOCK
 
     @property
@@ -104,7 +104,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns of the widest panel, the columns that a thread computes together."""
+        """Returns the number of columns of the widest panel, a range of result columns of one thread."""
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
@@ -148,16 +148,16 @@ class Packed:
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns the location of packed act(gate) * up inside the tensor of gate and up, float32 [m, 2 * k].
-        It is stored tile after tile, or step after step if whole tiles do not fit."""
+        """Returns the location of act(gate) * up, packed as bfloat16 tiles, inside the tensor of gate and up,
+        float32 [m, 2 * k]. It is stored tile after tile, or step after step if whole tiles do not fit."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
 
     @staticmethod
     def fits(k: int) -> bool:
-        """Returns True if packed rows of k values fit into the tensor for any number of rows, even if a block
-        is read from the last row on."""
+        """Returns True if rows of k values, packed as bfloat16 tiles, fit into the tensor float32 [m, 2 * k]
+        of gates and ups for any m, even if a block of rows is read from the last row on."""
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
@@ -192,8 +192,8 @@ class GatedOutput:
 
 
 def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
-    """Emits output = x [m, k] @ W.T, in chunks of rows and panels of columns that are divided among the
-    threads. unpack: emits a tile of weights."""
+    """Emits output = x [m, k] @ W.T on AMX tile registers, in chunks of rows and panels of columns that are
+    divided among the threads. unpack: emits code that converts one tile of weights to bfloat16."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
     all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
@@ -248,7 +248,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two tiles of columns of a product, during one pass over k."""
+    """Two tiles of 16 weight columns, during one pass of an AMX product over k, the summed dimension."""
 
     task: _Task
     number: Expr
@@ -261,7 +261,7 @@ class _Pair:
     """Indices of the two weight tiles in the matrix that are multiplied together."""
 
     def bring(self, step: Expr) -> None:
-        """Emits code that converts the weights of one step along k to tiles for the AMX registers."""
+        """Emits code that converts the weights of one step along k to bfloat16 tiles for AMX registers."""
         task = self.task
         with T.serial(0, i64(2)) as j:
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
@@ -269,8 +269,8 @@ class _Pair:
 
 
 def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
-    """Emits one pass over k for a pair of tiles, which adds to the sums of all rows. part: index of the pass;
-    number: index of the pair; blocks: number of blocks of rows."""
+    """Emits one pass over k for a pair of weight tiles: it adds to the sums of all rows of x. part: index of
+    the pass; number: index of the pair; blocks: number of blocks of 32 rows."""
     shape = task.shape
     first, count = _part(part, i64(shape.passes), i64(shape.steps))
     low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
@@ -283,9 +283,9 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 
 
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
-    """Emits sums += x . weights for a block of rows. Sums start at zero if `fresh`, or always if it is None.
-    During the first block, weights are also converted to tiles; during every other block, the 32 rows of
-    results of the previous block are also written."""
+    """Emits sums += x . weights for a block of 32 rows of x and two tiles of weights. Sums start at zero if
+    `fresh`, or always if it is None. During the first block, weights are also converted to tiles; during
+    every other block, the 32 rows of results of the previous block are also written."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
@@ -309,8 +309,8 @@ def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
 
 
 def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
-    """Emits code that fills the four tiles of sums with zeros if `fresh`, or else loads them from memory.
-    held: first line of the stored sums."""
+    """Emits code that fills the four tile registers of sums with zeros if `fresh`, or else loads the sums
+    from memory. held: the first line of them in memory."""
 
     def zero() -> None:
         for number in range(4):
@@ -328,14 +328,14 @@ def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
 
 
 def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
-    """Returns the positions in memory at which the four tiles of a block of sums start. line: first line of
-    the block.
+    """Returns the positions in scratch memory at which the four tiles of sums of a block of 32 x 32 results
+    start. line: first line of the block.
     """
     return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
 
 
 def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
-    """Emits code that writes the results of one line of a block of sums to the product's output."""
+    """Emits code that writes one row of finished sums, 32 columns, to the output of the product."""
     task, output = pair.task, pair.task.output
     column, place = task.column + pair.number * BLOCK, block * BLOCK + line
     held = T.bind(task.shape.sums_at(pair.number, block) + line)
@@ -391,8 +391,8 @@ def configure() -> None:
 
 
 def move(name: str, number: int, buffer: Buffer, place: tuple[Expr | int, ...], stride: int) -> None:
-    """Emits a load or store of tile register `number`, whose rows are `stride` bytes apart in memory. name:
-    the LLVM intrinsic; place: index of the tile's first element in `buffer`."""
+    """Emits a load or store of AMX tile register `number`, whose rows are `stride` bytes apart in memory.
+    name: the LLVM intrinsic; place: index of the tile's first element in `buffer`."""
     instruction(name, T.int8(number), T.address_of(buffer[place]), i64(stride))
 
 

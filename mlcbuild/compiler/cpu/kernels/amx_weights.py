@@ -33,8 +33,9 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of a weight tile as pairs of float16, decoded from the int32x16 vectors `lines` of a
-    group. The line has the weights in byte `byte` of quad j and of quad 4 + j, minus 2**(bits - 1).
+    """Returns one line of an AMX weight tile as pairs of float16, decoded from `lines`, the int32x16 vectors
+    that hold the codes of a group of 32 columns. A quad is four consecutive columns, one byte each. The line
+    has the weights in byte `byte` of quads j and 4 + j: their codes minus 2**(bits - 1).
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)
@@ -66,7 +67,9 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns one line of a weight tile: pairs of float16 levels, multiplied by their scales."""
+    """Returns one line of an AMX weight tile: pairs of float16 weights, multiplied by the scales of their
+    columns. The scales have the form that `pair_scales` returns.
+    """
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)
     return T.reinterpret(typed("int32", LANES), cut)

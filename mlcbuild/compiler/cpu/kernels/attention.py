@@ -128,9 +128,9 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (line of the plan, kv head) of a task. If there are many parts of sequences with few rows, the
-    tasks of all heads of a part follow each other, as their keys and values do in a page. Otherwise the tasks
-    of a head follow each other, in the order of `_folded`."""
+    """Returns (line of the table of tasks, kv head) of a task. If there are many parts of sequences with few
+    rows, the tasks of all heads of a part follow each other, as their keys and values do in a page. Otherwise
+    the tasks of a head follow each other, in the order of `_folded`."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -224,8 +224,9 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
 
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits weight[vectors of the tile] = query . key for the 16 tokens of a page. ahead: the page to
-    prefetch."""
+    """Emits the attention scores, query . key, of a register tile of query vectors for the 16 tokens of a
+    page. ahead: the page to prefetch meanwhile.
+    """
     if task.spec.heads.latent:
         _latent_scores(task, place, tile, ahead)
         return
@@ -327,8 +328,10 @@ def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> E
 
 
 def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead) -> None:
-    """Emits total = total * shrink + weight . values for the first `tokens` tokens of a page. Memory of later
-    tokens may never have been written: even with a weight of zero, a NaN in it would reach the sum."""
+    """Emits total = total * shrink + weight . values, the running sum, for the first `tokens` tokens of a
+    page. Memory of later tokens may never have been written: even with a weight of zero, a NaN in it would
+    reach the sum.
+    """
     spec, floats = task.spec, task.spec.values
     pages, layer, page, head = place
     vectors, dim, kind = range(spec.value_vectors), spec.heads.dim, spec.heads.kinds - 1
@@ -366,8 +369,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
-    """Emits code that stores maximum, denominator and sum of one part of a sequence, from which `join`
-    computes the result. line: first row of the scratch memory; part: (index of the part, number of parts).
+    """Emits code that stores the partial result of one part of a sequence's pages, from which `join` computes
+    the result. line: its first row in scratch memory; part: (index of the part, number of parts).
     """
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:

@@ -221,8 +221,9 @@ def _read_values(task: _Task, step: _Step) -> None:
 
 
 def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | None) -> Expr:
-    """Returns int32 lanes whose low and high halves hold two vectors of the cache. places: the vectors'
-    indices; written: conditions, a vector is zero where its condition is false; None: both are read.
+    """Returns int32 lanes whose low and high halves hold the 16-bit values of two vectors of the KV cache.
+    places: indices of the two vectors; written: a condition for each, and a vector is zero where it is false;
+    None: both vectors are read.
     """
     low, high = (task.call.pages[place] for place in places)
     if not task.shifted:

@@ -19,8 +19,9 @@ PART = 8
 there are many parts where dividing matters.
 """
 FEW = 16
-"""Largest number of rows of a sequence that is divided along its pages: a token with its draft tokens, but no
-prompt."""
+"""Largest number of new rows with which attention still divides a sequence along its pages: a token with its
+draft tokens, but no prompt.
+"""
 LOWEST = -1e30
 """Initial value of the running maximum of attention scores."""
 HIDDEN = -2e30
@@ -28,7 +29,9 @@ HIDDEN = -2e30
 not NaN.
 """
 PAIR = 32
-"""Number of query vectors that tile registers compute together: two tiles."""
+"""Number of query vectors (one head of one row each) whose attention tile registers compute together: two
+tiles.
+"""
 PROMPT_VECTORS = 192
 """Maximum number of query vectors of a task on tile registers. They share the cost of converting keys and
 values to tiles: attention to 512 tokens of SmolLM2-135M's shape took 11.8 ms instead of 14.3 (`ci/bench/cpu`,
@@ -106,8 +109,9 @@ class AttentionKernel:
 
     @property
     def block(self) -> int:
-        """Returns the number of rows of one sequence in a task: about 32 query vectors, which stay in the
-        first-level cache."""
+        """Returns the number of rows (tokens) of one sequence in an attention task: together about 32 query
+        vectors, which stay in the first-level cache.
+        """
         return max(1, 32 // self.heads.group)
 
     @property
@@ -172,8 +176,8 @@ class Call:
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
 
     def few(self, count: Expr) -> Expr:
-        """Returns the condition that a sequence with `count` new rows has so few that it is divided along its
-        pages.
+        """Returns the condition, an expression of the kernel, that a sequence with `count` new rows has so
+        few that attention divides its work along the sequence's pages.
         """
         return count <= (FEW if self.prompt is None else T.Select(self.prompt == 0, T.int32(FEW), T.int32(0)))
 
@@ -182,16 +186,17 @@ class Call:
         return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
-        """Returns the number of parts into which the pages of a block of rows are divided; 1 if there are
-        many rows.
+        """Returns the number of parts into which attention divides the pages that a block of rows sees; 1 if
+        the sequence has many rows.
         """
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
         return T.bind(T.Select(self.few(count), stop // PART - start // PART + 1, 1))
 
 
 def plan(call: Call) -> Expr:
-    """Emits code that fills the tables of tasks, and returns the number of tasks. The tables are in memory
-    because LLVM would otherwise take many seconds to analyse which pages a task reads.
+    """Emits code that divides the attention of a batch into tasks, writes them to tables in memory, and
+    returns their number. The tables are in memory because LLVM would otherwise take many seconds to analyse
+    which pages a task reads.
     """
     at = registers(1, 2, "int32")[0]
     for i in range(2):
@@ -224,8 +229,8 @@ def plan(call: Call) -> Expr:
 
 
 def join(call: Call, sequence: Expr) -> None:
-    """Emits out = sum of totals / sum of denominators over the parts of a sequence, after scaling each part
-    to the common maximum.
+    """Emits the combination of partial attention results: out = sum of totals / sum of denominators over the
+    parts of a sequence, after scaling each part to the common maximum.
     """
     first = T.bind(call.q_indptr[sequence])
     count = T.bind(call.q_indptr[sequence + 1] - first)
@@ -236,8 +241,8 @@ def join(call: Call, sequence: Expr) -> None:
 
 
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
-    """Emits code that combines the parts of one row. lines: (first line, distance of lines from part to part,
-    number of parts); place: (row, query head).
+    """Emits code that combines the partial attention results of one row and query head. lines: (first line,
+    distance of lines from part to part, number of parts); place: (row, query head).
     """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar

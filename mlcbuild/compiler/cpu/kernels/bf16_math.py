@@ -23,7 +23,9 @@ class Rough(Floats):
     """
 
     def exp2(self, x: Expr) -> Expr:
-        """Emits 2^x and returns it; zero if that is below the range of float32, infinite if it is above."""
+        """Emits 2^x for a vector of 16 float32 values and returns it; zero if that is below the range of
+        float32, infinite if it is above.
+        """
         x = T.bind(x)
         name, floor = "llvm.x86.avx512.mask.reduce.ps.512", T.int32(1)
         part = T.bind(intrinsic("float32x16", name, x, floor, x, _EVERY, _CURRENT))

@@ -42,8 +42,8 @@ def before_others() -> AbstractContextManager[None]:
 
 
 def counter() -> Buffer:
-    """Returns the counter from which cores take iterations of one loop, set to zero; it must be created
-    before the cores are launched.
+    """Emits a counter with the value zero, from which cores take the iterations of one parallel loop, and
+    returns its buffer. It must be created before the cores are launched.
     """
     values = T.alloc_buffer((2 * _AWAY + 1,), "int64")
     T.buffer_store(values, i64(0), [_AWAY])

@@ -14,8 +14,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, fetch_rows, i64, loa
 
 @dataclass(frozen=True)
 class DenseRows:
-    """The RowFormat (see float_product) of an unquantized matrix. A block is 1, 2 or 4 vectors of consecutive
-    values, as many as divide a row.
+    """Reads the rows of an unquantized float32 or float16 matrix [n, k] in blocks, as the RowFormat of
+    float_product.py. A block is 1, 2 or 4 vectors of consecutive values: the largest of these numbers that
+    divides a row.
     """
 
     isa: ISA
@@ -60,7 +61,9 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns the RowFormat of a stack of `count` such matrices, whose rows follow each other."""
+        """Returns the reader of a stack of `count` matrices of this shape and type, stored as one matrix
+        [count * n, k].
+        """
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:

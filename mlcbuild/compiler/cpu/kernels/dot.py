@@ -44,9 +44,9 @@ class Products:
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
-        """Returns the name of the instruction: that of the instruction set, unless its int16 sums are too
-        narrow for 8-bit weights. Then `pmaddwd` adds pairs of int16 products to int32 lanes, or `widening`
-        adds them one by one.
+        """Returns the name of the instruction that multiplies weights with activations: that of the
+        instruction set, unless its int16 sums are too narrow for 8-bit weights. Then `pmaddwd` adds pairs of
+        int16 products to int32 lanes, or `widening` adds them one by one.
         """
         if self.bits == 4:
             return self.isa.dot
@@ -62,14 +62,16 @@ class Products:
 
     @property
     def narrow(self) -> bool:
-        """Returns True if the products of a group are summed in twice as many int16 lanes instead of int32
-        lanes.
+        """Returns True if the products of a group of 32 weights are summed in int16 lanes, twice as many as
+        int32 lanes.
         """
         return self.way in ("pmaddubsw", "mul16")
 
     @property
     def offset(self) -> int:
-        """Returns the number by which stored weights exceed the true weights."""
+        """Returns the number by which stored codes of weights exceed the integers that they stand for, 0 if
+        they are the same.
+        """
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0
         return 1 << (self.bits - 1)
@@ -141,8 +143,8 @@ class Products:
         return splat(correction, self.isa.lanes)
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """Returns `total` plus the products of one vector of weights with the int32 of activations that
-        belongs to it.
+        """Returns `total`, int32 lanes, plus the products of one vector of weights (four consecutive k for
+        each row) with the int32 that holds the four activations of the same k.
         """
         lanes = self.isa.lanes
         both = (weights, splat(activations, lanes))
@@ -158,7 +160,9 @@ class Products:
         return intrinsic(typed("int32", lanes), _QUADS_OF_BYTES[self.way, lanes], total, w, a)
 
     def finish(self, total: Expr, correction: Expr) -> Expr:
-        """Returns the sums of a group of 32 weights as int32 lanes."""
+        """Returns the finished sums of a group of 32 weights as int32 lanes, one for each row of weights,
+        from the lanes in which they were summed.
+        """
         lanes = self.isa.lanes
         if self.way == "pmaddubsw":
             ones = splat(T.int16(1), 2 * lanes)

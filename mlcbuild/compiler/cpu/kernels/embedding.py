@@ -45,14 +45,17 @@ class Embedding:
 
 
 def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
-    """Returns the lookup for an embedding table [vocab, hidden] that is stored under a scheme."""
+    """Returns the description of the lookup of rows in an embedding table [vocab, hidden] that is stored
+    under a quantization scheme.
+    """
     return Embedding(isa, scheme, vocab, hidden)
 
 
 @cache
 def kernel(of: Embedding) -> PrimFunc:
-    """Returns the kernel (tokens, stored tensors, out) of an embedding lookup; equal lookups share one
-    function object."""
+    """Returns the kernel (tokens int32 [n], stored tensors, out float32 [n, hidden]) of an embedding lookup;
+    equal lookups share one function object.
+    """
     scheme = of.scheme
     form = kernel_for(scheme)
     kind = scheme.dtype if scheme.bits == 0 else f"{scheme.layout}{scheme.bits}_{scheme.dtype}"

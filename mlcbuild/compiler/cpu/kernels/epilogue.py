@@ -16,7 +16,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import shuffle, span
 
 
 class Stores(Protocol):
-    """The interface of objects that receive the results of a matrix product and store them."""
+    """The interface of objects that emit stores of the results of a matrix product: to a tensor, or wherever
+    the next kernel reads them.
+    """
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         """Emits the store of `lanes` results of a row from `column` on. Results beyond the end of the row are

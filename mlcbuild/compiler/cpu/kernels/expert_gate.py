@@ -36,7 +36,9 @@ class ExpertGate:
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the first arguments of the kernel, for `m` rows of `k` values, and returns them."""
+        """Declares the arguments of the kernel that hold gates and ups of `m` rows of `k` values, and their
+        biases, and returns the buffers.
+        """
         pair = argument("gate_up", (m, 2 * k), "float32")
         if self.dtype is None:
             return (pair,)
@@ -44,8 +46,8 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes one row of x, and returns (buffer that holds it, index of its
-        row there).
+        """Emits code that computes one gated row, the input of an expert's second product, and returns
+        (buffer that holds it as float32, index of its row there).
         """
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))

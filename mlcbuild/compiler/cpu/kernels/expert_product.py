@@ -65,7 +65,9 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some tiles of one expert's weights, to be multiplied with all rows that have chosen this expert."""
+    """The code generator of the product of a tile of one expert's weights with all rows that have chosen this
+    expert.
+    """
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
     """Function of (expert, tile, rows of x, output rows) that emits code which computes one tile of results.
@@ -124,7 +126,9 @@ def kernel(
 
 
 def _weights(stack: ExpertMatrices) -> tuple[Buffer, ...]:
-    """Declares and returns the stored tensors, which hold the matrices of all experts along axis 0."""
+    """Declares the kernel's arguments for the stored tensors, which hold the matrices of all experts along
+    axis 0, and returns the buffers.
+    """
     linear = stack.linear
     form = row_format(linear)
     if form is not None:
@@ -225,8 +229,8 @@ def _product(
 
 
 def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_pair: bool) -> None:
-    """Emits the product of each expert's rows with each tile of its matrix. by_pair: True if x has one row
-    for each pair.
+    """Emits the product of the rows of each expert with each tile of the expert's matrix. by_pair: True if x
+    has one row for each pair (row, chosen expert).
     """
 
     def unit(number: Expr) -> None:
@@ -237,8 +241,8 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_p
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of the work's parts that are assigned to cores in advance: 100 if every expert
-    has one row.
+    """Returns the percentage of the loop's iterations that are assigned to cores statically; the others are
+    taken by cores that are free. It is 100 if every expert has one row.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 
@@ -246,8 +250,8 @@ def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
 def _scatter(
     stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, out: tuple[Buffer, Expr, bool]
 ) -> None:
-    """Emits the products of all experts with each part of the columns. out: (buffer, number of its rows, True
-    if it starts with zeros).
+    """Emits the products of all experts, a part of the columns at a time, and adds their results to the rows
+    of `out`. out: (buffer, number of its rows, True if it starts with zeros).
     """
     threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
     parts = T.Select(plan.used <= stack.chosen, threads, threads * CHUNKS)
@@ -270,8 +274,9 @@ def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
 
 
 def _rows(plan: _Plan, part: _Part, place: Expr, tile: Expr, row: Callable[[Expr], Expr]) -> None:
-    """Emits the product of one tile with all rows of an expert, in batches. place: index of the expert in the
-    plan; row: function from a pair to its row of x.
+    """Emits the product of one tile of an expert's matrix with all rows that have chosen the expert, in
+    batches. place: index of the expert in the sorted plan; row: function from a pair (row, choice) to its row
+    of x.
     """
     expert = T.bind(T.Cast("int64", plan.experts[place]))
     last = T.bind(T.Cast("int64", plan.starts[place + 1]))

@@ -53,7 +53,8 @@ same time within 3 %, and twice as many up to 8 % less with 32 rows (`ci/bench/c
 
 
 class RowFormat(Protocol):
-    """Reads one stored matrix [n, k] in blocks; a loaded block is the tuple that `load` returns."""
+    """The interface of objects that emit reads of one stored weight matrix [n, k], block by block along a
+    row. A loaded block is the tuple that `load` returns."""
 
     @property
     def name(self) -> str: ...
@@ -69,7 +70,6 @@ class RowFormat(Protocol):
     def planes(self) -> int:
         """Returns the number of vectors in a block of a weight row; lane l of vector p is k = start + l *
         lane_step + p * plane_step."""
-        ...
 
     @property
     def lane_step(self) -> int: ...
@@ -83,38 +83,33 @@ class RowFormat(Protocol):
     def offset(self) -> float:
         """Returns the number by which streamed weights are too large before they are multiplied by their
         scale; 0 if they are exact."""
-        ...
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two by which a plane's streamed weights are too large; x is divided by it."""
-        ...
+        """Returns the power of two by which weights are too large as they are read from one plane (vector) of
+        a block; x is divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares and returns the stored tensors as the next arguments of the kernel."""
-        ...
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns the RowFormat of a stack of `count` such matrices, whose rows follow each other."""
-        ...
+        """Returns the reader of a stack of `count` matrices of this shape and format, stored as one matrix
+        [count * n, k]."""
 
     def start(self, block: Expr) -> Expr:
         """Returns the index along k, the summed dimension, at which a block of a weight row starts."""
-        ...
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of loaded weights, times its plane's factor, without offset and scale."""
-        ...
+        """Returns one vector (a plane) of a loaded block of weights as float32, times the plane's factor;
+        offset and scale are not applied yet."""
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of loaded weights, times its plane's factor, with offset and scale
-        applied."""
-        ...
+        """Returns one vector (a plane) of a loaded block of weights as float32, times the plane's factor,
+        with offset and scale applied."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        """Emits prefetches of the cache lines that will be read after this block of a row."""
-        ...
+        """Emits prefetches of the cache lines of weights that will be read after this block of a row."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,8 @@ def block_rows(n: int) -> int:
 
 
 def streamed_batch(form: RowFormat) -> int:
-    """Returns the rows of x per pass over streamed weights; with an offset, a sum takes two registers."""
+    """Returns the number of rows of x that share one pass over weights that stream from memory; fewer with an
+    offset, since a sum then takes two registers."""
     return 2 if form.offset else form.isa.batch
 
 
@@ -263,7 +259,8 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
 def stream_tile(
     call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits a few outputs of a few rows of x, with weights streamed from memory through registers.
+    """Emits the results of a few rows of x with a few rows of weights, which stream from memory through
+    registers.
 
     lines: packed rows of x. places: the output rows, by default `rows`; a row that repeats the one before it
     is not stored."""
@@ -285,7 +282,7 @@ def stream_tile(
 
 @dataclass(frozen=True)
 class _XBlock:
-    """One block of columns of some packed rows of x."""
+    """One block of columns of a few packed float32 rows of x, as operands of products with weights."""
 
     lines: Buffer
     rows: Sequence[Expr]
@@ -317,7 +314,8 @@ def _stream_block(
 
 
 def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
-    """Returns the initial value of the sum for row i of x in a block: the stored offset term, or zero."""
+    """Returns the initial value of the sum of products for row i of x in a block: the offset term that the
+    packed row holds, or zero."""
     return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
@@ -330,7 +328,8 @@ class _Chunk:
 
 
 def _blocks_at_once(form: RowFormat) -> int:
-    """Returns the number of blocks of one row in a chunk of k. Chunks have nearly equal sizes."""
+    """Returns the number of blocks in a chunk, the part of a weight row that is unpacked at a time. Chunks
+    have nearly equal sizes."""
     most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
     chunks = -(-form.blocks // most)
     return -(-form.blocks // chunks)
@@ -341,7 +340,7 @@ def _scratch_stride(form: RowFormat) -> int:
 
 
 def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
-    """Emits the product of block `index` of weight rows with all rows of x."""
+    """Emits the product of one block of weight rows, the one with number `index`, with all rows of x."""
     form, m, high = call.form, call.m, block_rows(call.form.n)
     tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
     scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")

@@ -45,7 +45,9 @@ class Kernel:
 
     @contextmanager
     def body(self) -> Iterator[None]:
-        """Returns the context in which the kernel's body is emitted, after its arguments are declared."""
+        """Returns the context manager inside which the body of the kernel is emitted, after all of its
+        arguments are declared.
+        """
         with T.sblock("root"):
             T.reads()
             T.writes()
@@ -91,7 +93,9 @@ def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:
 
 
 def scratch(shape: Sequence[int], dtype: str = "float32") -> Buffer:
-    """Returns a scratch array. A large one comes from the workspace pool of the running thread."""
+    """Emits the allocation of a scratch array and returns its buffer. A large one comes from the workspace
+    pool of the running thread, a small one lies on the stack.
+    """
     return T.alloc_buffer(tuple(shape), dtype)
 
 
@@ -176,7 +180,7 @@ class Floats:
         return vectors.f32(float(np.float32(value)), self.lanes)
 
     def spread(self, value: Expr) -> Expr:
-        """Returns a vector with the scalar `value` in every lane."""
+        """Returns a vector of float32 lanes with the scalar `value` in every lane."""
         return vectors.splat(value, self.lanes)
 
     def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
@@ -239,14 +243,14 @@ class Floats:
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))
 
     def whole(self, value: Expr) -> Expr:
-        """Returns integers below 2^22, int32, as float32, through the bits of a sum with 1.5 * 2^23: TVM's
-        analysis of ranges fails for a cast of counted lanes.
+        """Converts a vector of int32 values below 2^22 to float32 and returns it, through the bits of a sum
+        with 1.5 * 2^23: TVM's analysis of ranges fails for a cast of counted lanes.
         """
         bits = T.reinterpret(vectors.typed("float32", self.lanes), value + self._int(0x4B400000))
         return bits - self.constant(1.5 * 2.0**23)
 
     def rounded(self, value: Expr) -> Expr:
-        """Returns values rounded to bfloat16, ties to even, as float32."""
+        """Returns a float32 vector whose values are rounded to bfloat16, ties to even."""
         ints = vectors.typed("int32", self.lanes)
         bits = T.bind(T.reinterpret(ints, value))
         odd = T.shift_right(bits, self._int(16)) & self._int(1)

@@ -37,7 +37,7 @@ class FormatKernel:
 
 
 def kernels() -> dict[tuple[str, str], FormatKernel]:
-    """Returns (format, layout) -> kernel for every file in formats/."""
+    """Returns (name of a stored format, name of a layout) -> FormatKernel, from every file in formats/."""
     names = sorted(module.name.removesuffix(SUFFIX) for module in pkgutil.iter_modules(formats.__path__))
     return {
         (name, layout): kernel

@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ActivationRows:
-    """Quantized rows of x that are multiplied with a matrix."""
+    """Rows of activations x, quantized to int8, that one matrix product reads."""
 
     matrix: TiledMatrix
     records: Buffer

@@ -80,8 +80,9 @@ class Int8Call:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
-        """Returns for each quad of a group the operands with the weights of one vector of rows. vector: index
-        of the vector in the tile; paired: True for the operands of dot.Products.pair_step.
+        """Returns, for each quad (four consecutive columns) of a group of 32 columns, the integer operands
+        with the weights of one vector of rows. vector: index of the vector in the tile of 16 rows; paired:
+        True for the operands of dot.Products.pair_step.
         """
         form = self.matrix.dot
         count = QUADS // form.fields
@@ -101,7 +102,9 @@ class Int8Call:
         return T.reinterpret(typed("int32", lanes), raw)
 
     def column(self, tile: Expr, group: Expr, vector: int, paired: bool) -> Column:
-        """Returns the weights of one vector of rows in a group, with the operands of `operands`."""
+        """Returns the weights of one vector of rows in a group of 32 columns: the integer operands that the
+        method `operands` returns, with their scales and minima.
+        """
         return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
@@ -158,7 +161,9 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
 
 def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
-    """Emits the product of all rows on tile registers. arguments: the arguments of x's source."""
+    """Emits the product of all rows of x on AMX tile registers, in bfloat16. arguments: the buffers from
+    which rows of x are computed.
+    """
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
     x = amx.Packed.inside(arguments[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
@@ -230,8 +235,9 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
-    """Emits code that unpacks one group of a tile for the tile registers. place: index in `buffer` at which
-    the tile of weights is stored."""
+    """Emits code that unpacks one group of 32 columns of a tile of weights to bfloat16, for AMX tile
+    registers. place: index in `buffer` at which the unpacked tile is written.
+    """
     scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
     bits = call.matrix.bits
     lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
@@ -254,7 +260,8 @@ def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
 def stream_tile(
     call: Int8Call, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits the outputs of one tile for a few rows of x, with weights streamed from memory through registers.
+    """Emits the results of a few rows of x with one tile of 16 weight rows, which stream from memory through
+    registers.
 
     places: the output rows, by default `rows`; a row that repeats the one before it is not stored.
     """
@@ -294,8 +301,10 @@ class _Scratch:
 
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
-    """Emits the product of block `block` of tiles with all rows of x, in register tiles. shape: (rows of x,
-    vectors of weight rows) of a register tile."""
+    """Emits the product of one block of weight tiles, the one with number `block`, with all rows of x: it
+    unpacks the block, then computes register tiles. shape: (rows of x, vectors of weight rows) of a register
+    tile.
+    """
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS
     operands = T.alloc_buffer((matrix.block_groups, QUADS * matrix.dot.parts, wide), "int32")
@@ -339,8 +348,9 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr, paired:
 def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
-    """Emits a register tile over the unpacked groups, and returns its accumulators. vectors: indices of the
-    vectors of weight rows."""
+    """Emits the sums of one register tile (some rows of x, some vectors of weight rows) over the unpacked
+    groups, and returns its float32 accumulators. vectors: indices of the vectors of weight rows.
+    """
     isa = call.isa
     acc = _sums(call, rows, len(vectors))
     count = call.matrix.dot.parts

@@ -25,7 +25,9 @@ SERIAL_TOKENS = 4
 
 @dataclass(frozen=True)
 class Leading:
-    """Input rows of a product that are the first columns of x, float32 [m, columns]."""
+    """The source of a product's input rows that takes the first columns of each row of x, float32 [m,
+    columns].
+    """
 
     columns: int
     packed = False

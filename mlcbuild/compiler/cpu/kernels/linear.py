@@ -80,20 +80,23 @@ class Linear:
 
 
 def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
-    """Returns the product with a matrix [n, k] stored under a scheme (that of the parameter, with overrides
-    applied)."""
+    """Returns the description of the product with a matrix [n, k] that is stored under a quantization scheme
+    (that of the parameter, with the recipe's overrides applied).
+    """
     return Linear(isa, scheme, n, k)
 
 
 def row_format(of: Linear) -> float_product.RowFormat | None:
-    """Returns the reader of the matrix's rows; None for the x16 layout, which has no rows."""
+    """Returns the object that reads the stored matrix row by row; None for the x16 layout, which stores tiles
+    of 16 rows and no separate rows.
+    """
     rows = kernel_for(of.scheme).rows
     return None if rows is None else rows(of.isa, of.n, of.k)
 
 
 def tiles(of: Linear) -> TiledMatrix:
-    """Returns the reader of the matrix in the x16 layout. Matrices that keep a checkpoint's values never use
-    tile registers, which would round them to bfloat16.
+    """Returns the object that reads the stored matrix in the x16 layout, in tiles of 16 rows and 32 columns.
+    Matrices that keep a checkpoint's values never use tile registers, which would round them to bfloat16.
     """
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)

@@ -141,8 +141,8 @@ def gather_norm(norm: Norm) -> PrimFunc:
 def _between(
     norm: Norm, source: tuple[Buffer, Expr], weights: Weights, target: tuple[Buffer, Expr]
 ) -> tuple[Read, Weights, Write]:
-    """Returns the arguments of Norm.row that read one row of a buffer and write one row of another. source,
-    target: (buffer, row).
+    """Returns two functions as arguments for Norm.row: the first loads a vector of one row of a buffer, the
+    second stores a vector to a row of another buffer. source, target: (buffer, row).
     """
     floats = norm.floats
     return (

@@ -40,15 +40,21 @@ class RowSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Returns the prefix of a kernel's name; "" for rows that are already stored."""
+        """Returns the prefix that names this source of rows in a kernel's name; "" for rows that are already
+        stored.
+        """
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the first arguments of the kernel, for rows x [m, k], and returns them."""
+        """Declares the arguments of the kernel from which rows of x [m, k] are computed, and returns their
+        buffers.
+        """
         ...
 
     def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits one row of x, and returns (buffer that holds it as float32, index of its row there)."""
+        """Emits code that computes one row of x, and returns (buffer that holds it as float32, index of its
+        row there).
+        """
         ...
 
 

@@ -88,8 +88,8 @@ class Records:
 
     @property
     def halves(self) -> int:
-        """Returns the number of weight scales in a group of 32 weights, 1 or 2. Each of them needs a
-        correction in the record of activations.
+        """Returns the number of scales that a group of 32 weights has, 1 or 2 (one for each half). Each of
+        them needs a correction in the record of activations.
         """
         return 1 if self.blocks is None else self.blocks.halves
 
@@ -120,8 +120,8 @@ class Records:
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
-        """Returns one vector of weight scales, none of which may be 0, multiplied by the scale of the row's
-        group.
+        """Returns one float32 vector of weight scales, none of which may be 0, multiplied by the scale of a
+        row's activations in the same group.
         """
         lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
         if not self.powers:

@@ -178,7 +178,9 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
 
 
 def _normalize_all(spec: Append, token: _Row) -> None:
-    """Emits bias, clipping and norm over all heads of a token's queries, and of its keys."""
+    """Emits code that adds biases to a token's queries and keys, clips them, and applies one norm over all
+    query heads and one over all key heads.
+    """
     assert spec.norms is not None
     for kind, norm in enumerate(spec.norms):
         start = spec.heads.query * spec.heads.dim if kind else 0
@@ -187,8 +189,9 @@ def _normalize_all(spec: Append, token: _Row) -> None:
 
 
 def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0) -> None:
-    """Emits the norm of values of a token's row, in place, from column `start` on. weights: those of the
-    norm; first: index of the first of them.
+    """Emits the norm of some values of a token's row of queries, keys and values, in place, from column
+    `start` on. weights: buffers of the norm's weight and bias; first: index of the first element of them that
+    applies.
     """
     whole = norm.floats
     norm.row(
@@ -200,8 +203,8 @@ def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, fir
 
 
 def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
-    """Emits bias, norm and rotation of one head. kind: 0 for queries, 1 for keys; place: (index of the head,
-    its column).
+    """Emits code that adds the bias to one query or key head of a token, normalizes it and rotates it. kind:
+    0 for queries, 1 for keys; place: (index of the head, its column).
     """
     head, start = place
     norm = None if spec.norms is None or spec.joint else spec.norms[kind]

@@ -74,8 +74,9 @@ class _Picks:
         self.picked = picked
 
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
-        """Emits the choice by scores, which are computed from logits and overwrite them. row: the row of
-        logits; correction: float32 [experts] that is added to scores for choosing only, or None.
+        """Emits code that chooses experts by the largest scores, which are computed from the router's logits
+        and overwrite them. row: the row of logits; correction: float32 [experts] that is added to scores for
+        choosing only, or None.
         """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)
@@ -157,8 +158,8 @@ class _Picks:
         _each(self.spec.count, drop)
 
     def sparsemixer(self, logits: Buffer, row: Expr) -> None:
-        """Emits two choices by the sparsemixer rule; see models.experts.Router. The weight of the largest
-        logit is 1 / the sum of exponentials.
+        """Emits code that chooses two experts by the sparsemixer rule of Phi-3.5-MoE; see
+        models.experts.Router. The weight of the largest logit is 1 / the sum of exponentials.
         """
         spec, floats = self.spec, self.floats
         assert spec.router.jitter is not None

@@ -26,11 +26,10 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The RowFormat (see float_product) of a quantized matrix; a block is one vector of uint32 words.
-
-    Plane p of a block is field p of each word, masked but not shifted: its value is 2**(bits * p) times too
-    large, for which x is divided beforehand, exactly. Only the last field is shifted down, because at the top
-    of a word it would include the sign bit.
+    """Reads the rows of a quantized matrix [n, k] in blocks, as the RowFormat of float_product.py; a block is
+    one vector of uint32 words. Plane p of a block is the p-th code (of `bits` bits) of each word, masked but
+    not shifted: its value is 2**(bits * p) times too large, for which x is divided beforehand, exactly. Only
+    the last field is shifted down, because at the top of a word it would include the sign bit.
     """
 
     isa: ISA
@@ -96,7 +95,9 @@ class GroupRows:
         )
 
     def stacked(self, count: int) -> GroupRows:
-        """Returns the RowFormat of a stack of `count` such matrices, whose rows follow each other."""
+        """Returns the reader of a stack of `count` matrices of this shape and format, stored as one matrix
+        [count * n, k].
+        """
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:
@@ -131,8 +132,8 @@ class GroupRows:
         fetch_rows(weights[0], row, block * self.lanes, self.row_bytes)
 
     def _word(self, block: Expr) -> Expr:
-        """Returns the index of the first word of a block of weights, which is the first word of a group, or
-        lies inside the only group.
+        """Returns the index of the first uint32 word of a block of weights in a row. A block starts at the
+        first word of a quantization group of 32 weights, or lies inside a single group.
         """
         if self.words % self.lanes == 0:
             return block * self.lanes

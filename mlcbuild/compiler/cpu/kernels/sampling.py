@@ -73,8 +73,9 @@ def sample(isa: ISA) -> PrimFunc:
 
 
 def _look(row: Row, first: Expr) -> None:
-    """Emits a first pass over a row, for the blocks of one task: stores the largest logit of each block and,
-    if nothing is filtered, each block's weight relative to its largest logit. first: the first block.
+    """Emits the sampling kernel's first pass over a row of logits, for the blocks of one task: it stores the
+    largest logit of each block and, if nothing is filtered, each block's weight relative to its largest
+    logit. first: the first block.
     """
     row.fill_tail()
     plain = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
@@ -93,8 +94,8 @@ def _weighed(row: Row, source: LogitBlock, at: Expr, highest: Expr) -> Expr:
 
 
 def _peak(row: Row, block: Expr, source: LogitBlock) -> None:
-    """Emits the store of the largest logit of a block. `max` drops NaN, so the bit patterns without sign are
-    compared instead.
+    """Emits code that computes the largest logit of a block of a row and stores it. `max` drops NaN, so the
+    bit patterns without sign are compared instead.
     """
     floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
     most = [register(infinity(-1, lanes), lanes) for _ in range(4)]

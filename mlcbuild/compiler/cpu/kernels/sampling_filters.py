@@ -62,8 +62,9 @@ class _Bounds:
 
 
 def set_filters(row: Row, most: Expr, least: Register) -> None:
-    """Emits code that computes the smallest logit that may be sampled, in `least`, and the weight of the
-    tokens of each block that may be sampled. most: the row's largest logit.
+    """Emits code that applies top_k, top_p and min_p to a row: it writes the smallest logit that may be
+    sampled to `least`, and for each block of the row the sum of weights of the tokens that may be sampled.
+    most: the row's largest logit.
     """
     room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
     floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))
@@ -168,9 +169,10 @@ def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, g
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Emits the choice of the two logits to try next, into `tried`. They lie on either side of where linear
-    interpolation puts the goal; every few turns at two thirds, in case the curve is far from linear. share:
-    the position of the goal between the bounds, 0 to 1; turn: number of the iteration.
+    """Emits code that chooses the two logits that bisection tries next, and writes them to `tried`. They lie
+    on either side of where linear interpolation puts the goal; every few turns at two thirds, in case the
+    curve is far from linear. share: the position of the goal between the bounds, 0 to 1; turn: number of the
+    iteration.
     """
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
@@ -182,8 +184,8 @@ def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> Non
 
 
 def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
-    """Emits for each of two logits, the lower one first, the number of tokens with this logit or a larger
-    one, or their weight if there is `room`, and returns both.
+    """Emits code that counts, for each of two logits, the lower one first, the tokens with this logit or a
+    larger one, or their weight if there is `room`, and returns both.
     """
     floats, lanes = row.floats, row.floats.lanes
     totals = [register(T.float64(0), 1, "float64") for _ in mids]
@@ -253,8 +255,9 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """Emits a search like that of `_select` over the first `count` values of a buffer that is padded to whole
-    vectors. values: (buffer, index of the first value); aim: (bounds, goal).
+    """Emits a bisection for a sampling threshold, like that of `_select`, over the first `count` logits of a
+    buffer that is padded to full vectors. values: (buffer, index of the first logit); aim: (bounds of the
+    threshold, number or weight of tokens to keep).
     """
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)

@@ -38,7 +38,9 @@ Read = Callable[[Expr], Expr]
 
 @dataclass(frozen=True)
 class LogitBlock:
-    """The logits of a block, or of the padded copy of the last block, whose padding is minus infinity."""
+    """The logits of one block of a row, read from the row itself or from the padded copy of its last block,
+    whose padding is minus infinity.
+    """
 
     buffer: Buffer
     index: tuple[Expr, ...]
@@ -90,8 +92,9 @@ class Row:
                 T.buffer_store(self.tail, self.logits[0, self.row, whole + at], [at])
 
     def each(self, block: Expr, emit: Callable[[LogitBlock], None]) -> None:
-        """Emits code for a block twice, by calling `emit`: for a full block in the row, and for the padded
-        copy of the last block.
+        """Emits code for one block of a row of logits, whose index is `block`. It calls `emit` twice, once
+        for a full block in the row and once for the padded copy of the last block, under a condition that
+        selects one of them.
         """
         start = T.bind(block * BLOCK)
         with T.If(start + BLOCK <= self.width):

@@ -111,8 +111,8 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
 
 def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
-    """Returns the scale or minimum of a half of a group. half: 0 or 1; None: the half in which the quad
-    `quad` lies.
+    """Returns the scale or minimum that applies to one half of a group of 32 values. half: 0 or 1; None: the
+    half in which the quad (four consecutive values) with index `quad` lies.
     """
     return numbers[half] if half is not None else T.Select(quad < QUADS // 2, numbers[0], numbers[1])
 

@@ -98,9 +98,9 @@ class TiledMatrix:
         steps: str,
         lanes: int,
     ) -> Expr:
-        """Emits the scales or minima of a half of a group for `lanes` rows of a tile, and returns them.
-        tensors: their stored tensors; place: (stored tile, group, first row or vector); steps: type of the
-        integers of groups.
+        """Emits loads of the scales, or the minima, of one half of a group of 32 columns for `lanes` rows of
+        a tile, and returns them as float32. tensors: the stored tensors that hold them; place: (stored tile,
+        group, first row or vector); steps: integer type of second-level scales.
         """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":

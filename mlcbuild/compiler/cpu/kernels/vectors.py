@@ -18,8 +18,8 @@ from mlcbuild.compiler.cpu.isa import ISA
 
 
 def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
-    """Returns a finished kernel. body: function that declares the arguments and emits everything inside one
-    block.
+    """Returns a finished TensorIR kernel. body: function that declares the kernel's arguments and emits its
+    statements, called inside one block.
     """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
@@ -41,7 +41,9 @@ def typed(dtype: str, lanes: int) -> str:
 
 
 def span(start: Expr | int, lanes: int) -> Expr:
-    """Returns the index of `lanes` consecutive elements from `start` on."""
+    """Returns the index expression (a TensorIR ramp) that selects `lanes` consecutive elements from `start`
+    on.
+    """
     return start if lanes == 1 else T.ramp(start, 1, lanes)
 
 
@@ -127,7 +129,7 @@ def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3, w
 
 
 def shuffle(vectors: Sequence[Expr], indices: Sequence[int]) -> Expr:
-    """Returns the elements `indices` of the concatenated vectors."""
+    """Returns a vector with the elements `indices` of the concatenation of several vectors."""
     return Shuffle(list(vectors), [T.int32(index) for index in indices])
 
 
@@ -184,7 +186,9 @@ def odd_lines(values: int) -> int:
 
 
 def moved(bits: Expr, shift: int, lanes: int) -> Expr:
-    """Returns int32 lanes shifted right by `shift` bits, or left if `shift` is negative."""
+    """Returns a vector of int32 lanes shifted right by `shift` bits, or left by -`shift` bits if it is
+    negative.
+    """
     if shift == 0:
         return bits
     return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)

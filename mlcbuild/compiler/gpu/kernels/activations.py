@@ -20,7 +20,9 @@ _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def activated(activation: Activation, value: Value, scalars: Vector | None = None) -> Value:
-    """Returns the activation of a number. scalars: the parameters of xIELU."""
+    """Returns the expression of an activation function applied to one float32 number. scalars: the parameters
+    of xIELU, for that activation only.
+    """
     value = bind(value)
     if activation == "silu":
         return value * sigmoid(value)
@@ -42,8 +44,8 @@ def activated(activation: Activation, value: Value, scalars: Vector | None = Non
 
 
 def gated(gate: Gate, left: Value, right: Value) -> Value:
-    """Returns the result of a gated feed-forward for one pair: activation(left) * right, or the clamped gate
-    of gpt-oss.
+    """Returns the value of a gated feed-forward for one pair (gate, up): activation(gate) * up, or the
+    clamped gate of gpt-oss.
     """
     if not isinstance(gate, Clamp):
         return activated(gate, left) * right

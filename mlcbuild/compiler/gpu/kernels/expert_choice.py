@@ -60,8 +60,8 @@ class _Choice:
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
     ) -> None:
-        """Allocates the arrays that the choice of a row's experts needs. at: (row, thread); out: buffers for
-        (experts, weights).
+        """Emits the allocation of the shared arrays in which a workgroup chooses the experts of one row. at:
+        (index of the row, index of the thread); out: buffers for the chosen experts' (numbers, weights).
         """
         self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
         self._scores, self._left = k.shared(spec.count), k.shared(spec.count)
@@ -141,8 +141,8 @@ class _Choice:
         return bind(rank[0])
 
     def _of_best_groups(self) -> Value:
-        """Returns an array of the scores to choose by, in which experts of excluded groups cannot
-        be chosen.
+        """Emits the restriction of the choice to the best groups of experts, and returns an array of scores
+        in which the experts of all other groups have the lowest possible score.
         """
         router, tx = self._spec.router, self._tx
         size = self._spec.count // router.groups

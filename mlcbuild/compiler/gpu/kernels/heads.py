@@ -101,8 +101,8 @@ def prepare_heads(
 
 
 def _range(cache: CacheSpec, part: Part) -> tuple[int, int]:
-    """Returns (first head, head after the last) of a launch. Heads are numbered in the order queries, keys,
-    values.
+    """Returns (first head, head after the last) of the heads that a launch computes for `part`. Heads are
+    numbered in the order queries, keys, values.
     """
     first = cache.heads if part == "cached" else 0
     return first, cache.heads if part == "queries" else cache.heads + 2 * cache.kv_heads
@@ -137,8 +137,9 @@ class _Head:
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
     ) -> None:
-        """Stores the operands. qkv: the buffer of queries, keys and values; at: (number of the head in the
-        order queries, keys, values; row; thread).
+        """Prepares the code of a workgroup for one head of one row. qkv: the buffer of queries, keys and
+        values; at: (number of the head in the order queries, keys, values; index of the row; index of the
+        thread).
         """
         self._k, self._cache, self._spec, self._qkv = k, cache, spec, qkv
         self._place, self._row, self._tx = at
@@ -146,7 +147,9 @@ class _Head:
         self._is_value = self._place >= cache.heads + cache.kv_heads
 
     def read(self, column: Value) -> Value:
-        """Returns the value in one column of the row of queries, keys and values, clipped."""
+        """Returns the value in one column of the workgroup's row of queries, keys and values, clipped if the
+        model clips them.
+        """
         value, clip = self._qkv[self._row, column], self._spec.clip
         return bind(value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip)))
 

@@ -56,8 +56,8 @@ class LatentSpec:
         return self.latent + self.rope_dim
 
     def rotated(self, table: Value, position: Value, read: Callable[[Value], Value], index: Value) -> Value:
-        """Returns element `index` of a rotated vector. table: cosines and sines; read: function from an index
-        to the element before rotation.
+        """Returns element `index` of a query or key vector after rotary embedding. table: cosines and sines
+        of the position; read: function from an index to the element before rotation.
         """
         half = self.rope_dim // 2
         pair = bind(index % half)

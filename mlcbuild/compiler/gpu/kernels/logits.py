@@ -231,7 +231,9 @@ class _Line:
     own: Value  # int32, of one thread
 
     def each(self, body: Callable[[Value, Value], None]) -> None:
-        """Emits a loop over the thread's logits. body: function of (token, bits of the logit)."""
+        """Emits a loop over those logits of the row that belong to the running thread. body: function of
+        (token, bits of the logit as int32) that emits the loop's body.
+        """
         with T.serial(-(-self.vocab // CHOOSERS)) as index:
             token = bind(index * CHOOSERS + self.tx)
             with when(token < self.vocab):

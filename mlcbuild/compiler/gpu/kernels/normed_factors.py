@@ -65,9 +65,9 @@ class AddedRows:
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
-        """Returns four values of x plus those of the added rows, which are normalized first. values: of x;
-        index: position of the row in the block; place: index of the row in the tensor; column: index of the
-        four columns.
+        """Returns four values of x plus the normalized values of the added rows in the same columns. values:
+        the four of x; index: position of the row in the block; place: index of the row in the tensor; column:
+        index of the four columns.
         """
         sums, last = [], self.rows.columns - 1
         for offset, (value, own) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
@@ -94,8 +94,9 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Returns a block whose rows are the sums; the first workgroup of each block also stores the sums.
-        at: (index of the workgroup among those of the block, thread).
+        """Returns a block of rows of x whose values, when read, are the sums with the added rows; the first
+        workgroup of each block also stores the sums. at: (index of the workgroup among those of the block,
+        thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)
@@ -112,10 +113,9 @@ class AddedBuffers:
 
 @dataclass(frozen=True)
 class RowsNorm:
-    """The norm of the rows of a block, whose statistics a workgroup has computed.
-
-    For RMSNorm, finished sums are multiplied by the root of a row. A norm that subtracts the mean, or adds a
-    bias, is applied before the product.
+    """The norm of the rows of a block, whose statistics a workgroup has computed. For RMSNorm, the finished
+    sums of a product are multiplied by 1 / root of the mean square of their row. A norm that subtracts the
+    mean, or adds a bias, is applied before the product.
     """
 
     vectors: NormVectors

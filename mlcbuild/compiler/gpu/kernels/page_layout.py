@@ -85,7 +85,9 @@ class CacheSpec:
         return [half(stored, False), half(stored, True)] if self.half else [stored]
 
     def number(self, pages: Value, page: Value, start: Value, index: Value) -> Value:
-        """Returns element `index` of the vector that begins at word `start` of a page."""
+        """Returns, as float32, element `index` of the key or value vector that begins at word `start` of a
+        page of the KV cache.
+        """
         if not self.half:
             return pages[page, start + index]
         return half(bind(pages[page, start + index // 2]), index % 2 == 1)

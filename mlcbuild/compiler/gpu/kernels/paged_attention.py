@@ -84,8 +84,8 @@ class AttentionSpec:
         return bind(chosen)
 
     def score(self, product: Value, slope: Value | None, key: Value, position: Value) -> Value:
-        """Returns the score from the product of a query and a key. slope: the head's slope or None; key,
-        position: positions of key and query.
+        """Returns the attention score for the dot product of a query and a key: scaled, capped and biased as
+        the model defines. slope: the head's ALiBi slope or None; key, position: positions of key and query.
         """
         if self.alibi == "bfloat16":
             product = product + _bfloat16(slope * _bfloat16(floating(key)))
@@ -94,7 +94,9 @@ class AttentionSpec:
         return scaled + slope * floating(key - position) if self.alibi == "exact" else scaled
 
     def sinks(self, k: KernelBuilder) -> Vector | None:
-        """Declares the attention sinks, [heads]."""
+        """Declares the kernel's buffer of attention sinks, one number for each of the heads, and returns it;
+        None if the model has none.
+        """
         if self.half_sinks is None:
             return None
         return Vector.declare(k, "sinks", self.cache.heads, self.half_sinks)
@@ -216,9 +218,9 @@ class _HeadGroup:
     def score(
         self, pages: Value, at: tuple[Value, Value], visible: Value, slopes: Sequence[Value | None]
     ) -> None:
-        """Emits the scores of a tile of keys; each thread computes those of one token. at: (position of this
-        token, position of the query); visible: condition that the query sees the token; slopes: ALiBi slope
-        of each head.
+        """Emits the attention scores of a tile of keys for every query head of the group; each thread
+        computes those of one token. at: (position of this token, position of the query); visible: condition
+        that the query sees the token; slopes: ALiBi slope of each head.
         """
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
@@ -272,7 +274,9 @@ class _HeadGroup:
                             put(self.sums, weight * value + self.sums[place], place)
 
     def store(self, part: Value, row: Value, base: Value, g: int) -> None:
-        """Emits stores of the sums, maximum and sum of weights of head `g` to part[row, base:]."""
+        """Emits stores of the partial result of head `g` (weighted sums of values, maximum of scores, sum of
+        weights) to part[row, base:].
+        """
         dim = self.spec.cache.value_dim
         for index in range(self.parts):
             column = index * WORKGROUP + self.tx

@@ -186,8 +186,8 @@ class GemvShape:
         return [bind(first + index * in_group) for index in range(self.each)]
 
     def matrix_rows(self, outputs: list[Value]) -> list[Value]:
-        """Returns the rows of W that a thread needs for its outputs: those of the first half of W, then, with
-        a gate, those of the second.
+        """Returns the indices of the rows of W that a thread multiplies for its outputs: rows of the first
+        half of W, then, with a gate, the corresponding rows of the second half.
         """
         bounded = [bind(T.min(output, self.spec.outputs - 1)) for output in outputs]
         halves = 2 if self.spec.gate else 1
@@ -280,7 +280,7 @@ def _clear(array: Value, count: int) -> None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The elements of the result y in which the sums of a thread are stored."""
+    """The place of a thread's sums in the result y: the elements in which they are stored."""
 
     first: Value
     """Index of the first row of the result y that is stored."""
@@ -336,5 +336,7 @@ def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
 
 
 def rows_per_workgroup(largest: int) -> list[int]:
-    """Returns the numbers of rows per workgroup for which GEMV kernels are built, up to `largest`."""
+    """Returns, ascending, the numbers of rows of x per workgroup for which separate GEMV kernels are built,
+    up to `largest`.
+    """
     return [rows for rows in (1, 2, 4, 8) if rows == 1 or rows < 2 * largest]

@@ -79,8 +79,8 @@ class _Keys:
     """Position of the last token of the sequence."""
 
     def number(self, which: int, token: Value, column: Value) -> Value:
-        """Returns an element of the key (which = 0) or value (1) of a token. Tokens beyond the last one give
-        those of the last.
+        """Returns, as float32, an element of a token's key (`which` is 0) or value (`which` is 1) from the KV
+        cache. A token beyond the sequence's last one is replaced by the last.
         """
         cache, token = self.spec.cache, bind(T.min(token, self.last))
         block, first = self.table
@@ -122,7 +122,7 @@ class _QueryTile:
 
     @property
     def value_parts(self) -> int:
-        """Returns the number of parts of 32 dimensions of a value."""
+        """Returns the number of parts of 32 dimensions into which a value vector is divided."""
         return -(-self.spec.cache.value_dim // KEYS)
 
     @property
@@ -153,8 +153,9 @@ class _QueryTile:
             put(tile, T.Select(inside, own, number(0)), other * _STRIDE + flat % KEYS)
 
     def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
-        """Emits the products of the thread's row with the keys of a tile. query: function of (row,
-        dimension); base: position of the tile's first key.
+        """Emits the dot products of the query row that a thread computes with the keys of a tile. query:
+        function of (row, dimension) that returns an element of a query; base: position of the tile's first
+        key.
         """
         first, count = self.place
         for index in range(_OWN):
@@ -196,8 +197,8 @@ class _QueryTile:
         return factor
 
     def _of_row(self, value: Value, start: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Returns the combination of the values that the four threads of one row hold. combine: function that
-        combines two values, such as addition.
+        """Emits the exchange of values between the four threads that share one row, and returns their
+        combination. combine: function that combines two values, such as addition.
         """
         put(self.reduced, value, self.tx)
         barrier()

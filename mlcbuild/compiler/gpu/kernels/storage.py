@@ -41,7 +41,9 @@ class StoredAs:
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
-        """Returns how GPU kernels read a format that keeps the values of quantized checkpoints exactly."""
+        """Returns the description by which GPU kernels read a format that keeps the values of quantized
+        checkpoints exactly.
+        """
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
         return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels)
@@ -73,7 +75,7 @@ _PLAIN: Mapping[str, StoredAs] = {
 
 
 def stored_as(name: str) -> StoredAs:
-    """Returns how GPU kernels read the tensors of the format `name`."""
+    """Returns the description by which GPU kernels read the tensors of the storage format `name`."""
     if name in _PLAIN:
         return _PLAIN[name]
     blocks = load_format(name, "row").blocks
@@ -211,8 +213,8 @@ class StoredMatrix:
         return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
-        """Returns the scaled weights for some codes of one group. codes: the codes; inside: position in the
-        group of one of them.
+        """Returns dequantized weights, float32, for some codes of one group of 32 weights. codes: a vector of
+        codes that share a scale; inside: position in the group of one of them.
         """
         scales = self.scales(row, group)
         scale, minimum = scales[0]

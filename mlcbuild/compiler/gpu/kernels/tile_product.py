@@ -73,8 +73,8 @@ class TileRows:
 
 
 def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at: tuple[Value, Value]) -> None:
-    """Emits the product of a tile and the stores of its results. at: (index of the tile of outputs,
-    thread).
+    """Emits the product of one tile of rows of x with one tile of rows of the matrix, and the stores of its
+    results. at: (index of the tile of outputs, index of the thread).
     """
     (bx, tx), spec = at, buffers.spec
     left, right, sums = k.shared(DEPTH * TILE), k.shared(DEPTH * TILE), local(_SIDE * _SIDE)
