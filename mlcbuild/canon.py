@@ -44,7 +44,8 @@ def canonical_plain(value: object) -> bytes:
     """Returns the same as `canonical`, for a value without floats and with strings as its only keys, which is
     not checked.
 
-    Checking takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError.
+    Checking takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError for
+    text that UTF-8 cannot hold.
     """
     try:
         return _encode(value).encode()
@@ -79,7 +80,9 @@ _MANY_THREADS = 64 << 20
 
 
 def file_digest(path: Path) -> str:
-    """Returns the BLAKE3 of a file, which is memory-mapped; large files use all cores. Raises OSError."""
+    """Returns the BLAKE3 of a file, which is memory-mapped; large files use all cores. Raises OSError if the
+    file cannot be read.
+    """
     large = path.stat().st_size >= _MANY_THREADS
     hasher = blake3(max_threads=blake3.AUTO if large else 1)
     hasher.update_mmap(path)
@@ -100,7 +103,7 @@ def note_digest(path: Path, digest: str) -> None:
 
 def noted_digest(path: Path) -> str | None:
     """Returns the cached digest of a file, if its size and mtime are unchanged; None otherwise. Raises
-    OSError.
+    OSError if the file cannot be read.
     """
     return _noted.get(_state(path))
 

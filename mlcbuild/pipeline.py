@@ -92,7 +92,7 @@ class Pipeline:
 
     def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
         """Returns the names of a recipe's steps that match names or globs of variants and steps. Raises
-        UsageError.
+        UsageError for a name or glob that matches nothing.
         """
         chosen: list[str] = []
         for pattern in patterns:

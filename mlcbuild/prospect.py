@@ -154,7 +154,7 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
 
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
     """Returns model name -> checkpoint for the models of the variants; without a lock, only for local models.
-    Raises InputError.
+    Raises InputError with all problems of these models.
     """
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
@@ -320,7 +320,7 @@ def _read_local(root: Path) -> _Local | list[str]:
 
 
 def _read_gguf(path: Path) -> _Local:
-    """Reads the header of a GGUF file as a local checkpoint. Raises CheckpointError."""
+    """Reads the header of a GGUF file as a local checkpoint. Raises CheckpointError for a damaged file."""
     from mlcbuild.checkpoints.gguf_config import read_config  # loads NumPy
     from mlcbuild.checkpoints.gguf_file import parts
 

@@ -96,7 +96,7 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns remotes with the keys that the recipe trusts for their addresses. Raises UsageError."""
+    """Returns remotes with the keys that the recipe trusts for them. Raises UsageError for invalid ones."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -124,7 +124,9 @@ class Session:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session with other remotes, in the form that `open` accepts. Raises UsageError."""
+        """Returns a session with other remotes, as `open` accepts them. Raises UsageError for invalid
+        ones.
+        """
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 

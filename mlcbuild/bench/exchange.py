@@ -46,7 +46,9 @@ class Server:
 
     @classmethod
     def of(cls, url: str, key: str | None = None) -> Server:
-        """Parses a URL http://HOST[:PORT][/PATH][/v1] into the address of a server. Raises UsageError."""
+        """Parses a URL http://HOST[:PORT][/PATH][/v1] into the address of a server. Raises UsageError for any
+        other text.
+        """
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -147,7 +149,9 @@ async def answering(
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:
-    """Returns (status, headers) of an HTTP response. head: its bytes before the body. Raises ValueError."""
+    """Returns (status, headers) of an HTTP response. head: its bytes before the body. Raises ValueError if
+    they are not those of a response.
+    """
     first, *lines = head.decode("latin-1").split("\r\n")
     version, status, *_ = first.split(" ", 2)
     if not version.startswith("HTTP/1."):

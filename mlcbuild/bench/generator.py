@@ -78,7 +78,7 @@ class Style:
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
     """Queries the server for its model, determines the number of tokens per word, and returns the completed
-    settings. Raises BenchError.
+    settings. Raises BenchError if the server does not answer, or has no such model.
     """
     if style.model is None:
         document = await _asked(server, "/v1/models", None, timeout)
@@ -102,7 +102,7 @@ async def _asked(
     server: Server, path: str, document: Mapping[str, Json] | None, timeout: float
 ) -> Mapping[str, object]:
     """Sends one HTTP request to the measured server and returns the JSON document of the answer. Raises
-    BenchError.
+    BenchError if the server refuses, or does not answer in time.
     """
     where = f"{server.name}{server.path}{path}"
     try:
@@ -132,7 +132,8 @@ async def measure(
     warmup: int = 0,
     on_load: Callable[[Load], None] | None = None,
 ) -> list[LoadResult]:
-    """Runs one load after the other, and returns the measurements of each. Raises BenchError.
+    """Runs one load after the other, and returns the measurements of each. Raises BenchError if a request
+    fails.
 
     timeout: seconds for one request. warmup: requests before each load that are not measured. on_load: called
     before each load is measured.

@@ -37,7 +37,9 @@ class Lengths:
 
     @classmethod
     def of(cls, text: str) -> Lengths:
-        """Parses the text of a length option, such as "128" or "32-512". Raises UsageError."""
+        """Parses the text of a length option, such as "128" or "32-512". Raises UsageError for any other
+        text.
+        """
         name, colon, rest = text.partition(":")
         kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
         try:

@@ -50,7 +50,9 @@ class Options:
 
 
 def outputs(planner: Planner, options: Options) -> frozenset[str]:
-    """Returns the names of the steps whose files must be on this machine at the end. Raises UsageError."""
+    """Returns the names of the steps whose files must be on this machine at the end. Raises UsageError for a
+    name that no step has.
+    """
     if chosen := options.outputs or options.only:
         return planner.graph.match(chosen)
     read = {need for step in planner.steps for need in planner.graph.needs(step)}

@@ -32,8 +32,8 @@ LIBRARY = "library.json"
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: copies the tokenizer's files and derives the serving defaults from the checkpoint.
-
-    `inputs["checkpoint"]` holds TOKENIZER_FILES, POOLING and config.json. Raises CheckpointError.
+    `inputs["checkpoint"]` holds TOKENIZER_FILES, POOLING and config.json. Raises CheckpointError for files
+    that are missing or invalid.
     """
     checkpoint = inputs["checkpoint"]
     names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
@@ -50,8 +50,7 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 def serving_document(checkpoint: Path) -> dict[str, object]:
     """Returns the serving defaults of generation_config.json over config.json, as transformers reads them.
-
-    Raises CheckpointError.
+    Raises CheckpointError for fields of a wrong type.
     """
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}

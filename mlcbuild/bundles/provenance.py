@@ -99,7 +99,7 @@ def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
     """Checks and returns the provenance of the bundle in a directory.
 
     The statement must be about this bundle and, if `trust` holds keys, signed by one of them. Of the bundle
-    only bundle.json is read, since it covers the other files. Raises ProvenanceError.
+    only bundle.json is read, since it covers the other files. Raises ProvenanceError otherwise.
     """
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)

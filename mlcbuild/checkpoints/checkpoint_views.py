@@ -35,7 +35,7 @@ def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
 
 def views_for(settings: object) -> Views:
     """Returns the views for a checkpoint whose config has this quantization_config; None means that weights
-    are not quantized. Raises CheckpointError.
+    are not quantized. Raises CheckpointError for a quantization method that no module reads.
     """
     if settings is None:
         return PLAIN

@@ -120,7 +120,8 @@ class _Blocks:
 
     def put(self, start: int, part: NDArray[np.uint8]) -> None:
         """Adds bytes that belong at offset `start` of the file, and writes each block that becomes complete.
-        Raises OSError."""
+        Raises OSError if the file cannot be written.
+        """
         while part.size:
             number, offset = divmod(start, BLOCK_BYTES)
             piece = part[: BLOCK_BYTES - offset]

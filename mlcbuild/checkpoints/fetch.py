@@ -144,7 +144,8 @@ def index_shards(data: bytes, index: str) -> frozenset[str]:
 
 def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
     """Returns the names of the files that steps read from a local directory: those that `needed_files`
-    selects for a checkpoint, or ADAPTER_FILES for an adapter. Raises SourceError.
+    selects for a checkpoint, or ADAPTER_FILES for an adapter. Raises SourceError if a file that steps need is
+    missing.
     """
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
@@ -251,9 +252,8 @@ def _counter(total: int) -> Callable[[int], None]:
 
 def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Callable[[int], None]) -> None:
     """Copies one file into `out`, from the hub's cache or by downloading it, and verifies size and sha256. A
-    damaged cached copy is replaced once.
-
-    `count` is called with the number of bytes that have arrived since the last call. Raises SourceError.
+    damaged cached copy is replaced once. `count` is called with the number of bytes that have arrived since
+    the last call. Raises SourceError if no intact copy can be obtained.
     """
     target = out / name
     fault = ""

@@ -37,9 +37,8 @@ _NEUTRAL = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: translates the GGUF file params["file"] in inputs["checkpoint"] to `config.json` and
-    `tensors.json` in `out`, in the form that models.action writes.
-
-    Raises CheckpointError.
+    `tensors.json` in `out`, in the form that models.action writes. Raises CheckpointError for an unsupported
+    architecture or a damaged file.
     """
     write_config(read_config(checkpoint_path(params, inputs)), out)
 

@@ -72,9 +72,8 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Reads the headers of a GGUF file and, if the file is the first of several, of all of them.
-
-    Raises CheckpointError.
+    """Reads the headers of a GGUF file and, if the file is the first of several, of all of them. Raises
+    CheckpointError for a damaged file, or one of an unsupported version.
     """
     paths = parts(path)
     metadata, tensors = _read_part(paths[0])
@@ -227,7 +226,7 @@ class _Reader:
 
     def _value(self, key: str) -> Value:
         """Reads and returns a metadata value. key: the name of the value in error messages. Raises
-        CheckpointError.
+        CheckpointError for a type that GGUF does not define, or a value beyond the end of the file.
         """
         kind = int(self._number("<u4", key))
         if kind == _ARRAY:

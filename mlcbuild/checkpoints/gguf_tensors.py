@@ -102,9 +102,9 @@ def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
 
 
 def read_tensors(path: Path) -> dict[str, PackedTensor]:
-    """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights.
-
-    A name without a translation is kept. Raises CheckpointError.
+    """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights. A name
+    without a translation is kept. Raises CheckpointError for a tensor whose rows do not fit the number of
+    heads.
     """
     gguf = read_gguf(path)
     name, architecture = architecture_of(gguf, str(path))

@@ -21,7 +21,7 @@ to the end of the header.
 
 
 def read_header(path: Path) -> Header:
-    """Returns the header of one safetensors file. Raises CheckpointError."""
+    """Returns the header of one safetensors file. Raises CheckpointError for a damaged or unreadable file."""
     try:
         try:
             return safetensors.read_header(path)

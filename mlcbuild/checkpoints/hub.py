@@ -99,7 +99,7 @@ def check_name(name: str) -> None:
 
 def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
     """Returns the current commit of a repository's revision, and path -> description of each file in it.
-    Raises SourceError.
+    Raises SourceError if the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -120,7 +120,7 @@ def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
 
 
 def current_commit(source: HubSource) -> str:
-    """Returns the current commit of a branch or tag. Raises SourceError."""
+    """Returns the current commit of a branch or tag. Raises SourceError if the hub has none."""
     from huggingface_hub import HfApi
 
     return _patiently(
@@ -133,7 +133,8 @@ def reach(source: HubSource, names: Iterable[str]) -> None:
     cache.
 
     `source` must be at a commit. Without this check, an unreachable hub would be retried for half a minute
-    for every file. In offline mode, all missing files are named at once. Raises SourceError.
+    for every file. In offline mode, all missing files are named at once. Raises SourceError if the hub cannot
+    be reached, or files are missing in offline mode.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -160,7 +161,8 @@ def download(
     replaces a cached copy.
 
     An interrupted transfer is resumed with an HTTP range. `count` is called with the number of new bytes,
-    which is negative when a server starts over. Raises SourceError.
+    which is negative when a server starts over. Raises SourceError if the hub refuses or the transfer fails
+    for good.
     """
     from huggingface_hub import hf_hub_download
 
@@ -179,9 +181,8 @@ def download(
 
 def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[str], message: str) -> str:
     """Commits changes to a branch of a repository and returns the commit's hash. files: path -> content to
-    add; gone: paths to remove; message: the commit's message.
-
-    A missing repository is created as private; a missing branch is created, too. Raises SourceError.
+    add; gone: paths to remove; message: the commit's message. A missing repository is created as private; a
+    missing branch is created, too. Raises SourceError if the hub refuses or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -69,7 +69,7 @@ def text(lock: Lock) -> str:
 
 def write(path: Path, lock: Lock) -> bool:
     """Writes recipe.lock and returns True; returns False if the file already has the same text. Raises
-    UsageError.
+    UsageError if it cannot be written.
     """
     new = text(lock).encode()
     try:
@@ -270,7 +270,8 @@ def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pin
     """Downloads a file whose sha256 the hub does not state, such as one kept in git; returns its bytes, size
     and sha256.
 
-    The bytes are checked against the size and the git object id that the hub states. Raises SourceError.
+    The bytes are checked against the size and the git object id that the hub states. Raises SourceError if
+    the hub refuses or sends other bytes.
     """
     data = b""
     for again in (False, True):

@@ -78,8 +78,8 @@ class _Change:
 
 def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint, by transformers' names, with adapters merged one after the other.
-
-    directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError.
+    directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for an adapter
+    that does not fit the checkpoint.
     """
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -105,7 +105,7 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
 
 def read_adapter(directory: Path, weight: float) -> Adapter:
     """Reads an adapter's config and the header of its weights file. weight: factor of the adapter's change.
-    Raises CheckpointError.
+    Raises CheckpointError for a damaged or unsupported adapter.
     """
     config = read_adapter_config(directory)
     path = next((directory / name for name in ADAPTER_WEIGHTS if (directory / name).is_file()), None)
@@ -159,7 +159,8 @@ def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Tensor) -> _Change:
     """Checks an adapter's tensors for one module and returns the change that they make. parts: part of the
-    adapter -> tensor; base: the matrix that is changed. Raises CheckpointError.
+    adapter -> tensor; base: the matrix that is changed. Raises CheckpointError if tensors are missing, or
+    their shapes do not fit.
     """
     is_table = "embedding_A" in parts
     names = ("embedding_A", "embedding_B") if is_table else ("A", "B")

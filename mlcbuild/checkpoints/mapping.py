@@ -38,7 +38,7 @@ LINES = 60
 """Maximum number of problems that one error lists; further ones are only counted."""
 View: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Function that receives name -> tensor and returns the tensors, by name, that replace them. Raises
-CheckpointError.
+CheckpointError for tensors that are missing or do not fit together.
 """
 
 

@@ -61,7 +61,7 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
     """Returns the weight of a module whose 8-bit floats are multiplied by the part called `scale`.
 
     block: the rows and columns of a block as quantization_config states them; None if it does not. Raises
-    CheckpointError.
+    CheckpointError if the scales have another shape.
     """
     rows, columns = parts.matrix("weight")
     weight = parts["weight"]

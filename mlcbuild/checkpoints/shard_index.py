@@ -24,7 +24,8 @@ under other names.
 
 def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     """Returns the names of a checkpoint's weights files, and its index (tensor name -> file name) or None.
-    Raises CheckpointError."""
+    Raises CheckpointError if it has none, or its index is invalid.
+    """
     if (root / SINGLE).is_file():
         return [SINGLE], None
     if (root / INDEX).is_file():
@@ -40,7 +41,7 @@ def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
     """Returns tensor name -> file name from an index file. suffix: the suffix that its file names must have.
-    Raises CheckpointError.
+    Raises CheckpointError if the file is not such an index.
     """
     try:
         document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())

@@ -155,7 +155,7 @@ def group_places(
     of consecutive columns.
 
     Writers leave the tensor out, or fill it with 0 or -1, where columns are in order. size: columns of a
-    group. Raises CheckpointError.
+    group. Raises CheckpointError for an index that names no group.
     """
     if parts.get(part) is None:
         return None

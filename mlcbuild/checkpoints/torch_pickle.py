@@ -88,7 +88,9 @@ class _Name:
 
 
 def read(data: bytes) -> dict[str, PickledTensor]:
-    """Returns tensor name -> tensor. data: the bytes of the pickle. Raises PickleError."""
+    """Returns tensor name -> tensor. data: the bytes of the pickle. Raises PickleError for a damaged pickle,
+    or one with objects other than tensors.
+    """
     try:
         value = _Machine(data).run()
     except (IndexError, struct.error, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Returns the positions of uncompressed members of a zip file, without reading the members.
+"""Finds the positions of uncompressed members of a zip file, without reading the members.
 
 Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
@@ -40,7 +40,9 @@ class Member:
 
 
 def members(file: BinaryIO) -> dict[str, Member]:
-    """Returns member name -> member, read from the central directory. Raises OSError and ZipError."""
+    """Returns member name -> member, read from the central directory. Raises OSError if the file cannot be
+    read, ZipError if it is damaged or of an unsupported kind.
+    """
     count, size, start = _directory(file)
     file.seek(start)
     data = file.read(size)
@@ -69,7 +71,7 @@ def members(file: BinaryIO) -> dict[str, Member]:
 
 def _directory(file: BinaryIO) -> tuple[int, int, int]:
     """Returns (number of members, size, offset) of the central directory; size and offset in bytes. Raises
-    ZipError.
+    ZipError if the file has none.
     """
     end = file.seek(0, os.SEEK_END)
     first = file.seek(max(0, end - _LONGEST_TAIL))
@@ -111,7 +113,7 @@ def _zip64(extra: bytes) -> tuple[int, ...]:
 
 def place(file: BinaryIO, own: Mapping[str, Member], name: str) -> tuple[int, int]:
     """Returns (offset, size) in bytes of the content of the member `name`. own: member name -> member. Raises
-    OSError and ZipError.
+    OSError if the file cannot be read, ZipError if it has no such member.
     """
     member = own.get(name)
     name = name[-80:]

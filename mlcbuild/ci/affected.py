@@ -31,7 +31,8 @@ def changed(directory: Path, revisions: str) -> frozenset[Path]:
     """Returns the absolute paths of files that differ over a range of commits, including deleted files.
 
     directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`, or
-    one commit, which is compared with the working tree. Raises UsageError, SetupError.
+    one commit, which is compared with the working tree. Raises UsageError for text that is not such an
+    argument, SetupError if git fails.
     """
     if revisions.startswith("-"):
         raise UsageError(f"--affected-by {revisions}: write a range of commits, for example main...HEAD")

@@ -114,7 +114,9 @@ def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
 
 
 def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[CiJob]:
-    """Returns a job for each variant that needs work, or jobs that share all the work. Raises UsageError."""
+    """Returns a job for each variant that needs work, or jobs that share all the work. Raises UsageError if
+    the number of shards is below 1.
+    """
     if matrix.shards is not None and matrix.shards < 1:
         raise UsageError(f"--shards {matrix.shards}: there must be at least one")
     names = dict.fromkeys(item.variant.target.name for item in pipeline.products)

@@ -78,7 +78,7 @@ class Split:
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Parses a shard such as "2/3" into (2, 3). Raises UsageError."""
+    """Parses a shard such as "2/3" into (2, 3). Raises UsageError for any other text."""
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--shard {text}: write i/n with 1 <= i <= n, for example 1/3")
@@ -242,7 +242,7 @@ def place(recipe: Path) -> Path:
 
 def read(path: Path) -> dict[str, int]:
     """Reads the file of durations and returns step name -> milliseconds; {} if there is no file. Raises
-    InputError.
+    InputError if it is not such a file.
     """
     try:
         document = strict_json.parse(regular.read(path, _LARGEST))
@@ -289,7 +289,7 @@ def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, flo
 
 
 def write(path: Path, durations: Mapping[str, int]) -> None:
-    """Writes durations (step name -> milliseconds) to a file. Raises UsageError."""
+    """Writes durations (step name -> milliseconds) to a file. Raises UsageError if it cannot be written."""
     document = {"format": FORMAT, "milliseconds": dict(sorted(durations.items()))}
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -65,7 +65,8 @@ def _workload(arguments: argparse.Namespace, load: Load) -> Workload:
 
 def _loads(arguments: argparse.Namespace) -> list[Load]:
     """Returns the loads that the options of `bench` name: numbers of clients, or rates of requests. Raises
-    UsageError."""
+    UsageError for options that exclude each other.
+    """
     if arguments.rate is not None and arguments.clients is not None:
         raise UsageError(
             "mlcbuild bench serve: --clients is a closed loop, --rate an open one: choose one of them"
@@ -94,7 +95,7 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
 
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
-    """Parses the --slo options into metric -> limit in seconds. Raises UsageError."""
+    """Parses the --slo options into metric -> limit in seconds. Raises UsageError for any other text."""
     limits = {}
     for text in listed:
         name, _, value = text.partition("=")

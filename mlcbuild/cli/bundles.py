@@ -86,7 +86,7 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
     """Returns the mapping that a library's JSON states under `key`: use -> kernel, or use -> reason for a
-    slow kernel. Raises BundleError.
+    slow kernel. Raises BundleError if it is not such a mapping.
     """
     try:
         section = Fields(library.get(key, {}), key)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def settings(pairs: list[str]) -> dict[str, str]:
-    """Parses `--set name=value` options into name -> value. Raises UsageError."""
+    """Parses `--set name=value` options into name -> value. Raises UsageError for any other text."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

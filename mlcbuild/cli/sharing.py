@@ -181,7 +181,9 @@ def _operands(
 
 
 def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]:
-    """Returns the remotes that the command line names, with the keys of --trust. Raises UsageError."""
+    """Returns the remotes that the command line names, with the keys of --trust. Raises UsageError for an
+    invalid address or key.
+    """
     for url in urls:
         if problem := fault(url):
             raise UsageError(f"mlcbuild cache: {problem}")

@@ -102,7 +102,7 @@ class InstalledModel:
             os.utime(self.directory / _ENTRY)
 
     def write(self) -> None:
-        """Writes the description of the installed model to its file. Raises OSError."""
+        """Writes the description of the installed model to its file. Raises OSError if the system refuses."""
         fields = {name: value for name, value in asdict(self).items() if name != "directory"}
         partial = self.directory / f".{_ENTRY}.{os.getpid()}"
         partial.write_text(json.dumps({"format": FORMAT, **fields}, indent=1) + "\n", encoding="utf-8")
@@ -164,7 +164,7 @@ def slug(source: str) -> str:
 
 
 def remove(entry: InstalledModel) -> None:
-    """Removes an installed model with its bundle. Raises OSError."""
+    """Removes an installed model with its bundle. Raises OSError if a file cannot be removed."""
     shutil.rmtree(entry.directory)
 
 

@@ -39,7 +39,7 @@ class FirstRecipe:
 
 def write(model: str) -> FirstRecipe:
     """Writes a recipe: into the current directory for an existing model, or into a new directory `model` for
-    one that will be added. Raises UsageError.
+    one that will be added. Raises UsageError if a file of this name exists.
     """
     is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
     directory = Path() if is_model else Path(model)

@@ -62,7 +62,7 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
 
 def _is_published(source: str) -> bool:
     """Returns True if an address names a published bundle, False if it names a checkpoint. A hub is queried.
-    Raises UsageError.
+    Raises UsageError if it holds neither, or the hub cannot be queried.
     """
     if "://" not in source:
         return False

@@ -31,9 +31,8 @@ longer.
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Reads `config.json` in inputs["checkpoint"], writes `config.json` (canonical bytes of `to_json`),
-    `tensors.json` (those of TensorNames.to_json), and STORAGE where the weights are quantized.
-
-    Raises CheckpointError. Takes no params.
+    `tensors.json` (those of TensorNames.to_json), and STORAGE where the weights are quantized. Raises
+    CheckpointError for a missing or invalid config.json, or an unsupported architecture. Takes no params.
     """
     source = inputs["checkpoint"] / "config.json"
     values = read_json(source)

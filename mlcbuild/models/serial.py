@@ -99,7 +99,7 @@ def _config(values: object) -> ModelConfig:
 
 def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object] | None = None) -> Any:
     """Reads a JSON object as the dataclass `kind`. name: place of the object, for messages; ready: fields
-    that have been read already. Raises CheckpointError.
+    that have been read already. Raises ValueError for a missing, unknown or invalid field.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} must be an object, found {show(values)}")
@@ -125,7 +125,7 @@ def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
 
 def _value(hint: Any, value: object, name: str) -> object:
     """Reads a JSON value as a value of the type `hint`. name: the value's place in the document, for
-    messages. Raises CheckpointError.
+    messages. Raises ValueError for a value of another type.
     """
     if hint in _READERS:
         return _READERS[hint](value, name)
@@ -140,7 +140,7 @@ def _value(hint: Any, value: object, name: str) -> object:
 
 def _chosen(hint: Any, value: object, name: str) -> Any:
     """Reads a JSON object as one of the classes in a union type: the class whose `kind` the object states.
-    name: its place, for messages. Raises CheckpointError.
+    name: its place, for messages. Raises ValueError for any other object.
     """
     members = [member for member in get_args(hint) if member is not NoneType]
     if len(members) == 1:

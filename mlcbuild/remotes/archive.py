@@ -160,7 +160,8 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
 
 def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
     """Yields name and size in bytes of each member of a tar file, with `file` positioned at the member's
-    first byte. Raises RefusedError."""
+    first byte. Raises RefusedError for a damaged archive, or one with unexpected members.
+    """
     names: set[str] = set()
     while (header := file.read(_BLOCK)).strip(b"\0"):
         name, size = _header(header)

@@ -81,7 +81,7 @@ def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
     Docker's and Podman's files.
 
     Credential helpers that these files name are run. `host` may include a port. Returns None without
-    credentials. Raises RemoteError.
+    credentials. Raises RemoteError if a credential helper fails.
     """
     header = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
     if header is not None:

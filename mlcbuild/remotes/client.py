@@ -105,7 +105,7 @@ class Client:
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
         """Returns the body of a response to a request for an object's bytes from `start` on. Raises
-        RemoteError.
+        RemoteError if the remote sends another range, or is too slow.
 
         share: number of concurrent transfers that together must not be slower than SLOWEST.
         """

@@ -77,7 +77,8 @@ class Directory:
 
     def _in_time(self, call: Callable[[], Result], what: str = "read") -> Result:
         """Runs a call on the file system with a time limit, since calls hang when a file server is gone, and
-        returns its result. what: the operation, for the message. Raises RemoteError.
+        returns its result. what: the operation, for the message. Raises RemoteError if the time passes, or
+        the call fails.
         """
         try:
             return within(self._timeout, call).result()

@@ -186,7 +186,7 @@ def fault(url: str) -> str:
 
 
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
-    """Returns the transport of a URL that `fault` accepts. Raises RemoteError."""
+    """Returns the transport of a URL that `fault` accepts. Raises RemoteError if it cannot be opened."""
     kind = KINDS[urlsplit(url).scheme]
     assert kind.connect is not None  # `fault` refuses any other URL.
     with border():

@@ -79,7 +79,8 @@ class Link:
 
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
         """Downloads a blob into `part`, verifies it and returns True; returns False on failure. on_bytes:
-        called with the number of new bytes. Raises CancelledError, OSError.
+        called with the number of new bytes. Raises CancelledError if the run is cancelled, OSError if the
+        file cannot be written.
         """
         if self.unread:
             return False
@@ -97,7 +98,7 @@ class Link:
         afterwards.
 
         Existing files stay unless they were damaged. stop: event that cancels the upload. Raises
-        CancelledError.
+        CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False
@@ -113,7 +114,7 @@ class Link:
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
         """Uploads the file `place` as a blob to the remote, and returns True if the remote has the blob
-        afterwards. Raises CancelledError.
+        afterwards. Raises CancelledError if the run is cancelled.
         """
         if self.unwritten:
             return False

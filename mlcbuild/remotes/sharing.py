@@ -115,7 +115,7 @@ class Sharing:
         failing.
 
         on_bytes: called with the number of new bytes. A staging area must be open. Waits while another
-        process downloads the same blob. Raises CancelledError.
+        process downloads the same blob. Raises CancelledError if the run is cancelled.
         """
         try:
             (self.store.root / "partial").mkdir(exist_ok=True)
@@ -156,9 +156,7 @@ class Sharing:
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
         """Uploads a record with its blobs to every writable remote, and returns the names of the remotes that
-        lack it afterwards.
-
-        stop: event that cancels the upload. Raises CancelledError.
+        lack it afterwards. stop: event that cancels the upload. Raises CancelledError if `stop` is set.
         """
         missing = []
         for link in self.links:
@@ -173,9 +171,7 @@ class Sharing:
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
         """Uploads the file `place` as a blob to a remote from which the run also reads, and returns True if
-        such a remote has it afterwards.
-
-        Raises CancelledError.
+        such a remote has it afterwards. Raises CancelledError if the run is cancelled.
         """
         chosen = [link for link in self.links if link.remote.writes() and link.remote.reads]
         return any(link.offer(entry, place, stop) for link in chosen)

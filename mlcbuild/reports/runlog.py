@@ -177,8 +177,7 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
     """Writes the part of a run's log that contains no times to a file, which later runs without work share.
-
-    Returns (path, end of a JSON document that names it). Raises OSError.
+    Returns (path, end of a JSON document that names it). Raises OSError if the file cannot be written.
     """
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
@@ -212,7 +211,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Parses a JSON object from bytes. Raises ValueError."""
+    """Parses a JSON object from bytes. Raises ValueError for any other bytes."""
     try:
         document = json.loads(data)
     except RecursionError:
@@ -228,7 +227,7 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
     """Returns the log of a run from its two parsed JSON documents. head: the one with the times; data: the
-    rest, whose digest was checked. Raises ValueError.
+    rest, whose digest was checked. Raises ValueError for another format, or impossible times.
     """
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")

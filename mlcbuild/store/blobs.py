@@ -178,7 +178,8 @@ class Blobs:
 
 def has_bytes(path: Path, digest: str, size: int) -> bool:
     """Returns True if a path, read in full, is a regular file with the given BLAKE3 digest and size in bytes.
-    Raises OSError."""
+    Raises OSError if the file cannot be read.
+    """
     stat_result = path.lstat()
     return stat.S_ISREG(stat_result.st_mode) and stat_result.st_size == size and file_digest(path) == digest
 

@@ -109,7 +109,7 @@ def own_directory(path: str) -> None:
     """Creates a directory of the store, with its parents. Anything else at its path is removed.
 
     Files are removed from the store's directories, so a link among them must not lead to somebody else's
-    directory. Raises OSError.
+    directory. Raises OSError if the directory cannot be created.
     """
     try:
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
@@ -145,7 +145,7 @@ def remove_links(root: str) -> None:
 
 def create(path: str) -> int:
     """Creates a file and returns its descriptor, opened for writing. Anything already at its path, such as a
-    link or a pipe, is removed. Raises OSError.
+    link or a pipe, is removed. Raises OSError if the file cannot be created.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -176,7 +176,8 @@ def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
     """Writes the log of a run and removes the oldest logs. began: start of the run, in seconds since 1970;
     seconds: its duration.
 
-    rest: the end of its JSON document, after the two times. Returns the file's path. Raises OSError.
+    rest: the end of its JSON document, after the two times. Returns the file's path. Raises OSError if the
+    file cannot be written.
     """
     # Sorting by name is sorting by time.
     path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"

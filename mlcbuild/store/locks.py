@@ -71,7 +71,7 @@ def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLoc
 
 def wait_lock(path: Path, *, keep: bool = False, shared: bool = False) -> HeldLock:
     """Acquires a file lock and returns it, waiting as long as another process holds it; meant for locks that
-    are held for moments. Parameters as in try_lock. Raises OSError.
+    are held for moments. Parameters as in try_lock. Raises OSError if the lock file cannot be opened.
     """
     while (lock := try_lock(path, shared=shared, keep=keep)) is None:
         time.sleep(0.02)

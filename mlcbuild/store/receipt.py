@@ -158,15 +158,15 @@ def short(path: str) -> str:
 
 
 def stats(paths: Iterable[str | bytes]) -> list[int]:
-    """Returns inode, mtime and ctime (in nanoseconds) of each file, three integers per path. Raises
-    OSError.
+    """Returns inode, mtime and ctime (in nanoseconds) of each file, three integers per path. Raises OSError
+    if a file is missing or cannot be read.
     """
     return [n for s in map(os.stat, paths) for n in (s.st_ino, s.st_mtime_ns, s.st_ctime_ns)]
 
 
 def inodes(directory: str) -> list[str]:
-    """Returns the name and inode of each entry of a directory, alternating, sorted by name. Raises
-    OSError.
+    """Returns the name and inode of each entry of a directory, alternating, sorted by name. Raises OSError if
+    the directory cannot be read.
     """
     entries = sorted((entry.name, str(entry.inode())) for entry in os.scandir(directory))
     return [text for pair in entries for text in pair]

@@ -74,7 +74,8 @@ _BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"
 
 
 def parse_about(rest: bytes) -> dict[str, Any]:
-    """Parses the second line of a record, which describes how its artifact was built. Raises ValueError.
+    """Parses the second line of a record, which describes how its artifact was built. Raises ValueError for
+    any other text.
 
     Most of the line lists the source files of the action, which thousands of records share. Their text is
     parsed once; for the same bytes in another record, only the rest of the line is parsed.
@@ -141,7 +142,8 @@ def is_count(value: object) -> bool:
 
 
 def read_rows(listed: object) -> tuple[Row, ...]:
-    """Checks every field of a list of files and returns (path, digest, size) of each. Raises ValueError.
+    """Checks every field of a list of files and returns (path, digest, size) of each. Raises ValueError for
+    any other list.
 
     The checks are inlined, because a short run checks thousands of files.
     """

@@ -196,14 +196,15 @@ class Record:
 
     @classmethod
     def decode(cls, key: str, data: bytes) -> Record:
-        """Parses a record and checks the form of every field. Raises ValueError."""
+        """Parses a record and checks the form of every field. Raises ValueError for a damaged record."""
         record = _head(key, data)
         BuildInfo.from_json(parse_about(record.rest))
         return record
 
     @classmethod
     def checked(cls, key: str, data: bytes, expected: Callable[[], Expected] | None = None) -> Record:
-        """Parses a record and checks that it is unaltered and belongs to `key`. Raises ValueError.
+        """Parses a record and checks that it is unaltered and belongs to `key`. Raises ValueError for a
+        record that is damaged, was altered, or belongs to another key.
 
         expected: function that returns the text which follows from the pre-image of `key`, if the caller has
         the pre-image.
@@ -256,7 +257,9 @@ def _tree(rows: tuple[Row, ...]) -> Tree:
 
 
 def _head(key: str, data: bytes) -> Record:
-    """Parses a record of a step's result, checking its first line only. Raises ValueError."""
+    """Parses a record of a step's result, checking its first line only. Raises ValueError if that is
+    damaged.
+    """
     if len(data) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")
     first, newline, rest = data.partition(b"\n")

@@ -168,7 +168,9 @@ class Store(Blobs):
     # Writing
 
     def staging(self) -> StagingArea:
-        """Opens a staging area, which exists until it is closed. Raises StoreError."""
+        """Opens a staging area, which exists until it is closed. Raises StoreError if the store cannot be
+        written.
+        """
         with self.writing():
             layout.remove_links(str(self.root))
             for name in ("ac", "cas", "tmp", "locks", "logs"):
@@ -198,7 +200,7 @@ class Store(Blobs):
 
     def try_lock(self, key: str) -> HeldLock | None:
         """Acquires the lock of a key and returns it; returns None while another process holds it. Raises
-        StoreError.
+        StoreError if the lock file cannot be created.
         """
         with self.writing():
             return try_lock(self.root / "locks" / key)
@@ -230,7 +232,8 @@ class Store(Blobs):
 
     def put_record(self, record: Record, part: Path) -> Published:
         """Stores a record that was built elsewhere; its blobs must already be in the store. part: path at
-        which the file is first written. Raises StoreError.
+        which the file is first written. Raises StoreError if a blob is missing, or the record cannot be
+        written.
         """
         with self.writing(), self.settled():
             if missing := self.lost(record):

@@ -187,7 +187,7 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
     `max_bytes`. It is safe while builds run: then, whatever the limits, records used within KEPT_RECORDS stay
     (a run marks its records when it plans and repeatedly until it ends), and so do blobs without a record
     that are younger than KEPT_BLOBS (their record may be about to be written). Planning and publishing wait
-    for gc, and gc waits for them. Raises StoreError.
+    for gc, and gc waits for them. Raises StoreError if the store cannot be read or written.
     """
     if not store.root.exists():
         return Collected(0, 0, 0)

@@ -66,7 +66,9 @@ class Backend:
         return tuple(f"{self.kernels}.{name}_kernel" for name in scheme.formats if self.kernels)
 
     def tool_versions(self, target: Target) -> Mapping[str, str]:
-        """Returns name -> version of each program that determines a library's bytes. Raises SetupError."""
+        """Returns name -> version of each program that determines a library's bytes. Raises SetupError if a
+        program is missing.
+        """
         module, _, name = self.tools.partition(":")
         versions: Mapping[str, str] = getattr(import_module(module), name)(target)
         return versions

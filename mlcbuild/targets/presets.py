@@ -56,7 +56,9 @@ def unknown(name: str) -> str:
 
 
 def read_preset(path: Path) -> Target:
-    """Reads a preset from its file, which must state all properties. Raises InputError."""
+    """Reads a preset from its file, which must state all properties. Raises InputError with all problems of
+    the file.
+    """
     document = read(path)
     document = schema.typed(document, "target")
     problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])

@@ -66,7 +66,7 @@ def read(path: Path) -> Manifest:
 
 def check(path: Path, full: bool = True) -> Manifest:
     """Returns the manifest of a bundle after checking its files as `read` does. full: True to compute also
-    the digests of the weights, at about 2 GB per CPU-second. Raises BundleError.
+    the digests of the weights, at about 2 GB per CPU-second. Raises BundleError for a damaged bundle.
     """
     described = manifest(path)
     files.check_listing(path, described.everything)
@@ -90,7 +90,8 @@ def check(path: Path, full: bool = True) -> Manifest:
 
 def manifest(path: Path) -> Manifest:
     """Returns the parsed bundle.json of a bundle directory without checking the other files. Raises
-    BundleError."""
+    BundleError if there is none, or it is invalid.
+    """
     file = path / MANIFEST
     try:
         if not path.is_dir():

@@ -80,7 +80,7 @@ class Image:
     """The bytes of an ELF library. Methods raise ImageError, or struct.error where the file is too short."""
 
     def __init__(self, data: bytes) -> None:
-        """Checks the program headers and the dynamic section. Raises ImageError."""
+        """Checks the program headers and the dynamic section. Raises ImageError for a damaged file."""
         self._data = data
         kind, machine = struct.unpack_from("<HH", data, 16)
         if (data[4:6], kind) != (b"\x02\x01", 3):

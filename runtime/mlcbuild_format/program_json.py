@@ -46,7 +46,9 @@ _FILE = r"kernels/[A-Za-z0-9_]{1,100}\.[a-z]{1,8}"
 
 
 def parse(document: Json) -> Program:
-    """Returns the GPU program that a JSON document describes. Raises FieldError."""
+    """Returns the GPU program that a JSON document describes. Raises FieldError if the document is not a
+    valid program.
+    """
     top = Fields(document)
     if top.value.get("format") != FORMAT:
         raise FieldError(f"'format' must be '{FORMAT}', found {describe(top.value.get('format'))}")
@@ -192,7 +194,7 @@ def _use(entry: Json, where: str) -> BoundBuffer:
 
 def _expression(value: Json, allowed: Sizes, where: str, depth: int = 0) -> Expression:
     """Parses an expression over sizes. allowed: names of sizes that it may contain; where: its place, for
-    messages; depth: number of enclosing expressions. Raises FieldError.
+    messages; depth: number of enclosing expressions. Raises FieldError for anything else.
     """
     if is_integer(value) and 0 <= value <= MAX_BYTES:
         return value

@@ -57,7 +57,8 @@ class _Local:
         max_batch: int | None = None,
         speculate: str | Path | Speculate | None = None,
     ) -> None:
-        """Loads the bundle in directory `bundle`. Raises BundleError or SetupError.
+        """Loads the bundle in directory `bundle`. Raises BundleError for a damaged bundle, SetupError if this
+        machine cannot run it.
 
         threads: number of computing threads (default: the physical cores that this process may use; the first
         load of a process decides). max_batch: maximum answers at a time (default: the library's limit).
@@ -80,7 +81,9 @@ class _Local:
         return self._running.state()
 
     def tokenize(self, **body: object) -> list[int]:
-        """Returns the tokens of a `prompt`, or of a chat's `messages`. Raises RequestError."""
+        """Returns the tokens of a `prompt`, or of a chat's `messages`. Raises RequestError for an invalid
+        field, or messages that the chat template refuses.
+        """
         tokens = service.tokenize(self._running, _body(self._running, body))["tokens"]
         assert isinstance(tokens, list)
         return [token for token in tokens if isinstance(token, int)]
@@ -152,7 +155,9 @@ class Embeddings:
         self._running = running
 
     def create(self, **body: object) -> JsonDocument:
-        """Returns the embeddings of the texts in `input`. Raises RequestError or EngineError."""
+        """Returns the embeddings of the texts in `input`, as OpenAI's document. Raises RequestError for an
+        invalid field, EngineError if the computation fails.
+        """
         job = embeddings.job(self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():
@@ -183,7 +188,7 @@ class _Responses:
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
         """Checks a body of /v1/responses, and returns (the requests for the engine, the response to fill, the
-        record of the response to store). Raises RequestError.
+        record of the response to store). Raises RequestError for an invalid field.
         """
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
@@ -299,7 +304,9 @@ class AsyncEmbeddings:
         self._running = running
 
     async def create(self, **body: object) -> JsonDocument:
-        """Returns the embeddings of the texts in `input`. Raises RequestError or EngineError."""
+        """Returns the embeddings of the texts in `input`, as OpenAI's document. Raises RequestError for an
+        invalid field, EngineError if the computation fails.
+        """
         job = await asyncio.to_thread(embeddings.job, self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():

@@ -47,9 +47,9 @@ of cores."""
 def load(
     path: Path | str, threads: int | None = None, pages: int | None = None
 ) -> tuple[Executor, Tokenizer]:
-    """Returns the executor and the tokenizer of the bundle in directory `path`, ready for an engine.
-
-    The parameters are those of loading.load. Raises BundleError or SetupError.
+    """Returns the executor and the tokenizer of the bundle in directory `path`, ready for an engine. The
+    parameters are those of loading.load. Raises BundleError for a damaged bundle, SetupError if this machine
+    cannot run it.
     """
     executor = loading.load(path, threads, pages, check)
     return executor, Tokenizer.of(executor.path, executor.manifest)
@@ -112,7 +112,7 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     """Loads parts of a bundle in a child process, and returns (parts that have passed, error message for the
-    next one or ""). Raises SetupError.
+    next one or ""). Raises SetupError if no process can be started.
     """
     how, code = f"takes more than {SECONDS:g} s", None
     try:

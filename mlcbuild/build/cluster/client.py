@@ -340,7 +340,7 @@ class Cluster:
 
     def _give(self, job: Job, lacking: set[str], same_store: bool) -> str:
         """Uploads input files that the worker of a job lacks. Returns the reason why one cannot be sent, or
-        "" if all were sent. lacking: digests of the files. Raises MlcbuildError, CancelledError and OSError.
+        "" if all were sent. lacking: digests of the files. Raises MlcbuildError, CancelledError or OSError.
         """
         store = self._sharing.store
         for job_input in job.inputs:

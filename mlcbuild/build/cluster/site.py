@@ -248,7 +248,8 @@ class _Attempt:
 
     def _perform(self, inputs: Mapping[str, JobInput]) -> Outcome:
         """Runs the step's action in a child process, with these inputs, and returns its outcome. Raises
-        CancelledError."""
+        CancelledError if the run has cancelled the job.
+        """
         site, order = self._site, self._order
         area = site.area()
         log = site.staging.directory / f"{area.name}.log"

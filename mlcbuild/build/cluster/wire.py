@@ -190,7 +190,9 @@ _ANSWER: _Kinds = {
 
 
 def _parsed(text: str, what: str) -> dict[str, Any]:
-    """Parses a JSON object and returns its fields. what: name of the message in errors. Raises ValueError."""
+    """Parses a JSON object and returns its fields. what: name of the message in errors. Raises ValueError for
+    anything else.
+    """
     fields = strict_json.parse(text)
     if not isinstance(fields, dict):
         raise ValueError(f"the {what} is not a JSON object")
@@ -199,7 +201,7 @@ def _parsed(text: str, what: str) -> dict[str, Any]:
 
 def _check(fields: dict[str, Any], kinds: _Kinds, what: str) -> dict[str, Any]:
     """Returns `fields` if they are exactly those of `kinds`, with values of these types. what: name of the
-    message in errors. Raises ValueError.
+    message in errors. Raises ValueError otherwise, naming the field.
     """
     wrong = sorted(fields.keys() ^ kinds.keys())
     if wrong:
@@ -229,7 +231,7 @@ def _remote(row: object) -> Remote:
 
 def _order_input(name: str, value: object) -> OrderInput:
     """Parses one input of a job that a run sent to a cluster worker. name: the argument's name, for messages.
-    Raises ValueError.
+    Raises ValueError if a field is missing or wrong.
     """
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | None)):
         raise ValueError(f"the input '{name[:100]}' of the order must be a directory or null, and a list")

@@ -46,7 +46,8 @@ def push(
     bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
 ) -> tuple[str, int]:
     """Publishes a bundle, and returns (address of the artifact by digest, number of bytes sent). files: path
-    -> size in bytes; to: the address; uploaded: files that registries are known to have. Raises RemoteError.
+    -> size in bytes; to: the address; uploaded: files that registries are known to have. Raises RemoteError
+    if the registry refuses or cannot be reached.
     """
     place = parse(to)
     with Background(_AT_ONCE) as pool, Registry(place) as target:
@@ -119,9 +120,9 @@ def _address(place: RegistryAddress, digest: str) -> str:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Downloads an artifact's files into a directory, and checks their SHA-256.
-
-    Returns (address by digest, paths of the files). Raises RemoteError, OSError.
+    """Downloads an artifact's files into a directory, and checks their SHA-256. Returns (address by digest,
+    paths of the files). Raises RemoteError if the registry refuses or a file is damaged, OSError if a file
+    cannot be written.
     """
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:

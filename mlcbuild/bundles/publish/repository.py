@@ -36,7 +36,7 @@ def push(
     files: path -> size in bytes; to: the address; uploaded: not used.
 
     A repository that does not exist is created as private. Files of an earlier bundle are deleted. Raises
-    SourceError.
+    SourceError if the hub refuses or cannot be reached.
     """
     source = cast(HubSource, hub.parse_source(to))
     text = card(manifest, list(_sources(bundle)), to).encode()
@@ -91,10 +91,9 @@ def _sources(bundle: Path) -> Iterator[str]:
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
     """Downloads a repository's bundle into a directory, and returns (address at a commit, paths of the
-    files).
-
-    The hub's cache keeps downloaded files and resumes interrupted transfers. Raises SourceError, RemoteError,
-    OSError.
+    files). The hub's cache keeps downloaded files and resumes interrupted transfers. Raises SourceError if
+    the hub refuses or cannot be reached, RemoteError for a repository that is no bundle, OSError if a file
+    cannot be written.
     """
     asked = cast(HubSource, hub.parse_source(source))
     commit, listed = hub.list_files(asked)

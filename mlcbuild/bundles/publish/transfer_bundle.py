@@ -52,7 +52,8 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     """Downloads a bundle into a directory that does not exist or holds exactly this bundle.
 
-    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError.
+    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError
+    if the transfer fails, or the bundle is damaged or not trusted.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
@@ -99,7 +100,7 @@ def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
     """Checks the downloaded files of a bundle in `part`, and returns the manifest; removes a damaged bundle.
-    listed: paths of the files. Raises PublishError.
+    listed: paths of the files. Raises PublishError for a damaged bundle, or one that is not the expected one.
     """
     try:
         # an interrupted transfer of an earlier version left them

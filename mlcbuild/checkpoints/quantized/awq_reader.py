@@ -59,7 +59,8 @@ class _Awq:
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of an AWQ checkpoint with one tensor in place of the parts of each quantized
-    matrix. settings: its quantization_config. Raises CheckpointError.
+    matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
+    together, and for unsupported settings.
     """
     layout = str(settings.get("version") or "gemm").lower()
     if layout != "gemm":

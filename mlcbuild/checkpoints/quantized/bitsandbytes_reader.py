@@ -77,7 +77,8 @@ class _Table:
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a bitsandbytes checkpoint with one tensor in place of the parts of each
-    quantized matrix. settings: its quantization_config. Raises CheckpointError.
+    quantized matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or
+    do not fit together, and for unsupported settings.
     """
     renamed = {}
     for name, tensor in tensors.items():
@@ -95,8 +96,8 @@ def _combined(parts: StoredParts) -> dict[str, Tensor]:
 
 
 def _bytes(parts: StoredParts) -> Tensor:
-    """Returns the weight of a module that is stored as int8 with a scale for each row. Raises
-    CheckpointError.
+    """Returns the weight of a module that is stored as int8 with a scale for each row. Raises CheckpointError
+    if the scale is missing or has another shape.
     """
     rows, columns = parts.matrix("weight")
     weight = parts.check("weight", ("I8",), (rows, columns))
@@ -117,7 +118,9 @@ def _bytes(parts: StoredParts) -> Tensor:
 
 
 def _codes(parts: StoredParts) -> Tensor:
-    """Returns the weight of a module that is stored as 4-bit codes. Raises CheckpointError."""
+    """Returns the weight of a module that is stored as 4-bit codes. Raises CheckpointError if a part is
+    missing or has another shape.
+    """
     state = _state(parts)
     rows, columns = _sizes(parts, state, "shape")
     (block,) = _sizes(parts, {"blocksize": [state.get("blocksize")]}, "blocksize")
@@ -148,7 +151,7 @@ def _codes(parts: StoredParts) -> Tensor:
 
 def _state(parts: StoredParts) -> Mapping[str, Any]:
     """Returns the JSON object that describes a quantized matrix, which is stored as the bytes of a tensor.
-    Raises CheckpointError.
+    Raises CheckpointError if it is not such an object.
     """
     tensor = parts[f"{_PART}quant_state"]
     size = math.prod(tensor.shape)

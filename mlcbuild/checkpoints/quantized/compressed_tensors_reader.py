@@ -87,7 +87,8 @@ class _Integers:
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a compressed-tensors checkpoint with one tensor in place of the parts of each
-    quantized matrix. settings: its quantization_config. Raises CheckpointError.
+    quantized matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or
+    do not fit together, and for unsupported settings.
     """
     form = str(settings.get("format"))
     if form in _REFUSED or settings.get("transform_config"):
@@ -117,7 +118,9 @@ def _weight(parts: StoredParts) -> Tensor:
 
 
 def _integers(parts: StoredParts) -> _Integers:
-    """Checks and returns the tensors of a matrix of integer codes. Raises CheckpointError."""
+    """Checks and returns the tensors of a matrix of integer codes. Raises CheckpointError if a part is
+    missing, or has another type or shape.
+    """
     if parts.get("weight_packed") is None:
         rows, columns = parts.matrix("weight")
         parts.check("weight", ("I8",), (rows, columns))
@@ -147,7 +150,7 @@ def _integers(parts: StoredParts) -> _Integers:
 
 def _columns(parts: StoredParts, rows: int) -> int:
     """Returns the number of columns that the tensor weight_shape of a module states. rows: the number of rows
-    it must state. Raises CheckpointError.
+    it must state. Raises CheckpointError if it states no such number.
     """
     tensor = parts.check("weight_shape", ("I64", "I32"), (2,))
     with Rows() as reader:
@@ -171,7 +174,7 @@ def _check_zeros(own: _Integers, scale: Tensor) -> None:
 def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) -> Tensor:
     """Returns the weight of a module of 4-bit floats. packed: the part with the codes; overall: the part that
     scales the whole matrix, which makes it NVFP4 and not MXFP4; divides: True if scales are divided by it.
-    Raises CheckpointError.
+    Raises CheckpointError if a part is missing, or has another type or shape.
     """
     rows, half = parts.matrix(packed)
     parts.check(packed, ("U8",), (rows, half))

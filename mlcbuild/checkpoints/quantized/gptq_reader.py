@@ -78,7 +78,8 @@ class _Gptq:
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a GPTQ checkpoint with one tensor in place of the parts of each quantized
-    matrix. settings: its quantization_config. Raises CheckpointError.
+    matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
+    together, and for unsupported settings.
     """
     named = str(settings.get("checkpoint_format") or "")
     if named not in _FORMATS:

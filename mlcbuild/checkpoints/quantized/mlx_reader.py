@@ -45,7 +45,8 @@ class _Affine:
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of an MLX checkpoint with one tensor in place of the parts of each quantized
-    matrix. settings: its quantization_config. Raises CheckpointError.
+    matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or do not fit
+    together, and for unsupported settings.
     """
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""Returns the tensors of an MXFP4 checkpoint with one tensor in place of the parts of each stack of experts.
-settings: its quantization_config. Raises CheckpointError.
+"""Reads MXFP4 checkpoints of gpt-oss: `<name>_blocks` [experts, outputs, inputs / 32, 16] and `<name>_scales`
+[experts, outputs, inputs / 32], both bytes, stand for one tensor [experts, inputs, outputs].
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _GROUP = 32
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of an MXFP4 checkpoint with one tensor in place of the parts of each stack of
-    experts. settings: its quantization_config. Raises CheckpointError.
+    experts. settings: its quantization_config. Raises CheckpointError for parts that are missing or do
+    not fit together.
     """
     endings = ("_blocks", "_scales")
     marks = {name.rpartition(".")[2] for name in tensors if name.endswith(endings)}

@@ -24,7 +24,8 @@ from mlcbuild.errors import CompileError
 def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]) -> list[Path]:
     """Writes program.json, kernels and library.json into `directory`, and returns the paths of the first two.
     data: config, scheme, target and limits as JSON; mark: called with the name of each phase. Raises
-    CompileError.
+    CompileError if no device with WebGPU's guaranteed limits could run the program, or a kernel cannot be
+    compiled.
     """
     versions.check()
     request = CompileRequest.from_json(data)

@@ -74,7 +74,9 @@ _RESERVED = frozenset(
 
 
 def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]:
-    """Returns (description of a kernel for programs, its source text). Raises CompileError."""
+    """Returns (description of a kernel for programs, its source text). Raises CompileError if TVM cannot
+    translate the kernel.
+    """
     reserved = _RESERVED.intersection(builder.scalars)
     if reserved:
         raise CompileError(f"kernel {builder.name}: '{sorted(reserved)[0]}' is a reserved word of WGSL")

@@ -71,7 +71,11 @@ class ChatModel(Protocol):
         """
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
-        """Yields the pieces of an answer; closing the generator ends the answer. Raises ServingError."""
+        """Yields the pieces of an answer; closing the generator ends the answer. Raises ServingError if the
+        model cannot answer.
+        """
 
     def metrics(self) -> Mapping[str, object]:
-        """Returns the counts of the model's engine since its start, name -> value. Raises ServingError."""
+        """Returns the counts of the model's engine since its start, name -> value. Raises ServingError if the
+        server refuses or cannot be reached.
+        """

@@ -59,7 +59,9 @@ class Conversation:
         return head + listed
 
     def answer(self, text: str) -> None:
-        """Sends a message, and shows the answer as it arrives. Raises ServingError."""
+        """Sends a message, and shows the answer as it arrives. Raises ServingError if the model cannot
+        answer.
+        """
         asked: list[Json] = [*self.history, {"role": "user", "content": text}]
         texts: list[str] = []
         pieces = self.model.answer(self._with_system(asked), self.settings)
@@ -77,8 +79,8 @@ class Conversation:
         self.history = [*asked, {"role": "assistant", "content": "".join(texts)}]
 
     def command(self, line: str) -> bool:
-        """Executes a line that begins with a slash. Returns False if the chat should end. Raises
-        ServingError.
+        """Executes a line that begins with a slash. Returns False if the chat should end. Raises ServingError
+        if the model cannot answer.
         """
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[], str]] = {
@@ -110,7 +112,9 @@ class Conversation:
         return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
 
     def _regen(self) -> str:
-        """Answers the last message of the chat again, and returns a text to print. Raises ServingError."""
+        """Answers the last message of the chat again, and returns a text to print. Raises ServingError if the
+        model cannot answer.
+        """
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]

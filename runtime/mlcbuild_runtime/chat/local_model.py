@@ -28,7 +28,9 @@ class LocalModel:
     """A bundle with an engine in this process, as the model of a chat."""
 
     def __init__(self, path: Path | str, threads: int | None = None) -> None:
-        """Loads the bundle in directory `path`. Raises BundleError or SetupError."""
+        """Loads the bundle in directory `path`. Raises BundleError for a damaged bundle, SetupError if this
+        machine cannot run it.
+        """
         executor, tokenizer = untrusted.load(path, threads)
         self._engine = Engine(executor, tokenizer, EngineOptions(max_batch=1)).start()
         self.speed = Speed()
@@ -48,7 +50,7 @@ class LocalModel:
 
     def _call(self, messages: list[Json], settings: Mapping[str, Json]) -> api.ChatCall:
         """Returns the engine's request for an answer to a chat, checked by the rules of the HTTP API. Raises
-        RequestError.
+        RequestError for settings that the API refuses.
         """
         return api.chat_call({**settings, "messages": messages}, self._engine.manifest.serving)
 
@@ -64,7 +66,8 @@ class LocalModel:
 
     def _prompt(self, call: api.ChatCall) -> list[int]:
         """Returns the tokens of a prompt; of a base model, which has no chat template, those of all texts in
-        order. Raises RequestError."""
+        order. Raises RequestError for a prompt that is too long, or that the chat template refuses.
+        """
         if self._is_chat:
             return self._engine.tokenizer.chat(call.messages, call.template_options)
         text = "\n".join(str(message.get("content") or "") for message in call.messages)

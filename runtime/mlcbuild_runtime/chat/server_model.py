@@ -109,7 +109,9 @@ class ServerModel:
         return dict(self._document("/health"))
 
     def _document(self, path: str) -> Mapping[str, Json]:
-        """Returns the JSON object that the server sends for a path. Raises SetupError and RequestError."""
+        """Returns the JSON object that the server sends for a path. Raises SetupError if the server cannot be
+        reached, RequestError if it refuses.
+        """
         connection = self._connection()
         with closing(connection):
             response = self._send(connection, "GET", path, None)
@@ -155,7 +157,7 @@ def _reason(error: Exception) -> str:
 
 
 def _parsed(data: bytes) -> Mapping[str, Json]:
-    """Returns a JSON object that a server sent. Raises SetupError."""
+    """Returns a JSON object that a server sent. Raises SetupError for any other answer."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):

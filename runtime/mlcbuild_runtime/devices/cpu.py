@@ -61,7 +61,9 @@ class CpuExecutor:
     burst, exact_rows = BURST, EXACT_ROWS
 
     def __init__(self, path: Path, manifest: Manifest, threads: int, pages: int) -> None:
-        """Creates the executor of a bundle; `load` calls it. Raises BundleError."""
+        """Creates the executor of a bundle; `load` calls it. Raises BundleError for weights that do not fit
+        the library.
+        """
         self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
         self._library = Library(path, manifest)
         self._weights = tensors.load(path, manifest.weights, self._library.metadata.params)
@@ -72,8 +74,9 @@ class CpuExecutor:
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:
-        """Loads the bundle in directory `path`; parameters as in loading.load. Raises BundleError or
-        SetupError."""
+        """Loads the bundle in directory `path`; parameters as in loading.load. Raises BundleError for a
+        damaged bundle, SetupError if this machine cannot run it.
+        """
         path = Path(path).absolute()
         return load(path, bundle.read(path), threads, pages)
 

@@ -36,7 +36,9 @@ class Library:
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Opens the library of the bundle in directory `path`. Raises BundleError."""
+        """Opens the library of the bundle in directory `path`. Raises BundleError if it cannot be loaded, or
+        was built for another bundle.
+        """
         self._vm, self._name = _open(path / manifest.library), manifest.library
         self.metadata = library.read_metadata(str(self.function(abi.METADATA)()), manifest)
         self.create_cache = self.function(abi.CREATE_CACHE)
@@ -69,7 +71,9 @@ class Library:
 
 
 def _open(path: Path) -> tvm_ffi.Module:
-    """Returns TVM's virtual machine for a library, initialised for the CPU. Raises BundleError."""
+    """Returns TVM's virtual machine for a library, initialised for the CPU. Raises BundleError if it cannot
+    be loaded.
+    """
     try:
         vm: tvm_ffi.Module = tvm_ffi.load_module(str(path))["vm_load_executable"]()
         vm["vm_initialization"](_CPU, 0, _POOLED)
@@ -84,9 +88,9 @@ _loaded: list[ctypes.CDLL | None] = []
 
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
-    """Loads the TVM runtime into this process, once, and returns the number of its threads.
-
-    `threads` is the requested number, as in loading.load. Raises SetupError.
+    """Loads the TVM runtime into this process, once, and returns the number of its threads. `threads` is the
+    requested number, as in loading.load. Raises SetupError if the runtime is missing, or TVM_NUM_THREADS is
+    not a number of threads.
     """
     if not _loaded:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
@@ -106,8 +110,9 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the library of a bundle, without weights, as a test; see loading.try_out. Raises BundleError or
-    SetupError."""
+    """Loads the library of a bundle, without weights, as a test; see loading.try_out. Raises BundleError if
+    it cannot be loaded, SetupError if the TVM runtime is missing.
+    """
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")

@@ -41,7 +41,9 @@ minUniformBufferOffsetAlignment."""
 
 
 def read(path: Path, manifest: Manifest) -> Program:
-    """Reads and checks the GPU program of a bundle. Raises BundleError."""
+    """Reads and checks the GPU program of a bundle. Raises BundleError for a program that is damaged or
+    belongs to another bundle.
+    """
     file = path / manifest.library
     data = files.read_bytes(file, MAX_PROGRAM)
     try:

@@ -117,7 +117,8 @@ class Sampler:
 
     def token(self, logits: ReadLogits, drawn: int, position: int) -> int:
         """Returns the next token. `drawn` is the token that the device sampled with `first_params`, or
-        NO_TOKEN. Raises ServingError."""
+        NO_TOKEN. Raises ServingError for logits that are NaN, or a constraint that is too costly to follow.
+        """
         if self.mask is not None and drawn != NO_TOKEN:
             self.mask = None
             return checked(drawn)
@@ -127,13 +128,16 @@ class Sampler:
 
     def propose(self, logits: Floats, position: int, draft: list[int]) -> int:
         """Returns the token that follows a draft, sampled from a draft model's logits. position: index in the
-        answer at which the draft begins. Raises ServingError.
+        answer at which the draft begins. Raises ServingError for logits that are NaN, or a constraint that is
+        too costly to follow.
         """
         matcher = None if self._matcher is None else self._matcher.after(draft)
         return self._choose(logits.copy, NO_TOKEN, matcher, (position, draft), copy(self._backoff))
 
     def add(self, token: int) -> None:
-        """Appends a token of the answer to the constraint's and the penalties' state. Raises ServingError."""
+        """Appends a token of the answer to the constraint's and the penalties' state. Raises ServingError for
+        a constraint that is too costly to follow.
+        """
         if self._matcher is not None:
             self._matcher.take(token)
         if self._sampling.adjusts:

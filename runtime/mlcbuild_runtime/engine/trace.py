@@ -31,7 +31,7 @@ class Trace:
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Opens the trace file for writing. Raises OSError."""
+        """Opens the trace file for writing. Raises OSError if the file cannot be created."""
         self._out: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (open until close)
         self._start, self._lock, self._empty = time.perf_counter(), Lock(), True
         self._event("M", "process_name", args={"name": "mlcbuild-serve"})

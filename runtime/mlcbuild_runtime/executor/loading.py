@@ -37,7 +37,8 @@ def load(
     pages: int | None = None,
     check: Callable[[Path, Manifest], None] = lambda path, manifest: None,
 ) -> Executor:
-    """Loads the bundle in directory `path` on its device. Raises BundleError or SetupError.
+    """Loads the bundle in directory `path` on its device. Raises BundleError for a damaged bundle or one for
+    a device that this runtime lacks, SetupError if this machine cannot run it.
 
     threads: number of computing threads on a CPU (default: the physical cores that this process may use; the
     first load of a process decides). pages: number of pages of the KV cache (default: enough for max_batch
@@ -61,7 +62,8 @@ def load(
 
 def try_out(path: Path, manifest: Manifest) -> None:
     """Loads the compiled code of a bundle, without weights, as a test: damaged code may end the process.
-    Raises BundleError or SetupError."""
+    Raises BundleError for a damaged bundle, SetupError if this machine cannot run it.
+    """
     import_module(CODE[manifest.machine.device]).try_out(path, manifest)
 
 

@@ -58,7 +58,9 @@ _PAGE = (".html", ".css", ".js", ".LICENSE")
 
 
 def site_files(bundle: Path) -> dict[str, Path]:
-    """Returns path on the site -> file, for a bundle whose files are checked first. Raises BundleError."""
+    """Returns path on the site -> file, for a bundle whose files are checked first. Raises BundleError for a
+    damaged bundle, or one for another device than browsers' GPUs.
+    """
     manifest = form.read(bundle)
     if manifest.machine.output != "program" or manifest.machine.device != "webgpu":
         raise BundleError(
@@ -73,7 +75,9 @@ def site_files(bundle: Path) -> dict[str, Path]:
 
 def write(bundle: Path, directory: Path) -> str:
     """Writes the site to a new or empty directory and returns a sentence about it. Files of the bundle are
-    linked where the file system can, since weights are large. Raises BundleError and SetupError."""
+    linked where the file system can, since weights are large. Raises BundleError for a bundle that browsers
+    cannot run, SetupError if the directory is not empty or cannot be written.
+    """
     paths = site_files(bundle)
     try:
         directory.mkdir(parents=True, exist_ok=True)

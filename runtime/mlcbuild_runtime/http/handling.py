@@ -101,7 +101,8 @@ class RequestHandling:
 
     async def engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         """Returns the engine of the model that a body names; it stays loaded until `use` ends. Raises
-        RequestError."""
+        RequestError if the server has no such model, or no memory for it now.
+        """
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "a text", name)

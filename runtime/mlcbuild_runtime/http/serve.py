@@ -89,7 +89,8 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
 
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound to an address. It is bound before the model is loaded, so that a port in
-    use fails quickly. Raises SetupError."""
+    use fails quickly. Raises SetupError if the address or port cannot be used.
+    """
     if not 0 <= port < 1 << 16:
         raise SetupError(f"cannot listen on {host} port {port}: a port is a number from 0 to 65535")
     try:
@@ -115,7 +116,9 @@ def _for_listener(access: Access, listener: socket.socket) -> Access:
 
 
 def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
-    """Returns the access log, opened for appending; None if there is none. Raises SetupError."""
+    """Returns the access log, opened for appending; None if there is none. Raises SetupError if the file
+    cannot be written.
+    """
     if name is None or name == "-":
         return nullcontext(None if name is None else sys.stdout)
     try:
@@ -133,7 +136,7 @@ def _log(form: str) -> list[tuple[TextIO, Form]]:
 
 
 def _trace(name: str | None) -> Trace | None:
-    """Returns an open trace file, or None. Raises SetupError."""
+    """Returns an open trace file, or None. Raises SetupError if the file cannot be written."""
     from mlcbuild_runtime.engine.trace import Trace
 
     try:
@@ -144,7 +147,8 @@ def _trace(name: str | None) -> Trace | None:
 
 def _serve_site(bundles: Sequence[str | Path], options: ServerOptions, listener: socket.socket | None) -> int:
     """Serves the page for browsers, or writes its files to `options.site` without a listener. Raises
-    ServingError."""
+    ServingError for options or a bundle that the page cannot use.
+    """
     from mlcbuild_runtime.http import browser_site
 
     if len(bundles) != 1:

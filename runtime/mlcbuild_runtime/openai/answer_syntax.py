@@ -28,7 +28,7 @@ class AnswerSyntax(Protocol):
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
         """Returns the constraint of an answer: its format, its calls, and the reasoning before it. space:
-        True if the answer may begin with a space. Raises RequestError.
+        True if the answer may begin with a space. Raises RequestError for an invalid grammar or schema.
         """
         ...
 
@@ -59,7 +59,7 @@ class ChannelSyntax:
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
         """Returns the constraint that the text of an answer must match, None for no constraint. Raises
-        RequestError.
+        RequestError for an invalid grammar or schema.
         """
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
@@ -83,7 +83,7 @@ class MarkedSyntax:
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
         """Returns the constraint that the text of an answer must match, None for no constraint. Raises
-        RequestError.
+        RequestError for an invalid grammar or schema.
         """
         box, constraint = call.toolbox, call.options.constraint
         free = box is not None and box.choice == "auto" and constraint is None

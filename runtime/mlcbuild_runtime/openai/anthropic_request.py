@@ -67,7 +67,7 @@ def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 def counted_body(body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the chat request whose prompt is counted for a body of /v1/messages/count_tokens. Raises
-    RequestError.
+    RequestError for an invalid field.
     """
     return _chat(RequestBody(body, COUNT))
 
@@ -145,7 +145,7 @@ def _messages(where: str, message: Json) -> list[Json]:
 
 def _text(where: str, content: Json) -> str:
     """Returns the text of a content, which is a string or text blocks. where: place for errors. Raises
-    RequestError.
+    RequestError for any other content.
     """
     if isinstance(content, str):
         return content

@@ -314,7 +314,7 @@ def _stop_tokens(value: Json) -> tuple[int, ...]:
 
 def prompts(key: str, value: Json) -> tuple[str | tuple[int, ...], ...]:
     """Returns the prompts in the field `key` of a request: one text, one list of tokens, or a list of these.
-    Raises RequestError.
+    Raises RequestError for anything else.
     """
     listed = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     return tuple(_prompt(key, item, value) for item in listed)

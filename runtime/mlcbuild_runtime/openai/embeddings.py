@@ -87,7 +87,8 @@ class EmbeddingsJob:
 
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
-    """Checks the body of a request to /v1/embeddings, and returns the job. Raises RequestError.
+    """Checks the body of a request to /v1/embeddings, and returns the job. Raises RequestError for an invalid
+    field, naming it.
 
     truncate: True if texts longer than the model's context are cut instead of refused.
     """

@@ -115,7 +115,7 @@ def _with_format(own: dict[str, Json]) -> dict[str, Json]:
 
 def _format(key: str, value: Json) -> Json:
     """Returns OpenAI's `response_format` that means the same as a field of another server. Raises
-    RequestError.
+    RequestError for an invalid value.
     """
     match key.replace("structured_outputs.", "guided_"), value:
         case "guided_json" | "json_schema", str(text):

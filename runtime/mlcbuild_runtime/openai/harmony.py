@@ -51,7 +51,8 @@ class Harmony:
 
     def constraint(self, box: Toolbox | None, answer: Constraint | None) -> Constraint | None:
         """Returns the constraint of an answer that may call the tools of `box`, or whose text `answer`
-        constrains; None if it is free. Raises RequestError."""
+        constrains; None if it is free. Raises RequestError if the request states a grammar beside tools.
+        """
         if box is None and answer is None:
             return None
         if box is not None and answer is not None and answer.kind == "lark":

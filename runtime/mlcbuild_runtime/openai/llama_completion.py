@@ -38,8 +38,8 @@ TEMPLATE: Table = {
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the body of /v1/completions that means the same as a body of /completion. Raises
-    RequestError.
+    """Returns the body of /v1/completions that means the same as a body of /completion. Raises RequestError
+    for an invalid field.
     """
     own = translated(body)
     unknown = {key: value for key, value in own.items() if key not in api.COMPLETION or key in _OWN[:2]}
@@ -120,7 +120,9 @@ def _timings(event: Event, size: int) -> Document:
 
 
 def template(running: Engine, body: Mapping[str, Json]) -> Document:
-    """Returns the response to a body of /apply-template: the prompt of a chat. Raises RequestError."""
+    """Returns the response to a body of /apply-template: the prompt of a chat. Raises RequestError for
+    messages that are invalid or that the chat template refuses.
+    """
     fields = RequestBody(body, TEMPLATE)
     options = fields.object("chat_template_kwargs")
     return {"prompt": running.tokenizer.rendered(messages(fields), options, running.longest_text)}

@@ -104,7 +104,8 @@ def _named(listed: list[Message]) -> list[Message]:
 
 def _message(where: str, message: Json) -> Message:
     """Returns one message of a chat with its role, content and tool calls; parts of text are joined. `where`
-    names it in errors. Raises RequestError."""
+    names it in errors. Raises RequestError for an invalid message.
+    """
     if not isinstance(message, dict):
         raise wrong(where, "an object with role and content", message)
     role = message.get("role")
@@ -152,7 +153,9 @@ def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def content_text(where: str, content: Json) -> str:
-    """Returns the text of a message's content, which is a text or a list of parts. Raises RequestError."""
+    """Returns the text of a message's content, which is a text or a list of parts. Raises RequestError for
+    any other content.
+    """
     if isinstance(content, list):
         content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):

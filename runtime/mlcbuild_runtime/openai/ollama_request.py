@@ -88,7 +88,8 @@ OPTIONS: Table = {
 
 def model_name(body: Mapping[str, Json]) -> Json:
     """Returns the model that a body names, without Ollama's tag for the newest version; None for the first
-    one. Raises RequestError."""
+    one. Raises RequestError if the name is not a text.
+    """
     name = body.get("model") or body.get("name")
     if name is not None and not isinstance(name, str):
         raise wrong("model", "a text", name)
@@ -278,7 +279,7 @@ def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
 
 
 def texts(value: Json) -> list[Json]:
-    """Returns the texts of /api/embed's `input`. Raises RequestError."""
+    """Returns the texts of /api/embed's `input`. Raises RequestError for anything else."""
     listed: list[Json] = value if isinstance(value, list) else [value]
     for item in listed:
         if not isinstance(item, str):

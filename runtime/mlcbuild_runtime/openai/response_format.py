@@ -50,7 +50,8 @@ SCHEMA: dict[str, Json] = {
 
 def response_format(value: Json) -> Constraint | None:
     """Returns the constraint that the field `response_format` states; None for plain text. Raises
-    RequestError."""
+    RequestError for any other value.
+    """
     match value:
         case None | {"type": "text"}:
             return None

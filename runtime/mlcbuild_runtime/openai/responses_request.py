@@ -153,7 +153,9 @@ class ResponsesCall:
     """The fields of the request that the response document repeats."""
 
     def body(self, before: Sequence[Item]) -> dict[str, Json]:
-        """Returns the body of a chat that continues after the items `before`. Raises RequestError."""
+        """Returns the body of a chat that continues after the items `before`. Raises RequestError for an
+        invalid item.
+        """
         listed = _messages([*before, *self.items])
         if self.instructions is not None:
             listed.insert(0, {"role": "system", "content": self.instructions})

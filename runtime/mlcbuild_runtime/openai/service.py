@@ -88,7 +88,7 @@ def constrained(body: Mapping[str, Json]) -> bool:
 
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply, for a body of /v1/chat/completions. Raises
-    RequestError.
+    RequestError for an invalid field, or a prompt that is too long.
     """
     call = api.chat_call(body, running.manifest.serving)
     form, box, options = (
@@ -115,8 +115,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
-    """Returns the requests for the engine, and the reply, for a body of /v1/completions. Raises
-    RequestError.
+    """Returns the requests for the engine, and the reply, for a body of /v1/completions. Raises RequestError
+    for an invalid field, or a prompt that is too long.
     """
     call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
@@ -159,8 +159,9 @@ def _predicted(running: Engine, text: str) -> tuple[int, ...]:
 
 
 def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
-    """Submits all of a job's requests, or none, and returns their tickets. Raises RequestError or
-    EngineError."""
+    """Submits all of a job's requests, or none, and returns their tickets. Raises RequestError if the queue
+    is full or a request does not fit the model, EngineError if the engine is closed.
+    """
     tickets: list[Ticket] = []
     try:
         for request, sink in zip(requests, sinks, strict=True):
@@ -174,7 +175,8 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the response to a body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises
-    RequestError."""
+    RequestError for an invalid field.
+    """
     fields = RequestBody(body, TOKENIZE)
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")
@@ -206,7 +208,7 @@ def _piece(running: Engine, token: int) -> Json:
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the response to a body of /detokenize: the text of the list of token numbers in its field
-    `tokens`. Raises RequestError.
+    `tokens`. Raises RequestError for an invalid field.
     """
     fields = RequestBody(body, DETOKENIZE)
     value, size = fields.get("tokens"), running.manifest.vocab_size
@@ -248,7 +250,7 @@ def _request(
 
 def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
     """Returns the sampling parameters of a request, with the tokens that `min_tokens` excludes at first.
-    Raises RequestError.
+    Raises RequestError if `min_tokens` contradicts a response format or a required tool call.
     """
     if not options.sampling.min_tokens:
         return options.sampling

@@ -93,7 +93,8 @@ class AsyncAnswers:
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
         """Submits requests to an engine. watch: returns a sink that also observes the events of the sink that
-        it receives. Raises RequestError or EngineError.
+        it receives. Raises RequestError if the queue is full or a request does not fit the model, EngineError
+        if the engine is closed.
         """
         self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()

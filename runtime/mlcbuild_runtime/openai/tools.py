@@ -104,7 +104,8 @@ class Toolbox:
 
 def toolbox(body: RequestBody) -> Toolbox | None:
     """Returns the tools from the fields `tools`, `tool_choice` and `parallel_tool_calls`; None if there can
-    be no calls. Raises RequestError."""
+    be no calls. Raises RequestError for invalid tools, or a choice that does not fit them.
+    """
     listed_tools, choice = body.get("tools"), body.get("tool_choice")
     if listed_tools is None or listed_tools == []:
         if choice not in (None, "none", "auto"):
@@ -179,7 +180,8 @@ def constraint(
 ) -> Constraint:
     """Returns the constraint for an answer with these tools. With `space`, the answer may begin with a space.
     `answer` constrains answers without calls, and `prose` is a Lark terminal that matches them where nothing
-    else does. Raises RequestError."""
+    else does. Raises RequestError if the request states a grammar beside tools.
+    """
     bare = BareRules(form.quote, form.literal) if form.quote else None
     calls = " | ".join(f"{form.head_rule(tool.name)} {_arguments(form, tool, bare)}" for tool in box.tools)
     lead, last = form.literal(form.lead), form.literal(form.last)

@@ -41,7 +41,7 @@ def find_template(path: Path, config: Mapping[str, Json], present: Collection[st
     """Returns the chat template of the tokenizer in directory `path`; None if it has none.
 
     `config` is its tokenizer_config.json, and `present` the names of the files that may be read. Of several
-    named templates, the one called `default` is returned. Raises BundleError.
+    named templates, the one called `default` is returned. Raises BundleError for a file that cannot be read.
     """
     file, other = TEMPLATES
     if file in present:

@@ -41,7 +41,7 @@ class Tokenizer:
         """Returns the tokenizer of the bundle in directory `path`, from the files that its manifest lists.
 
         Untrusted files may end the process: mlcbuild_runtime.untrusted tries them in a child process first.
-        Raises BundleError.
+        Raises BundleError for damaged files.
         """
         tokenizer = cls.load(path, manifest.serving, manifest.files)
         tokenizer.eos = frozenset(token for token in tokenizer.eos if token < manifest.vocab_size)
@@ -51,7 +51,7 @@ class Tokenizer:
     def load(
         cls, path: Path, serving: Serving | None = None, names: Collection[str] | None = None
     ) -> Tokenizer:
-        """Reads the tokenizer's files in directory `path`. Raises BundleError.
+        """Reads the tokenizer's files in directory `path`. Raises BundleError for missing or damaged files.
 
         A message ends at any end-of-sequence token of `serving`, and at the tokenizer's own eos_token.
         `names` lists the files that may be read; by default those of FILES that exist.

@@ -49,7 +49,9 @@ class FairLock:
 
     @contextmanager
     def turn(self, seconds: float | None = None) -> Iterator[None]:
-        """Waits up to `seconds` for the lock and holds it while the context is open. Raises CrowdedError."""
+        """Waits up to `seconds` for the lock and holds it while the context is open. Raises CrowdedError if
+        the queue is full, or the time passes.
+        """
         mine = self._enter(client.get())
         try:
             if mine is not None:

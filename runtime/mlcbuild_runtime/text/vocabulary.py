@@ -53,7 +53,7 @@ class JsonVocabulary:
     """The vocabulary in a tokenizer.json, read by the tokenizers library."""
 
     def __init__(self, path: Path) -> None:
-        """Reads a tokenizer.json. Raises BundleError."""
+        """Reads a tokenizer.json. Raises BundleError for a damaged or unsupported file."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The cores are needed for the model.
         from tokenizers import Tokenizer
 
@@ -159,7 +159,8 @@ class PieceVocabulary:
 
     def __init__(self, path: Path, config: Mapping[str, Json], special: Mapping[str, str]) -> None:
         """Reads a tokenizer.model. `special` maps the name of a special token, such as bos_token, to its
-        text. Raises BundleError."""
+        text. Raises BundleError for a damaged file.
+        """
         from sentencepiece import SentencePieceProcessor
 
         try:
