@@ -96,7 +96,7 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns remotes with the keys that the recipe trusts for them. Raises UsageError for invalid ones."""
+    """Returns remotes with the keys that the recipe trusts. Raises UsageError for invalid ones."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -124,9 +124,7 @@ class Session:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session with other remotes, as `open` accepts them. Raises UsageError for invalid
-        ones.
-        """
+        """Returns a session with other remotes, as `open` does. Raises UsageError for invalid ones."""
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
