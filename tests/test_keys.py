@@ -173,6 +173,7 @@ RUNS_NOTHING = (
     "mlcbuild/documents/document.py",
     "mlcbuild/documents/schema.py",
     "mlcbuild/doctor.py",
+    "mlcbuild/durations.py",
     "mlcbuild/emit.py",
     "mlcbuild/execution.py",
     "mlcbuild/installed/install.py",

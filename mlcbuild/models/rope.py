@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from mlcbuild.errors import did_you_mean
 from mlcbuild.models import rotary
@@ -24,16 +25,18 @@ ROPE_FIELDS = (
     "rope_theta",
 )
 LAYER_KINDS = ("full_attention", "sliding_attention")
+Extension: TypeAlias = Literal["alpha", "mscale", "beta"]
+"""Fields of a rope object that one family has: `alpha`, with which `dynamic` scaling increases rope_theta by
+a fixed factor, whatever the length (Hunyuan); `short_mscale` and `long_mscale`, LongRoPE's attention factors
+(Phi); `llama_4_scaling_beta`, which scales queries by their position (Ministral)."""
 
 
 @dataclass(frozen=True)
 class RopeRules:
     """The rules of one model family for reading rotary embeddings from config.json."""
 
-    partial: bool = False
-    """True if partial_rotary_factor is used; False if it must be 1."""
-    share: float = 1.0
-    """The value of partial_rotary_factor if config.json does not state it."""
+    partial: float | None = None
+    """The value of partial_rotary_factor if config.json does not state it; None: it must be 1."""
     rotary_dim: bool = False
     """True if the field rotary_dim gives the number of rotated dimensions of a head."""
     interleaved: bool = False
@@ -50,14 +53,8 @@ class RopeRules:
     """The value of rope_theta for layers with a window if rope_local_base_freq is absent; None: that of the
     other layers.
     """
-    alpha: bool = False
-    """True if `dynamic` scaling with an alpha increases rope_theta by a fixed factor, whatever the length
-    (Hunyuan).
-    """
-    mscales: bool = False
-    """True if LongRoPE's attention factors are the fields short_mscale and long_mscale."""
-    query_scale: bool = False
-    """True if the rope object may have the field llama_4_scaling_beta."""
+    extensions: tuple[Extension, ...] = ()
+    """The fields of its own that the family's rope object may have."""
     ignored: tuple[str, ...] = ()
     """Names of fields of the rope object that do not change results for text."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
@@ -195,10 +192,11 @@ def _resolve(inner: Fields, setting: _Setting) -> Rope:
         return Rope(2, (1.0,))
     inner.ignore(setting.rules.ignored)
     rope = _TYPES[kind](inner, base)
-    if setting.rules.mscales and kind == "longrope":
+    if "mscale" in setting.rules.extensions and kind == "longrope":
         short, long = (f32(inner.number(name)) for name in ("short_mscale", "long_mscale"))
         rope = replace(rope, attention_factor=short, long_factor=long)
-    if setting.rules.query_scale and (beta := inner.maybe_number("llama_4_scaling_beta", None)):
+    has_beta = "beta" in setting.rules.extensions
+    if has_beta and (beta := inner.maybe_number("llama_4_scaling_beta", None)):
         rope = replace(rope, query_scale=QueryScale(beta, base.original))
     inner.close(f"rope type '{kind}'")
     return rope
@@ -221,7 +219,7 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
     name, kind = next(iter(named.items()), ("rope_type", "default"))
     if kind in rules.types:
         return kind
-    if kind == "dynamic" and rules.alpha and inner.has("alpha"):
+    if kind == "dynamic" and "alpha" in rules.extensions and inner.has("alpha"):
         return "alpha"
     if kind == "dynamic":
         inner.problem(
@@ -241,8 +239,8 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
     """
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
-    share = setting.rules.share if partial is None else partial
-    if share != 1.0 and not setting.rules.partial:
+    share = (setting.rules.partial or 1.0) if partial is None else partial
+    if share != 1.0 and setting.rules.partial is None:
         inner.problem("partial_rotary_factor", f"this family rotates whole heads (1.0), found {share:g}")
         share = 1.0
     dim = setting.rotary_dim or int(setting.head_dim * share)

@@ -21,7 +21,7 @@ FAMILY = Family(
     "glm4",
     "Glm4ForCausalLM",
     _read,
-    RopeRules(partial=True, share=0.5, interleaved=True),
+    RopeRules(partial=0.5, interleaved=True),
     config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}),
     tensors=TensorRules(
         {

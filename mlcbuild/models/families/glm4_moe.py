@@ -35,6 +35,6 @@ FAMILY = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     _read,
-    RopeRules(partial=True),
+    RopeRules(partial=1.0),
     tensors=TensorRules(unused=r"model\.layers\.{layers}\..*"),
 )

@@ -26,7 +26,7 @@ FAMILY = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     _read,
-    RopeRules(partial=True, share=0.25),
+    RopeRules(partial=0.25),
     config=ConfigRules(
         kv_heads_optional=True,
         activation="gelu",

@@ -30,7 +30,7 @@ FAMILY = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
     read,
-    RopeRules(alpha=True),
+    RopeRules(extensions=("alpha",)),
     config=ConfigRules(kv_heads_optional=True, defaults={"rms_norm_eps": 1e-5}),
     tensors=TensorRules(NAMES),
 )

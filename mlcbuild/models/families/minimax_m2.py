@@ -45,7 +45,7 @@ FAMILY = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     _read,
-    RopeRules(partial=True, rotary_dim=True, theta=5e6),
+    RopeRules(partial=1.0, rotary_dim=True, theta=5e6),
     config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1e-6}),
     tensors=TensorRules(
         {**mixtral.NAMES, "mlp.router.correction": ("block_sparse_moe.e_score_correction_bias",)},

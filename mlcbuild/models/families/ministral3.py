@@ -19,7 +19,7 @@ FAMILY = Family(
     "ministral3",
     "Ministral3ForCausalLM",
     _read,
-    RopeRules(query_scale=True, ignored=("max_position_embeddings",)),
+    RopeRules(extensions=("beta",), ignored=("max_position_embeddings",)),
     config=ConfigRules(
         head_dim=128,
         defaults={

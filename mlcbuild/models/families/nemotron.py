@@ -22,7 +22,7 @@ FAMILY = Family(
     "nemotron",
     "NemotronForCausalLM",
     _read,
-    RopeRules(partial=True, share=0.5),
+    RopeRules(partial=0.5),
     config=ConfigRules(
         kv_heads_optional=True,
         activation="relu2",

@@ -23,7 +23,7 @@ FAMILY = Family(
     "phi",
     "PhiForCausalLM",
     _read,
-    RopeRules(partial=True, share=0.5),
+    RopeRules(partial=0.5),
     config=ConfigRules(
         kv_heads_optional=True,
         activation="gelu_new",

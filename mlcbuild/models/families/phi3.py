@@ -23,7 +23,7 @@ FAMILY = Family(
     "Phi3ForCausalLM",
     _read,
     RopeRules(
-        partial=True,
+        partial=1.0,
         types=("default", "longrope"),
         aliases={"su": "longrope", "yarn": "longrope"},
         original_max_position=4096,

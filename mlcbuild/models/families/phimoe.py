@@ -31,7 +31,7 @@ FAMILY = Family(
     "phimoe",
     "PhimoeForCausalLM",
     _read,
-    RopeRules(types=("default", "longrope"), theta=1e6, mscales=True),
+    RopeRules(types=("default", "longrope"), theta=1e6, extensions=("mscale",)),
     config=ConfigRules(kv_heads_optional=True, norm=LayerNorm(1.0), defaults={"rms_norm_eps": 1e-5}),
     tensors=TensorRules(mixtral.NAMES),
     remote_code=True,

@@ -29,7 +29,7 @@ FAMILY = Family(
     "stablelm",
     "StableLmForCausalLM",
     _read,
-    RopeRules(partial=True, share=0.25),
+    RopeRules(partial=0.25),
     config=ConfigRules(
         norm=LayerNorm(1.0), defaults={"rms_norm_eps": 1e-5}, spellings={"layer_norm_eps": "rms_norm_eps"}
     ),

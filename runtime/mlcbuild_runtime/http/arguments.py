@@ -13,7 +13,7 @@ from mlcbuild_format.program import DEVICE_VARIABLE
 from mlcbuild_runtime.engine.drafts import TOKENS, Speculate
 from mlcbuild_runtime.engine.memory_modes import MODES, LimitOverrides
 from mlcbuild_runtime.http.access import Access
-from mlcbuild_runtime.http.serve import KEY_VARIABLE, ServerOptions
+from mlcbuild_runtime.http.serve import KEY_VARIABLE, Logs, ServerOptions
 
 NAMES = "a bundle, or a directory of bundles"
 
@@ -156,7 +156,7 @@ def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
     parser.add_argument(
         "--log",
         choices=("auto", "text", "json", "none"),
-        default=defaults.log,
+        default=defaults.logs.form,
         help="a line for each request on standard error (default: text on a terminal)",
     )
     parser.add_argument(
@@ -187,11 +187,9 @@ def options(arguments: argparse.Namespace) -> ServerOptions:
         if arguments.speculate is None
         else Speculate.of(arguments.speculate, arguments.draft_tokens),
         drain=arguments.drain,
-        access_log=arguments.access_log,
-        log=arguments.log,
+        logs=Logs(arguments.access_log, arguments.log, arguments.trace),
         browser=arguments.browser,
         site=arguments.write,
-        trace=arguments.trace,
         access=Access(
             keys=tuple(arguments.api_key),
             origins=tuple(arguments.cors),

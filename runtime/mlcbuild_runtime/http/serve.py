@@ -30,6 +30,22 @@ KEY_VARIABLE = "MLCBUILD_API_KEY"
 
 
 @dataclass(frozen=True)
+class Logs:
+    """The logs that a server writes about requests and the steps of its engine."""
+
+    file: str | None = None
+    """File to which a line of JSON is appended for each request; "-" is standard output."""
+    form: str = "auto"
+    """Form of the lines about requests on standard error: "text", "json", "none", or "auto", which is text on
+    a terminal.
+    """
+    trace: str | None = None
+    """Path of the file for a trace of the engine's steps, in Chrome's trace format, which is overwritten;
+    None: no trace is written.
+    """
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -42,20 +58,11 @@ class ServerOptions:
     speculate: Speculate | None = None
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
-    access_log: str | None = None
-    """File to which a line of JSON is appended for each request; "-" is standard output."""
-    log: str = "auto"
-    """Form of the lines about requests on standard error: "text", "json", "none", or "auto", which is text on
-    a terminal.
-    """
+    logs: Logs = field(default_factory=Logs)
     browser: bool = False
     """True if the server only serves a page that runs the bundle in its visitors' browsers."""
     site: str | None = None
     """Directory to which the files of the page for browsers are written; None: they are served instead."""
-    trace: str | None = None
-    """Path of the file for a trace of the engine's steps, in Chrome's trace format, which is overwritten;
-    None: no trace is written.
-    """
 
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:
@@ -77,9 +84,11 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
             options = replace(options, access=_for_listener(options.access, listener))
             if options.browser:
                 return _serve_site(listed, options, listener)
-            file = stack.enter_context(_opened(options.access_log))
+            file = stack.enter_context(_opened(options.logs.file))
             logs: list[tuple[TextIO, Form]] = [] if file is None else [(file, "json")]
-            return _serve([str(bundle) for bundle in listed], options, listener, [*logs, *_log(options.log)])
+            return _serve(
+                [str(bundle) for bundle in listed], options, listener, [*logs, *_log(options.logs.form)]
+            )
     except ServingError as error:
         print(f"mlcbuild-serve: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
@@ -181,7 +190,7 @@ def _serve(
     from mlcbuild_runtime.engine.engine_options import MAX_WAITING, EngineOptions
     from mlcbuild_runtime.engine.served_models import Models, ModelSource
 
-    trace = _trace(options.trace)
+    trace = _trace(options.logs.trace)
     sources = [source for text in bundles for source in ModelSource.of(text).all()]
     max_waiting = MAX_WAITING if options.max_waiting is None else options.max_waiting
     shared = EngineOptions(max_waiting=max_waiting, pooling=options.pooling, speculate=options.speculate)

@@ -42,6 +42,15 @@ _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 
 @dataclass(frozen=True)
+class _Sums:
+    """The softmax of a task's vectors so far, as each step of the kernel updates it."""
+
+    total: Buffer  # float32 [capacity, dim], weighted sums of values so far
+    denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
+    highest: Buffer  # float32 [capacity], what is subtracted from scores: about the maximum so far
+
+
+@dataclass(frozen=True)
 class _Task:
     """The scratch buffers of one attention task on AMX tiles. In this module a *vector* is one query head of
     one row.
@@ -50,9 +59,7 @@ class _Task:
     call: Call
     head: Expr
     query: Buffer  # int32 [capacity / 16, dim / 32, 16, 16], pairs of bfloat16
-    total: Buffer  # float32 [capacity, dim], weighted sums of values so far
-    denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
-    highest: Buffer  # float32 [capacity], what is subtracted from scores: about the maximum so far
+    sums: _Sums
     position: Buffer  # int32 [capacity]
     keys: Buffer  # int32 [PAGES, dim / 32, 16, 16], keys of the current step
     values: Buffer  # int32 [PAGES / 2, dim / 16, 16, 16]
@@ -150,9 +157,7 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
         call,
         head,
         query=scratch((room // LANES, dim // STEP, LANES, LANES), "int32"),
-        total=scratch((room, dim)),
-        denominator=scratch((room, LANES)),
-        highest=scratch((room,)),
+        sums=_Sums(scratch((room, dim)), scratch((room, LANES)), scratch((room,))),
         position=scratch((room,), "int32"),
         keys=scratch((PAGES, dim // STEP, LANES, LANES), "int32"),
         values=scratch((PAGES // 2, dim // LANES, LANES, LANES), "int32"),
@@ -175,9 +180,9 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
             place = T.truncdiv(vector, LANES), part, T.truncmod(vector, LANES)
             T.buffer_store(task.query, amx.rounded(*halves), [*place, span(0, LANES)])
             for half in (0, LANES):
-                floats.store(task.total, f32(0, LANES), vector, part * STEP + half)
-        floats.store(task.denominator, f32(0, LANES), vector, 0)
-        T.buffer_store(task.highest, T.float32(LOWEST), [vector])
+                floats.store(task.sums.total, f32(0, LANES), vector, part * STEP + half)
+        floats.store(task.sums.denominator, f32(0, LANES), vector, 0)
+        T.buffer_store(task.sums.highest, T.float32(LOWEST), [vector])
         T.buffer_store(task.position, call.positions[row], [vector])
     return task
 
@@ -287,7 +292,7 @@ def _weigh(task: _Task, pair: Expr) -> None:
     with T.serial(PAIR // LANES) as half:
         first = T.bind(pair * PAIR + half * LANES)
         _raise(task, half, first, slope)
-        highest = floats.load(task.highest, first)
+        highest = floats.load(task.sums.highest, first)
         start = T.bind(f32(task.raised, LANES) - highest * slope)
         floats.store(task.start, start, 0)
         with T.serial(LANES) as row:
@@ -296,7 +301,10 @@ def _weigh(task: _Task, pair: Expr) -> None:
             parts = [floats.exp2(floats.fma(score, slope, start)) for score in scores]
             sums = (parts[0] + parts[1]) + (parts[2] + parts[3])
             floats.store(
-                task.denominator, floats.load(task.denominator, first + row, 0) + sums, first + row, 0
+                task.sums.denominator,
+                floats.load(task.sums.denominator, first + row, 0) + sums,
+                first + row,
+                0,
             )
             for i in range(PAGES // 2):
                 line = amx.rounded(parts[2 * i], parts[2 * i + 1])
@@ -313,7 +321,7 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
         scores = [T.bind(floats.load(task.scores, half * LANES + row, i * PAGE)) for i in range(PAGES)]
         tops.append(T.bind(T.max(T.max(scores[0], scores[1]), T.max(scores[2], scores[3]))))
     highest_score = T.bind(lane_sums(tops, LANES, T.max))
-    highest = T.bind(floats.load(task.highest, first))
+    highest = T.bind(floats.load(task.sums.highest, first))
     above = T.bind((highest_score - highest) * slope)
     # As integers, the bits of positive floats have the same order; LLVM makes a chain of scalars of a maximum
     # of floats.
@@ -322,14 +330,16 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
     with T.If(rises), T.Then():
         far = above > f32(SLACK, LANES)
         shrink = floats.exp2(T.bind(f32(0, LANES) - above))
-        floats.store(task.highest, T.Select(far, highest_score, highest), first)
+        floats.store(task.sums.highest, T.Select(far, highest_score, highest), first)
         floats.store(task.start, T.Select(far, shrink, f32(1, LANES)), 0)
         with T.serial(LANES) as row:
             share, vector = T.bind(floats.spread(task.start[row])), T.bind(first + row)
-            floats.store(task.denominator, floats.load(task.denominator, vector, 0) * share, vector, 0)
+            floats.store(
+                task.sums.denominator, floats.load(task.sums.denominator, vector, 0) * share, vector, 0
+            )
             with T.serial(task.dim // LANES) as k:
-                total = floats.load(task.total, vector, k * LANES) * share
-                floats.store(task.total, total, vector, k * LANES)
+                total = floats.load(task.sums.total, vector, k * LANES) * share
+                floats.store(task.sums.total, total, vector, k * LANES)
 
 
 def _add_values(task: _Task, pair: Expr) -> None:
@@ -337,7 +347,7 @@ def _add_values(task: _Task, pair: Expr) -> None:
     with T.serial(task.dim // STEP) as part:
         corners = [(pair * PAIR + i * LANES, part * STEP + j * LANES) for i in range(2) for j in range(2)]
         for number, corner in enumerate(corners):
-            amx.move("tileloadd64", number, task.total, corner, 4 * task.dim)
+            amx.move("tileloadd64", number, task.sums.total, corner, 4 * task.dim)
         for k in range(PAGES // 2):
             for j in range(2):
                 amx.move("tileloadd64", 6 + j, task.values, (k, part * 2 + j, 0, 0), 64)
@@ -346,7 +356,7 @@ def _add_values(task: _Task, pair: Expr) -> None:
                 for j in range(2):
                     amx.instruction("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
         for number, corner in enumerate(corners):
-            amx.move("tilestored64", number, task.total, corner, 4 * task.dim)
+            amx.move("tilestored64", number, task.sums.total, corner, 4 * task.dim)
 
 
 def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
@@ -354,14 +364,14 @@ def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
     (first, count), heads, floats = block, task.call.spec.heads, task.floats
     factor = T.float32(2.0**112 if task.shifted else 1.0)
     with T.serial(count * heads.group) as vector:
-        sums = floats.load(task.denominator, vector, 0)
+        sums = floats.load(task.sums.denominator, vector, 0)
         share = T.bind(factor / floats.fold(sums, lambda a, b: a + b))
         column = T.bind((task.head * heads.group + T.truncmod(vector, heads.group)) * heads.dim)
         row = T.bind(first + T.truncdiv(vector, heads.group))
         with T.serial(heads.dim // STEP) as part:
             at = part * STEP
             low, high = (
-                floats.load(task.total, vector, at + half) * floats.spread(share) for half in (0, LANES)
+                floats.load(task.sums.total, vector, at + half) * floats.spread(share) for half in (0, LANES)
             )
             if task.packed is not None:
                 task.packed.put(T.Cast("int64", row), T.Cast("int64", column // STEP + part), low, high)
