@@ -266,8 +266,8 @@ VERBS: dict[str, Verb] = {
 }
 
 
-def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line, or of one verb, since building all takes milliseconds."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line, for its help; `verb_parser` parses."""
     top = argparse.ArgumentParser(
         prog="mlcbuild",
         description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
@@ -276,17 +276,26 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"mlcbuild {version('mlcbuild')}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, verb in VERBS.items() if only is None else ((only, VERBS[only]),):
-        sub = verbs.add_parser(
-            name,
-            help=verb.help,
-            description=f"{verb.help[0].upper()}{verb.help[1:]}.",
-            epilog=f"example: {verb.example}",
-            allow_abbrev=False,
-        )
-        for configure in verb.configure:
-            configure(sub)
+    for name, verb in VERBS.items():
+        _configure(verbs.add_parser(name, help=verb.help), verb)
     return top
+
+
+def verb_parser(name: str) -> argparse.ArgumentParser:
+    """Returns the parser of what follows a verb. It is no subparser, since only a parser without subparsers
+    accepts operands before, between and after options.
+    """
+    one = argparse.ArgumentParser(prog=f"mlcbuild {name}")
+    _configure(one, VERBS[name])
+    return one
+
+
+def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
+    one.description = f"{verb.help[0].upper()}{verb.help[1:]}."
+    one.epilog = f"example: {verb.example}"
+    one.allow_abbrev = False
+    for configure in verb.configure:
+        configure(one)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -321,29 +330,27 @@ def _command(arguments: Sequence[str]) -> int:
     if not arguments:
         parser().print_help(sys.stderr)
         return 2
-    _check_verb(arguments)
+    name, *words = arguments
+    _check_verb(name)
     try:
-        parsed, rest = parser(arguments[0] if arguments[0] in VERBS else None).parse_known_args(arguments)
+        if name not in VERBS:
+            parser().parse_args(arguments)  # prints what --help and --version ask for, and exits
+        parsed, rest = verb_parser(name).parse_known_intermixed_args(words)
     except SystemExit as stop:  # argparse raises it for --help, --version and bad usage.
         return stop.code if isinstance(stop.code, int) else 2
-    for several in ("operands", "bundles", "names"):  # argparse accepts none of them after an option
-        if isinstance(values := getattr(parsed, several, None), list):
-            values += [item for item in rest if not item.startswith("-")]
-            rest = [item for item in rest if item.startswith("-")]
     if rest:
-        raise UsageError(_unknown(parsed.verb, rest))
-    parsed.words = list(arguments)
+        raise UsageError(_unknown(name, rest))
+    parsed.verb, parsed.words = name, list(arguments)
     if getattr(parsed, "recipe", None) is not None:
-        parsed.recipe = options.recipe_file(parsed.recipe, parsed.verb)
-    verb = VERBS[parsed.verb]
+        parsed.recipe = options.recipe_file(parsed.recipe, name)
+    verb = VERBS[name]
     function: Callable[[argparse.Namespace], int] = getattr(
         import_module(f"mlcbuild.cli.{verb.module}"), verb.function
     )
     return function(parsed)
 
 
-def _check_verb(arguments: Sequence[str]) -> None:
-    name = arguments[0]
+def _check_verb(name: str) -> None:
     if name in VERBS or name in ("-h", "--help", "--version"):
         return
     if name.startswith("-"):
@@ -356,10 +363,7 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
     argument = rest[0].partition("=")[0]
     if not argument.startswith("-"):
         return f"mlcbuild {name}: '{argument}' is one argument too many; see mlcbuild {name} --help"
-    alone = argparse.ArgumentParser()
-    for configure in VERBS[name].configure:
-        configure(alone)
-    options = set(re.findall(r"--[a-z-]+", alone.format_help()))
+    options = set(re.findall(r"--[a-z-]+", verb_parser(name).format_help()))
     return f"mlcbuild {name}: '{argument}' is not an option; {did_you_mean(argument, options)}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlcbuild.cli import VERBS, main, options, parser
+from mlcbuild.cli import VERBS, main, options, parser, verb_parser
 
 
 def actions() -> Iterator[tuple[str, argparse.Action]]:
@@ -71,11 +71,26 @@ def test_counts_and_durations() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_parser_of_one_verb_reads_what_the_whole_one_reads(verb: str) -> None:
-    """The command line makes only the parser that it needs."""
+def test_the_parser_of_one_verb_has_the_help_of_the_whole_one(verb: str) -> None:
+    (verbs,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    assert verb_parser(verb).format_help() == verbs.choices[verb].format_help()
 
-    def help_of(whole: argparse.ArgumentParser) -> str:
-        (verbs,) = [action for action in whole._actions if isinstance(action, argparse._SubParsersAction)]
-        return str(verbs.choices[verb].format_help())
 
-    assert help_of(parser(verb)) == help_of(parser())
+@pytest.mark.parametrize(
+    ("name", "operands", "option"),
+    [
+        ("chat", ["bundle", "a question"], ["--temperature", "0"]),
+        ("serve", ["one", "two"], ["--port", "1"]),
+        ("run", ["recipe.yaml"], ["--json"]),
+        ("explain", ["recipe.yaml", "bundle/x"], ["--store", "s"]),
+        ("cache", ["push", "recipe.yaml", "file:///cache"], ["--json"]),
+        ("rm", ["one", "two"], ["--store", "s"]),
+        ("bench", ["serve", "http://127.0.0.1:1"], ["--clients", "1,2"]),
+    ],
+)
+def test_operands_may_follow_options(name: str, operands: list[str], option: list[str]) -> None:
+    after = verb_parser(name).parse_known_intermixed_args([*operands, *option])
+    for place in range(len(operands)):
+        words = [*operands[:place], *option, *operands[place:]]
+        assert verb_parser(name).parse_known_intermixed_args(words) == after
+    assert not after[1]
