@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 
 from mlcbuild_format.errors import ServingError
 
-from mlcbuild.cli import options
+from mlcbuild.cli import options, standard_streams
 from mlcbuild.cli.annotations import annotate
 from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean, safe_lines
 
@@ -301,7 +300,7 @@ def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Expected failures never print a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_streams()
+    standard_streams.open_closed()
     try:
         code = _command(arguments)
     except (MlcbuildError, ServingError) as error:
@@ -310,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("mlcbuild: interrupted", INTERRUPTED)
     except BrokenPipeError:
-        _silence()
+        standard_streams.silence()
         # The reader of standard output has closed it, as `head` does. This is no error, but a run ends early.
         return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
@@ -323,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(
             f"mlcbuild: a defect of mlcbuild, please report it: {message} (MLCBUILD_DEBUG=1 shows where)", 1
         )
-    return code if _flushed() else 1
+    return code if standard_streams.flushed() else 1
 
 
 def _command(arguments: Sequence[str]) -> int:
@@ -367,37 +366,9 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
     return f"mlcbuild {name}: '{argument}' is not an option; {did_you_mean(argument, options)}"
 
 
-def _open_streams() -> None:
-    """Replaces standard streams that the caller has closed by streams that discard their output."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # It must stay open until the interpreter ends.
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-            setattr(sys, name, nowhere)
-
-
-def _flushed() -> bool:
-    """Flushes standard output. Reports a failure and returns False if it cannot be written."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        _silence()
-        if not isinstance(error, BrokenPipeError):
-            print(f"mlcbuild: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        return isinstance(error, BrokenPipeError)
-    return True
-
-
-def _silence() -> None:
-    """Discards all further standard output of this process, even output that the interpreter writes when it
-    ends.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _fail(message: str, code: int) -> int:
     """Prints an error message with unprintable characters escaped, and returns `code`."""
-    _flushed()
+    standard_streams.flushed()
     # A message quotes files and servers, whose escape sequences must not reach the terminal.
     print(safe_lines(message), file=sys.stderr)
     return code
