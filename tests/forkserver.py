@@ -56,9 +56,19 @@ PRELOADED = (
 class ForkServer:
     """The parent's side: one server process, started with the first command."""
 
-    def __init__(self, root: Path = ROOT) -> None:
-        """Prepares a server that imports the packages in `root`: this checkout, or a copy of it."""
+    def __init__(
+        self,
+        root: Path = ROOT,
+        preloaded: Sequence[str] = PRELOADED,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepares a server that imports the modules `preloaded` from `root`, this checkout or a copy of it.
+
+        `variables` are environment variables that it starts with, beside those of this process.
+        """
         self._root = root
+        self._preloaded = preloaded
+        self._variables = dict(variables or {})
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
@@ -78,7 +88,7 @@ class ForkServer:
         Raises subprocess.TimeoutExpired.
         """
         command = [*before, sys.executable, "-m", module, *arguments]
-        if before or needs_python(environment):
+        if before or needs_python(environment, self._variables):
             return subprocess.run(
                 command,
                 cwd=cwd,
@@ -117,12 +127,13 @@ class ForkServer:
             if self._control is None:
                 self._control, theirs = socket.socketpair()
                 environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+                environment |= self._variables
                 if self._root != ROOT:
                     copies = [self._root, self._root / "runtime", ROOT]
                     environment["PYTHONPATH"] = os.pathsep.join(map(str, copies))
                 with theirs:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())],
+                        [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), *self._preloaded],
                         cwd=self._root,
                         env=environment,
                         stdin=subprocess.DEVNULL,
@@ -139,8 +150,11 @@ class ForkServer:
             self._control = self._process = None
 
 
-def needs_python(environment: Mapping[str, str]) -> bool:
-    """Returns whether a command must start Python itself, since its environment changes how Python starts."""
+def needs_python(environment: Mapping[str, str], of_server: Mapping[str, str] | None = None) -> bool:
+    """Returns whether a command must start Python itself, since its environment changes how Python starts.
+
+    `of_server` are the environment variables that the server has beside those of this process.
+    """
 
     def start(variables: Mapping[str, str]) -> dict[str, str]:
         return {
@@ -149,7 +163,7 @@ def needs_python(environment: Mapping[str, str]) -> bool:
             if name.startswith(READ_AT_START) and name != "PYTHONPATH"
         }
 
-    return not hasattr(os, "pidfd_open") or start(environment) != start(os.environ)
+    return not hasattr(os, "pidfd_open") or start(environment) != start({**os.environ, **(of_server or {})})
 
 
 def serve(control: socket.socket) -> tuple[str, list[str]] | None:
@@ -211,8 +225,8 @@ def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str,
     return str(request["module"]), arguments
 
 
-def main(descriptor: int) -> int:
-    for name in PRELOADED:
+def main(descriptor: int, preloaded: Sequence[str]) -> int:
+    for name in preloaded:
         import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a forked process must not touch, and so copy, these pages
@@ -226,4 +240,4 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

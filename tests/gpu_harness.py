@@ -22,6 +22,7 @@ from mlcbuild.compiler.gpu.gpu_action import compile_library
 from mlcbuild.models import ModelConfig
 from mlcbuild.targets import gpus, presets
 from mlcbuild.targets import target as targets
+from tests import compiler_process
 from tests.libharness import pack
 
 LIMITS = {"context_window": 128, "prefill_chunk": 64, "max_batch": 4}
@@ -49,7 +50,9 @@ def compiled(directory: Path, config: ModelConfig, scheme: quant.Storage, **limi
         "target": targets.to_json(presets.resolve("webgpu")),
         "limits": cast(Json, {**LIMITS, **limits}),
     }
-    compile_library(params, {"config": directory / "in"}, directory / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        compiler_process.preloaded(patch)
+        compile_library(params, {"config": directory / "in"}, directory / "out")
     return directory / "out"
 
 

@@ -30,7 +30,7 @@ from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models import ModelConfig, parameters, parsing
 from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
-from tests import schemes
+from tests import compiler_process, schemes
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -184,7 +184,9 @@ def compiled(
     (part / "in").mkdir()
     (part / "in" / "config.json").write_text(json.dumps(data))
     (part / "out").mkdir()
-    compile_library(params, {"config": part / "in"}, part / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        compiler_process.preloaded(patch)
+        compile_library(params, {"config": part / "in"}, part / "out")
     (part / "out").rename(place)
     return place
 

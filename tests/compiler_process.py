@@ -1,0 +1,53 @@
+"""Compiles libraries in processes forked from one that has imported TVM, which takes a CPU second each time.
+
+    python -m tests.compiler_process MODULE DIRECTORY    calls `main` of MODULE, as a build does
+
+`tests/compiler/test_compiler.py` compares the bytes with those of a child process that starts Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.compiler import action
+from mlcbuild.errors import CompileError
+from tests.forkserver import ForkServer
+
+PRELOADED = (
+    "mlcbuild.compiler.library",
+    "mlcbuild.compiler.cpu.child",
+    "mlcbuild.compiler.cpu.ops",
+    "mlcbuild.compiler.gpu.gpu_child",
+    "mlcbuild.compiler.gpu.program_library",
+)
+SERVER = ForkServer(preloaded=PRELOADED, variables={"PYTHONHASHSEED": "0"})
+atexit.register(SERVER.close)
+
+
+def run_child(directory: Path, seconds: float, module: str) -> None:
+    """Does what `run_child` of mlcbuild.compiler.action does."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
+    try:
+        done = SERVER.run("tests.compiler_process", [module, str(directory)], directory, environment, seconds)
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"the compiler did not finish in {seconds:g} s") from None
+    sys.stderr.write(done.stderr)
+    if done.returncode != 0:
+        raise action._failure(directory, done.returncode, done.stderr)
+
+
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the child process of compilations until the end of `monkeypatch`."""
+    monkeypatch.setattr(action, "run_child", run_child)
+
+
+if __name__ == "__main__":
+    import_module(sys.argv.pop(1)).main()
