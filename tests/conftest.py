@@ -71,8 +71,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{counts.total():4} need {name}: {listed}")
 
 
-LONG = {"test_tour.py", "test_workflows.py", "test_soak.py"}
-"""Files of tests that each take several seconds and would otherwise come last."""
+LONG = {
+    *("test_crash.py", "test_everyday.py", "test_kills.py", "test_poison.py", "test_run.py", "test_soak.py"),
+    *("test_tour.py", "test_trial.py", "test_types.py", "test_workflows.py"),
+}
+"""Files of tests that each take several seconds and might otherwise come last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -426,6 +426,29 @@ def test_scripts_are_portable_shell(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
 
+@pytest.mark.parametrize(("checked", "tested", "code"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (3, 5, 5)], ids=str)
+def test_faults_of_style_fail_the_tests_beside_which_they_are_looked_for(
+    checked: int, tested: int, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "test", tmp_path / "ci")
+    (tmp_path / "ci" / "environment").write_text(f"echo {tmp_path}/python\n")
+    (tmp_path / "ci" / "check").write_text(f"echo style; exit {checked}\n")
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\ncase "$*" in -c*) echo 4;; *) echo "$@"; exit {tested};; esac\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    done = subprocess.run(
+        ["sh", tmp_path / "ci" / "test", "tests/a b.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert sorted(done.stdout.splitlines()) == [
+        "-m pytest --numprocesses=4 --dist=loadgroup tests/a b.py",
+        "style",
+    ]
+    assert done.stderr == ("ci/check found faults of style or types: see above\n" if checked else "")
+
+
 def environment_with(programs: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
     """Runs `ci/environment` on a machine that has only these programs: name -> the lines of a script."""
     place = directory / "programs"
