@@ -174,7 +174,6 @@ RUNS_NOTHING = (
     "mlcbuild/documents/schema.py",
     "mlcbuild/doctor.py",
     "mlcbuild/durations.py",
-    "mlcbuild/durations.py",
     "mlcbuild/emit.py",
     "mlcbuild/execution.py",
     "mlcbuild/installed/install.py",
