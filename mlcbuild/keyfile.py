@@ -74,9 +74,9 @@ def create(path: Path) -> Signer:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise UsageError(f"{path}: there is a key already; it was not changed") from None
     except OSError as error:
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: there is a key already; it was not changed") from None
         raise UsageError(f"{path}: the key cannot be written: {error.strerror}") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(text)

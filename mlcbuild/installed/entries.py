@@ -119,7 +119,7 @@ def read(root: Path) -> tuple[InstalledModel, ...]:
 
 def _read_all(directory: Path) -> Iterator[InstalledModel]:
     for path in directory.glob(f"*/{_ENTRY}"):
-        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if path.stat().st_size > _LARGEST:
                 continue
             fields = json.loads(path.read_bytes())

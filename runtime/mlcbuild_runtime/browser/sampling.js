@@ -72,7 +72,8 @@ export function drawFromTop(words, params, random) {
   const lowest = below.reduce((least, value) => Math.min(least, value), 0);
   const closed = lowest < params.drop || (params.topK > 0 && params.topK < count && largest(below, params.topK) > lowest);
   if (closed) return pairs[pick(below, params, random, null)][0];
-  if (params.topP >= 1 || params.scale !== 1) return null;
+  // With another filter, top_p refers to a sum over tokens that are not all known here.
+  if (params.topP >= 1 || params.scale !== 1 || params.drop > -Infinity || params.topK > 0) return null;
   let sum = 0;
   for (const weight of below.map(Math.exp).sort().reverse()) {
     sum += weight;

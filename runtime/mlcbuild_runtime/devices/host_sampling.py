@@ -74,7 +74,8 @@ def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
         closed |= bool(np.partition(below, -int(params.top_k))[-int(params.top_k)] > lowest)
     if closed:
         return int(tokens[_drawn(below, params, None)])
-    if params.top_p >= 1 or params.inverse_temperature != 1:
+    # With another filter, top_p refers to a sum over tokens that are not all known here.
+    if params.top_p >= 1 or params.inverse_temperature != 1 or params.logit_drop > -inf or params.top_k > 0:
         return None
     sums = np.cumsum(np.sort(np.exp(below))[::-1])
     near = np.abs(sums - params.top_p * float(total)) <= _MARGIN * float(total)

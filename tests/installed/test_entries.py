@@ -1,0 +1,87 @@
+"""Models that are kept for `chat` and `serve`: their descriptions, and what makes one stale."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlcbuild.errors import UsageError
+from mlcbuild.installed import entries
+from mlcbuild.installed.entries import InstalledModel
+
+
+def install(root: Path, name: str, used: float = 0.0, **fields: Any) -> InstalledModel:
+    """Writes an installed model with a bundle of 5 bytes."""
+    directory = root / entries.DIRECTORY / name
+    (directory / "bundle").mkdir(parents=True)
+    (directory / "bundle" / entries.MANIFEST).write_text("12345")
+    model = InstalledModel(directory, fields.pop("source", f"/models/{name}"), **fields)
+    model.write()
+    os.utime(directory / "installed.json", (used, used))
+    return model
+
+
+def test_what_is_written_is_read_the_last_used_first(tmp_path: Path) -> None:
+    old = install(tmp_path, "old", 100.0, scheme="q8a8_1", target="x86-64-v3", choice="default")
+    new = install(tmp_path, "new", 200.0)
+    assert entries.read(tmp_path) == (new, old)
+    assert old.is_default and not new.is_default
+    assert (old.size, old.used) == (5, 100.0)
+    old.note_use()
+    assert entries.read(tmp_path) == (old, new)
+    assert entries.read(tmp_path / "elsewhere") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "[" * 100_000,
+        json.dumps({"format": "mlcbuild-installed/0", "source": "s", "files": {}}),
+        json.dumps({"format": entries.FORMAT, "source": "s"}),
+        json.dumps({"format": entries.FORMAT, "source": 1, "files": {}}),
+        json.dumps({"format": entries.FORMAT, "source": "s", "files": {"a": [1]}}),
+        json.dumps({"format": entries.FORMAT, "source": "s", "files": {}, "other": "x"}),
+        json.dumps({"format": entries.FORMAT, "source": "s" * (5 << 20), "files": {}}),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_description_is_left_out(tmp_path: Path, text: str) -> None:
+    good = install(tmp_path, "good")
+    install(tmp_path, "bad").directory.joinpath("installed.json").write_text(text)
+    assert entries.read(tmp_path) == (good,)
+
+
+def test_an_edited_source_makes_a_bundle_stale(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    stat = (source / "config.json").stat()
+    files = {"config.json": (stat.st_size, stat.st_mtime_ns)}
+    installed = install(tmp_path, "m")
+    model = InstalledModel(installed.directory, str(source), files=files)
+    model.write()
+    (again,) = entries.read(tmp_path)
+    assert again == model and again.is_complete
+    os.utime(source / "config.json", (1, 1))
+    assert not again.is_complete
+    (source / "config.json").unlink()
+    assert not again.is_complete
+    (installed.bundle / entries.MANIFEST).unlink()
+    assert not installed.is_complete, "an address has no files, but its bundle must be there"
+
+
+def test_models_are_named_by_name_or_source(tmp_path: Path) -> None:
+    model = install(tmp_path, "tiny", source="hf://owner/tiny")
+    there = entries.read(tmp_path)
+    assert entries.named(there, "tiny") == entries.named(there, "hf://owner/tiny") == model
+    with pytest.raises(UsageError, match=r"^'tini' is not installed; .*tiny.*: mlcbuild list shows what is$"):
+        entries.named(there, "tini")
+    with pytest.raises(UsageError, match=r"^'tiny' is not installed: mlcbuild list shows what is$"):
+        entries.named((), "tiny")

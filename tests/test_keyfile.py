@@ -1,0 +1,77 @@
+"""Keys that sign records and provenance: their files, names and signatures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+
+from mlcbuild import keyfile
+from mlcbuild.errors import UsageError
+
+
+def test_a_key_is_written_once_and_only_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "key.pem"
+    key = keyfile.create(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_bytes()
+    with pytest.raises(UsageError, match="there is a key already; it was not changed"):
+        keyfile.create(path)
+    assert path.read_bytes() == text
+    again = keyfile.load(path)
+    assert again is not None and again.public == key.public
+    assert "private" not in repr(key)
+
+
+def test_signatures(tmp_path: Path) -> None:
+    key, other = (keyfile.create(tmp_path / name) for name in ("a", "b"))
+    signature = key.sign(b"message")
+    assert len(signature) == 64 and signature == key.sign(b"message")
+    assert keyfile.is_right(key.public, signature, b"message")
+    assert not keyfile.is_right(key.public, signature, b"another message")
+    assert not keyfile.is_right(other.public, signature, b"message")
+    assert not keyfile.is_right(key.public, signature[:-1], b"message")
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("ed25519:" + "A" * 43, True),
+        ("ed25519:" + "A" * 42, False),
+        ("ed25519:" + "A" * 44, False),
+        ("ED25519:" + "A" * 43, False),
+        ("ed25519:" + "+" * 43, False),
+    ],
+)
+def test_names_of_public_keys(text: str, public: bool) -> None:
+    assert keyfile.is_public(text) is public
+
+
+def test_files_that_hold_no_key(tmp_path: Path) -> None:
+    assert keyfile.load(tmp_path / "nothing") is None
+    other = generate_private_key(SECP256R1())
+    encodings = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    texts = {
+        "another kind": other.private_bytes(*encodings, serialization.NoEncryption()),
+        "encrypted": other.private_bytes(*encodings, serialization.BestAvailableEncryption(b"secret")),
+        "no key": b"hello",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+        with pytest.raises(UsageError, match="it holds no ed25519 key in PEM form; `mlcbuild keys new`"):
+            keyfile.load(tmp_path / name)
+    with pytest.raises(UsageError, match="the key cannot be read"):
+        keyfile.load(tmp_path)
+    with pytest.raises(UsageError, match="the key cannot be written"):
+        keyfile.create(tmp_path / "no key" / "key.pem")
+
+
+def test_where_a_key_lies() -> None:
+    assert keyfile.default_path({"MLCBUILD_KEY": "/keys/mine.pem"}) == Path("/keys/mine.pem")
+    if sys.platform != "darwin":
+        assert keyfile.default_path({"XDG_CONFIG_HOME": "/c"}) == Path("/c/mlcbuild/key.pem")
+        home = Path("~/.config/mlcbuild/key.pem").expanduser()
+        assert keyfile.default_path({}) == keyfile.default_path({"XDG_CONFIG_HOME": "relative"}) == home
