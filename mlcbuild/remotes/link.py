@@ -97,8 +97,8 @@ class Link:
         """Uploads a record and its blobs, the record last, and returns True if the remote has all of them
         afterwards.
 
-        Existing files stay unless they were damaged. stop: event that cancels the upload. Raises
-        CancelledError if `stop` is set.
+        Existing files stay unless they were damaged, or so many others were that nothing there is believed.
+        stop: event that cancels the upload. Raises CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False
@@ -167,7 +167,7 @@ class Link:
         if stop.is_set():
             raise CancelledError
         there = self._size(name)
-        if there == size:
+        if there == size and not self._is_suspect():
             return
         try:
             if not has_bytes(path, digest, size):
@@ -185,7 +185,7 @@ class Link:
 
         name = f"ac/{record.key}"
         there = self._size(name)
-        if there is not None and there >= 0:
+        if there is not None and there >= 0 and not (self._is_suspect() and self._is_wrong(record.key)):
             return
         data = seal(record, self._signer)
         self._open().put(name, io.BytesIO(data), len(data), new=there is None)
@@ -200,6 +200,20 @@ class Link:
             return -1 if name in self._damaged else self._open().size(name)
         except DamagedError:
             return -1
+
+    def _is_suspect(self) -> bool:
+        """Returns True if the remote holds so much damage that the right size of a blob proves nothing."""
+        return len(self._damaged) >= _MAX_DAMAGED
+
+    def _is_wrong(self, key: str) -> bool:
+        """Returns True if the remote's record of a key is damaged, whoever signed it."""
+        try:
+            data = self._small(f"ac/{key}")
+            if data is not None:
+                unseal(key, data)
+        except (RefusedError, DamagedError):
+            return True
+        return data is None
 
     def _refuse(self, name: str, subject: str, why: str) -> None:
         with self._guard:

@@ -76,11 +76,19 @@ def write(path: Path, data: bytes) -> None:
 
 def healed(place: Place, sound: Place) -> None:
     """Asserts that nothing is left of the damage: the bundles are right, and so is the store."""
-    assert place.bundles() == sound.bundles()
+    actual, expected = place.bundles(), sound.bundles()
+    wrong = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
+    assert not wrong, wrong
+    settled(place)
+
+
+def settled(place: Place) -> None:
+    """Asserts that the store is right and complete, and that nothing is left to warn of."""
     done = place.mlcbuild("cache", "verify")
     assert done.returncode == 0, done.stdout
     again = place.mlcbuild("run", "recipe.yaml")
-    assert again.returncode == 0 and "0 built, 11 reused" in again.stdout and "warning" not in again.stdout
+    right = again.returncode == 0 and "0 built, 11 reused" in again.stdout and "warning" not in again.stdout
+    assert right, again.stdout + again.stderr
 
 
 def lines(path: Path) -> list[bytes]:
