@@ -2,6 +2,8 @@
 
 Some servers limit the rate of each connection, others give all their bandwidth to one connection. With the
 latter, several connections cost the server and the local processors a fifth more.
+
+`ci/bench/remotes --set mlcbuild.remotes.ranges.AHEAD=3` measures downloads with another value of a constant.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from mlcbuild.errors import MlcbuildError, RemoteError
 Buffer: TypeAlias = bytes | bytearray | memoryview
 CHUNK = 1 << 20
 """Number of bytes of a transfer that are in memory at a time. With an eighth of it, a download takes a third
-more CPU time.
+more CPU time (`ci/bench/remotes --set mlcbuild.remotes.transport.CHUNK=131072`).
 """
 CONNECT = 10.0
 """Maximum seconds for connecting to a server."""

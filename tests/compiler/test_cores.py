@@ -8,11 +8,20 @@ import threading
 import numpy as np
 import pytest
 import tvm
+from mlcbuild_runtime.devices import gpu_inputs, thread_count
 from tvm.script.ir_builder import tirx as T
 
-from mlcbuild.compiler.cpu.kernels.cores import counter, one_launch, shared
+from mlcbuild.compiler.cpu.kernels import int8_product
+from mlcbuild.compiler.cpu.kernels.cores import FIXED, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func
+from mlcbuild.compiler.gpu.kernels import prompt_attention
 from tests import kernelbench
+
+
+def test_the_runtime_counts_on_what_kernels_do() -> None:
+    """It imports nothing of the compiler, so these numbers stand in both."""
+    assert max(int8_product.FEW_FIXED, FIXED) / 100 == thread_count.STATIC
+    assert gpu_inputs.QUERY_TILE == prompt_attention.QUERIES
 
 
 def test_every_number_is_done_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ def test_downloads_are_measured_beside_curl() -> None:
         "--megabytes=1",
         "--rounds=1",
         "--share=0",
+        "--set=mlcbuild.remotes.ranges.FIRST=65536",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,3 +32,32 @@ def test_downloads_are_measured_beside_curl() -> None:
         ["http", "fetch"],
         ["http", "share"],
     ]
+
+
+@pytest.mark.parametrize(
+    "setting", ["mlcbuild.remotes.ranges.Ranges=3", "nowhere.A=1", "mlcbuild.canon.NONE=1"]
+)
+def test_only_numbers_of_modules_are_set(setting: str) -> None:
+    program = "import sys; from set_constants import apply; apply(sys.argv[1:])"
+    command = [sys.executable, "-c", program, setting]
+    paths = os.pathsep.join(map(str, (ROOT / "ci" / "bench", ROOT, ROOT / "runtime")))
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"--set {setting}: the name of a number and a number are needed: ")
+
+
+def test_a_constant_is_set_wherever_it_is_used() -> None:
+    program = """
+from mlcbuild.remotes import client, transport
+from set_constants import apply
+apply(["mlcbuild.remotes.transport.CHUNK=65536", "mlcbuild.remotes.transport.CONNECT=2"])
+print(transport.CHUNK, client.CHUNK, transport.CONNECT)
+"""
+    paths = os.pathsep.join(map(str, (ROOT / "ci" / "bench", ROOT, ROOT / "runtime")))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["65536", "65536", "2.0"], done.stderr

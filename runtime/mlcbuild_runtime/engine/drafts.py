@@ -17,7 +17,8 @@ TOKENS = 8
 SIZES = (4, 3, 2)
 """Lengths, in tokens, of the n-grams that prompt lookup searches for, longest first."""
 BRANCH = 2
-"""Maximum number of tokens on a branch of a draft: later ones are rarely accepted."""
+"""Maximum number of tokens on a branch of a draft: later ones are rarely accepted, as `ci/bench/speculation
+--set mlcbuild_runtime.engine.drafts.BRANCH=3` shows."""
 
 
 @dataclass(frozen=True)

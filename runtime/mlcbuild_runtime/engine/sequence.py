@@ -33,7 +33,7 @@ MAX_FORCED = 15
 """Maximum number of tokens forced by a constraint that are appended between two sampled tokens."""
 STOP_STEPS = 4
 """Maximum number of decode steps in one burst while a stop string may end the answer, since steps after the
-end would be wasted.
+end would be wasted. `ci/bench/step` prints what a burst costs beside the model.
 """
 
 

@@ -32,7 +32,8 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BRANCHED = 4
-"""Maximum number of draft tokens on branches of one sequence."""
+"""Maximum number of draft tokens on branches of one sequence; `ci/bench/speculation --set
+mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` tries another."""
 
 
 class DraftOutcome(NamedTuple):

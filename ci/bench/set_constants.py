@@ -1,0 +1,40 @@
+"""Gives constants of the product other values in a benchmark's process, to show what their values are worth."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+
+PACKAGES = ("mlcbuild", "mlcbuild_format", "mlcbuild_runtime")
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="MODULE.NAME=VALUE",
+        help="measure with another value of a constant, such as mlcbuild.remotes.ranges.AHEAD=3",
+    )
+
+
+def apply(settings: Iterable[str]) -> None:
+    """Sets each constant in its module, and in every loaded module that has imported it by name.
+
+    settings: texts MODULE.NAME=VALUE. Ends the program with a message for anything but a number.
+    """
+    for text in settings:
+        place, _, value = text.partition("=")
+        module_name, _, name = place.rpartition(".")
+        try:
+            present = vars(import_module(module_name))[name]
+            if type(present) not in (int, float):
+                raise TypeError(f"it is {present!r}")
+            new = type(present)(value)
+        except (ImportError, KeyError, TypeError, ValueError) as error:
+            raise SystemExit(f"--set {text}: the name of a number and a number are needed: {error}") from None
+        for loaded, module in list(sys.modules.items()):
+            if loaded.partition(".")[0] in PACKAGES and vars(module).get(name) == present:
+                setattr(module, name, new)
