@@ -1,4 +1,4 @@
-"""Gives constants of the product other values in a benchmark's process, to show what their values are worth."""
+"""Gives constants of the product other values in a benchmark's process, to show what they are worth."""
 
 from __future__ import annotations
 
