@@ -200,18 +200,24 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
+def answering(server: http.server.ThreadingHTTPServer) -> Iterator[str]:
+    """Runs a server in a thread, and yields its URL."""
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
 def serving(fault: Fault | None = None) -> Iterator[Cache]:
     cache = Cache()
     if fault is not None:
         cache.fault = fault
     server = _Server(("127.0.0.1", 0), type("Bound", (Handler,), {"cache": cache}))
-    server.daemon_threads = True
-    cache.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with answering(server) as cache.url:
         yield cache
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -8,7 +8,6 @@ import http.server
 import json
 import shutil
 import subprocess
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.caches import free_port, until_open
+from tests.caches import answering, free_port, until_open
 
 REGISTRY = shutil.which("docker-registry")
 WITHOUT_REGISTRY = "docker-registry is not installed: apt-get install docker-registry"
@@ -155,14 +154,6 @@ def tokens(home: Path) -> Iterator[Tokens]:
         def log_message(self, format: str, *args: object) -> None:
             return
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    actual.url = f"http://127.0.0.1:{server.server_address[1]}/token"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with answering(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        actual.url = f"{url}/token"
         yield actual
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -163,7 +163,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild_runtime.http.ollama_endpoints": "runtime/test_ollama.py",
     "mlcbuild_runtime.http.serve": "runtime/test_server.py",
     "mlcbuild_runtime.openai.anthropic_request": "runtime/test_anthropic.py",
-    "mlcbuild_runtime.openai.bare_arguments": "runtime/test_call_syntax.py",
     "mlcbuild_runtime.openai.body": "runtime/test_api.py",
     "mlcbuild_runtime.openai.call_forms": "runtime/test_call_syntax.py",
     "mlcbuild_runtime.openai.chat_documents": "runtime/test_server.py",

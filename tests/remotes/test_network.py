@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.kinds import connect
-from tests.caches import NGINX, WITHOUT_NGINX, nginx, serving
+from tests.caches import NGINX, WITHOUT_NGINX, answering, nginx, serving
 from tests.remotes.users import BUILT, REUSED, User, statuses
 
 needs_nginx = pytest.mark.skipif(NGINX is None, reason=WITHOUT_NGINX)
@@ -206,17 +206,8 @@ def proxy(login: str = "") -> Iterator[Proxy]:
         def log_message(self, format: str, *args: object) -> None:
             return
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    actual.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with answering(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as actual.url:
         yield actual
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @needs_nginx

@@ -1,0 +1,47 @@
+"""Answers on a terminal: what is escaped, and where Markdown may be cut."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from mlcbuild_runtime.chat.rendering import plain_printer, split, visible
+
+
+def test_control_characters_are_shown() -> None:
+    assert visible("a\tb\nc\x1b[2J\r\x9b\x00") == "a\tb\nc\\x1b[2J\\r\\x9b\\x00"
+    assert visible("ünïcode 東京 🙂") == "ünïcode 東京 🙂"
+
+
+@pytest.mark.parametrize(("escape", "text"), [(True, "a\\x1b\n"), (False, "a\x1b\n")])
+def test_plain_answers_end_with_a_line_break(escape: bool, text: str) -> None:
+    out = io.StringIO()
+    with plain_printer(out, escape)() as show:
+        show("a")
+        show("\x1b")
+    assert out.getvalue() == text
+    empty = io.StringIO()
+    with plain_printer(empty, escape)():
+        pass
+    assert empty.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        ("", ""),
+        ("one", ""),
+        ("one\n", ""),
+        ("one\n\ntwo", "one\n\n"),
+        ("one\n \t\ntwo\n\n", "one\n \t\ntwo\n\n"),
+        ("```\na\n\nb", ""),
+        ("```py\na\n\nb\n```\n\nc", "```py\na\n\nb\n```\n\n"),
+        ("~~~\n```\n\n~~~\n\nc", "~~~\n```\n\n~~~\n\n"),
+        ("````\n```\n\n````\n\nc", "````\n```\n\n````\n\n"),
+        ("```\n``` no end\n\nb", ""),
+        ("   ```\na\n\n   ```\n\nb", "   ```\na\n\n   ```\n\n"),
+        ("    ```\n\nb", "    ```\n\n"),
+    ],
+)
+def test_blocks_are_cut_at_empty_lines_outside_of_code(text: str, complete: str) -> None:
+    assert split(text) == (complete, text.removeprefix(complete))
