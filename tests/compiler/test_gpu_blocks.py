@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,100 +16,19 @@ from mlcbuild.bundles import reference
 from mlcbuild.compiler.gpu.launches import LaunchBuilder
 from mlcbuild.compiler.gpu.layer_launches import layer_launches
 from mlcbuild.compiler.gpu.support import unsupported
-from mlcbuild.models import (
-    Attention,
-    Clamp,
-    Dense,
-    Experts,
-    LayerNorm,
-    LayerSpec,
-    ModelConfig,
-    Norms,
-    RmsNorm,
-    Rope,
-    Router,
-    parameters,
-)
-from mlcbuild.models.layers import QueryScale
+from mlcbuild.models import ModelConfig, parameters
 from tests import experts_golden, gpu_harness, typegoldens
 from tests.libharness import EVERY, HERE, golden, pack, unpacked
+from tests.patchwork import patchwork, random_weights
 from tests.schemes import SCHEMES
 
 # Software adapters compile kernels for minutes where other tests compute, too.
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(1200)]
-HEADS = Attention(heads=6, kv_heads=3, head_dim=12, scale=0.3)
-RMS, LAYER = RmsNorm(1e-5, offset=1.0), LayerNorm(1e-5)
 TYPES = ["deepseek_v3"]
 if EVERY:
     TYPES = [*typegoldens.NAMES, *(f"experts-{name}" for name in experts_golden.VARIANTS)]
     TYPES += [f"family-{path.parent.name}" for path in (HERE / "golden").glob("*/golden.safetensors")]
 LIMITS = {"context_window": 64, "prefill_chunk": 64, "max_batch": 4}
-
-
-def patchwork() -> ModelConfig:
-    """Returns a model whose layers have, together, every option of every block; no size suits a vector.
-    Three of its five layers are left out unless MLCBUILD_TEST_EVERY is set: each costs seconds."""
-    layers = (
-        LayerSpec(
-            replace(HEADS, rope=None, alibi="exact", qkv_bias=True, output_bias=True, clip=0.7),
-            Dense(41, "gelu", bias=True, gated=False),
-            Norms(LayerNorm(1e-5, offset=1.0)),
-            "parallel_shared",
-            0.5,
-        ),
-        LayerSpec(
-            replace(HEADS, qk_norm=LAYER, qk_norm_span="own_head", window=9, softcap=2.0),
-            Dense(40, "relu2", gated=False),
-            Norms(LayerNorm(1e-5, weight=False, bias=False)),
-            "parallel",
-        ),
-        LayerSpec(
-            replace(HEADS, rope=1, qk_norm=RmsNorm(1e-6), qk_norm_span="heads", sinks=True),
-            Dense(40, "xielu", gated=False),
-            Norms(None, RMS),
-        ),
-        LayerSpec(
-            replace(HEADS, alibi="bfloat16", rope=None),
-            Experts(
-                *(8, 3, 12),
-                router=Router("sigmoid", bias=True, correction=True, groups=4, groups_kept=2, scale=1.5),
-                bias=True,
-                clamp=Clamp(1.5, 1.7),
-                shared_size=20,
-                shared_gate=True,
-            ),
-            Norms(RMS, RMS),
-        ),
-        LayerSpec(
-            replace(HEADS, qk_norm=RMS, qk_norm_last=True),
-            Experts(5, 2, 16, "gelu_tanh", Router("sparsemixer", normalized=False, jitter=0.01)),
-            Norms(LAYER),
-            "parallel",
-        ),
-    )
-    chosen = layers if EVERY else layers[:3:2]
-    frequencies = tuple(float(np.float32(10000.0 ** (-index / 4))) for index in range(4))
-    turned = Rope(12, (*frequencies, 0.5, 0.25), 1.1, query_scale=QueryScale(0.1, 8))
-    return ModelConfig(
-        *("llama", 71, 37, 64, chosen, (Rope(8, frequencies), turned), LAYER),
-        tie_embeddings=True,
-        embedding_scale=1.5,
-        logit_softcap=9.0,
-        logit_scale=0.7,
-        head_bias=True,
-        embedding_norm=LAYER,
-        learned_positions=70,
-        position_offset=2,
-    )
-
-
-def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(7)
-    weights = {}
-    for param in parameters(config):
-        spread = 0.3 if len(param.shape) > 1 else 0.5
-        weights[param.name] = (rng.standard_normal(param.shape) * spread).astype(np.float32)
-    return weights
 
 
 def worst(config: ModelConfig, scheme: str, weights: Any, case: tuple[Any, Any], area: Path) -> list[float]:
@@ -132,7 +50,7 @@ def test_layers_of_every_block_give_what_the_reference_gives(
     scheme: str, limit: float, tmp_path: Path
 ) -> None:
     gpu_harness.needs_adapter()
-    config = patchwork()
+    config = patchwork(every=EVERY)
     weights = random_weights(config)
     held = unpacked(config, SCHEMES[scheme], pack(config, SCHEMES[scheme], weights))
     tokens = [int(token) for token in np.random.default_rng(3).integers(0, 71, 40)]

@@ -3,54 +3,59 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from mlcbuild.bundles import reference
 from tests import typegoldens
-from tests.libharness import EVERY, PAGE, Session, compiled, pack
+from tests.compiler.test_decoder import LAYERED, SMALL, VARIANTS
+from tests.libharness import EVERY, PAGE, Session, compiled, golden, pack, unpacked
+from tests.patchwork import options, patchwork, random_weights
 from tests.schemes import SCHEMES
 from tests.typegoldens import WINDOW
 
 BATCH = 4
-SAME_PROGRAM = {
-    *(
-        "arcee",
-        "cohere",
-        "deepseek_v2",
-        "ernie4_5_moe",
-        "hunyuan_v1_moe",
-        "internlm3",
-        "minimax_m2",
-        "ernie4_5",
-        "glm4_moe_lite",
-        "minicpm3",
-        "exaone4",
-        "falcon",
-        "falcon-new",
-        "gemma",
-        "gemma3",
-        "glm",
-        "glm4",
-    ),
-    *(
-        "gpt2",
-        "gpt_neox-sequential",
-        "gptj",
-        "ministral",
-        "mistral3",
-        "olmo",
-        "olmo3",
-        "phi",
-        "qwen3_vl",
-        "seed_oss",
-    ),
-    *("stablelm", "stablelm-parallel", "starcoder2"),
+OWN_OPTIONS = ("apertus", "cohere2", "deepseek_v3", "gpt_oss", "olmo2", "opt", "phimoe")
+"""Types with an option or a form of layers that the patchwork and test_decoder.py's models lack."""
+CHECKED = typegoldens.NAMES if EVERY else OWN_OPTIONS
+"""The others are checked where MLCBUILD_TEST_EVERY is set. tests/bundles/test_types_reference.py compares
+the logits of all with the reference, with which the patchwork is compared here."""
+RARE = {
+    *(("layers.mixer.query_latent", "default"), ("layers.mixer.bias", "False")),
+    *(("norm.weight", "False"), ("layers.mixer.qk_norm.bias", "False")),
+    ("layers.feed_forward.router.group_by_largest", "True"),
+    ("form", "sequential", "LayerNorm", "NoneType", "Dense", "True"),
 }
-"""Types whose layers are made of blocks that others here have: tests of the reference cover them, and these
-where MLCBUILD_TEST_EVERY is set."""
-CHECKED = [name for name in typegoldens.NAMES if EVERY or name not in SAME_PROGRAM]
+"""Options of types that are compiled only where MLCBUILD_TEST_EVERY is set: others cover their parts."""
+
+
+def test_every_option_of_a_type_is_compiled(tmp_path: Path) -> None:
+    def of_types(names: Iterable[str]) -> set[tuple[str, ...]]:
+        return set().union(*(options(typegoldens.load(name, tmp_path / name).config) for name in names))
+
+    for name in typegoldens.NAMES:
+        (tmp_path / name).mkdir()
+    compiled_here = options(patchwork(every=True)) | of_types(OWN_OPTIONS)
+    for config in (SMALL, LAYERED, *(golden(variant).config for variant in VARIANTS)):
+        compiled_here |= options(config)
+    assert of_types(typegoldens.NAMES) - compiled_here == RARE
+
+
+def test_layers_of_every_block_give_what_the_reference_gives(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config, scheme = patchwork(every=True), SCHEMES["q0f32"]
+    library = compiled(tmp_path_factory, config, scheme, context_window=WINDOW, max_batch=BATCH)
+    stored = pack(config, scheme, random_weights(config))
+    session = Session(library / "model.so", stored)
+    tokens = [int(token) for token in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
+    expected = reference.logits(config, unpacked(config, scheme, stored), tokens, dtype=np.float64)
+    compare(session, tokens, expected)
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -64,10 +69,14 @@ def test_type_gives_the_logits_of_transformers(
     assert memory["weights"] == sum(array.nbytes for array in session.stored.values())
     pages = BATCH * WINDOW // PAGE
     assert memory["kv_cache"] * session.num_pages == pages * np.from_dlpack(session.cache).nbytes
-    tokens, expected = case.tokens, case.logits
+    compare(session, case.tokens, case.logits)
+
+
+def compare(session: Session, tokens: Sequence[int], expected: NDArray[Any]) -> None:
+    """Asserts that a prompt gives the logits `expected`, whole, in chunks, token by token and of its end."""
     tolerance = 1e-4 * float(np.abs(expected).max())
 
-    def worst(logits: typegoldens.Values) -> float:
+    def worst(logits: NDArray[Any]) -> float:
         return float(np.abs(logits - expected).max())
 
     assert worst(session.prefill((0, tokens))) < tolerance
