@@ -144,7 +144,9 @@ class Result:
         for error in self.failures:
             raise error
         if self.run.interrupted:
-            raise MlcbuildError(f"the run was interrupted by {self.run.interrupted}; run it again to go on")
+            raise MlcbuildError(
+                f"the run was interrupted by {self.run.interrupted}; run it again to continue"
+            )
 
 
 def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) -> tuple[VariantResult, ...]:

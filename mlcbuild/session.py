@@ -292,7 +292,7 @@ class Session:
         """Raises UsageError if the recipe names no destination, before hours of work."""
         if not self.recipe.destinations:
             raise UsageError(
-                f"{self.recipe.path}: it says nowhere to publish to: add `publish: [{{to: "
+                f"{self.recipe.path}: it lists no destination: add `publish: [{{to: "
                 '"oci://host/team/{model}:{quantization}-{target}"}]`'
             )
 
@@ -363,7 +363,7 @@ class Session:
         ]
         if not remotes:
             raise UsageError(
-                f"{self.recipe.path}: it names no remote to {mode}: name one on the command line"
+                f"{self.recipe.path}: it lists no remote to {mode}: name one on the command line"
             )
         return remotes
 

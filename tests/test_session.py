@@ -367,9 +367,9 @@ def test_a_recipe_without_destinations_cannot_be_published(built: Built) -> None
     lines = [line for line in built.recipe.read_text().splitlines() if not line.startswith("publish")]
     recipe.write_text("\n".join(lines) + "\n")
     opened = session.open(recipe, store=built.store)
-    with pytest.raises(UsageError, match="nowhere to publish to"):
+    with pytest.raises(UsageError, match="it lists no destination"):
         opened.require_destinations()
-    with pytest.raises(UsageError, match="nowhere to publish to"):
+    with pytest.raises(UsageError, match="it lists no destination"):
         opened.publish(opened.run())
 
 

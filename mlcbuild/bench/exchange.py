@@ -141,9 +141,11 @@ async def answering(
         async with aclosing(_pieces(reader, headers)) as pieces:
             yield status, pieces
     except (asyncio.IncompleteReadError, OSError):
-        raise ExchangeError("cut", f"{server.name} closed the connection before its answer's end") from None
+        raise ExchangeError(
+            "cut", f"{server.name} closed the connection before the end of its answer"
+        ) from None
     except (asyncio.LimitOverrunError, ValueError):
-        raise ExchangeError("malformed", f"{server.name} does not answer in HTTP/1.1") from None
+        raise ExchangeError("malformed", f"{server.name} sent an answer that is not HTTP/1.1") from None
     finally:
         writer.close()
 

@@ -109,18 +109,22 @@ async def _asked(
         async with asyncio.timeout(timeout):
             reply = await exchange(server, path, document)
     except TimeoutError:
-        raise BenchError(f"{where} has not answered after {timeout:g} s") from None
+        raise BenchError(
+            f"{where} has not answered after {timeout:g} s; raise --timeout, or lower the load"
+        ) from None
     except ExchangeError as error:
         raise BenchError(str(error)) from None
     text = reply.body.decode(errors="replace").strip()
     if reply.status != 200:
-        raise BenchError(f"{where} answers {reply.status}: {text[:400]}")
+        raise BenchError(f"{where} answered with status {reply.status}: {text[:400]}")
     try:
         parsed = strict_json.parse(text)
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise BenchError(f"{where} does not answer with a JSON object: {text[:200]}")
+        raise BenchError(
+            f"{where} must answer with a JSON object; is it a server of the OpenAI API? Found: {text[:200]}"
+        )
     return parsed
 
 

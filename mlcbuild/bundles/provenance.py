@@ -114,7 +114,9 @@ def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
     signers = tuple(sorted(set(_signers(path, payload)))) if path.exists() else ()
     if trust and not set(trust) & set(signers):
         who = f"signed by {', '.join(signers)}" if signers else "not signed"
-        raise ProvenanceError(f"{bundle}: its provenance is {who}, and by no key that is trusted")
+        raise ProvenanceError(
+            f"{bundle}: its provenance is {who}, but not by a trusted key; pass the signer's key with --trust"
+        )
     return Provenance(document, signers)
 
 
@@ -122,7 +124,10 @@ def _bytes(path: Path) -> bytes:
     try:
         return regular.read(path, _LARGEST)
     except FileNotFoundError:
-        raise ProvenanceError(f"{path}: missing, so nothing says what the bundle was made from") from None
+        raise ProvenanceError(
+            f"{path}: not found, so the origin of the bundle is unknown; build the bundle "
+            "again, or fetch all of its files"
+        ) from None
     except OSError as error:
         raise ProvenanceError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -265,8 +265,8 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
         count(size)
         if heard > _MOST * (pinned.size + (1 << 20)):
             raise SourceError(
-                f"{source}: {name}: {heard} bytes have come of a file that has {pinned.size}: what answers "
-                "is no hub; check HF_ENDPOINT and the proxy"
+                f"{source}: {name}: {heard} bytes were received of a file that has {pinned.size}: "
+                "the server is not a hub; check HF_ENDPOINT and the proxy"
             )
 
     for again in (False, True):
@@ -286,8 +286,8 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
             return
     target.unlink()
     raise SourceError(
-        f"{source}: {name}: {fault}; what the hub or its cache holds is not what was pinned. "
-        "Try again, or pin what is there now with `mlcbuild lock`"
+        f"{source}: {name}: {fault}; the hub or its cache has another file than the "
+        "pinned one. Try again, or pin the present files with `mlcbuild lock`"
     )
 
 

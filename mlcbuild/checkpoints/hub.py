@@ -282,7 +282,7 @@ def _hub_refusal(error: Exception, source: HubSource) -> _Found:
             f"access is restricted; ask for it at {page}, then set HF_TOKEN to your token",
         ),
         (errors.DisabledRepoError, "the hub has disabled this repository; use another source"),
-        (errors.RevisionNotFoundError, f"there is no such revision; see {page}/commits for what there is"),
+        (errors.RevisionNotFoundError, f"there is no such revision; {page}/commits lists them"),
         (errors.RemoteEntryNotFoundError, "there is no such file at this revision; run `mlcbuild lock`"),
         (
             errors.RepositoryNotFoundError,
@@ -313,12 +313,12 @@ _NETWORK_FAILURES: tuple[tuple[frozenset[str], type[SourceError], str], ...] = (
     (
         frozenset({"OfflineModeIsEnabled"}),
         SourceError,
-        "HF_HUB_OFFLINE is set, and the hub must be asked; unset it",
+        "the hub must be queried, but HF_HUB_OFFLINE is set; unset it",
     ),
     (
         frozenset({"RemoteProtocolError", "IncompleteRead", "ChunkedEncodingError"}),
         UnreachableError,
-        "the download ended before the whole file had come; try again",
+        "the download ended before the whole file had arrived; try again",
     ),
     (
         frozenset({"XetError"}),

@@ -280,7 +280,8 @@ def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pin
         if len(data) == file.size and _git_oid(data) == file.git_oid:
             return data, Pinned(file.size, file_sha256(path))
     raise SourceError(
-        f"{source}: {name}: the {len(data)} bytes that came are not the {file.size} bytes the hub lists; "
+        f"{source}: {name}: the {len(data)} bytes that were received are not the "
+        f"{file.size} bytes the hub lists; "
         "try again, and clear the cache in HF_HOME if that does not help"
     )
 

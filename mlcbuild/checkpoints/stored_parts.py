@@ -47,8 +47,14 @@ class StoredParts:
         return self.tensors.get(part)
 
     def fault(self, message: str) -> CheckpointError:
+        """Returns the error for a module whose parts are wrong. message: continues a sentence about it, and
+        may end with a remedy after a semicolon; otherwise the error says to fetch the checkpoint again.
+        """
         path = next(iter(self.tensors.values())).path
-        return CheckpointError(f"{path}: module '{printable(self.module)[:200]}' {printable(message)}")
+        remedy = "" if ";" in message else "; fetch the checkpoint again"
+        return CheckpointError(
+            f"{path}: module '{printable(self.module)[:200]}' {printable(message)}{remedy}"
+        )
 
     def check(self, part: str, dtypes: Iterable[str], shape: tuple[int, ...]) -> Tensor:
         """Returns the module's tensor whose name ends with `part`. Raises CheckpointError if it is missing or

@@ -75,7 +75,9 @@ def _loads(arguments: argparse.Namespace) -> list[Load]:
         even = arguments.arrivals == "constant"
         return [Load(rate=rate, even=even) for rate in _numbers("--rate", arguments.rate, 1e-3, 1e5)]
     if arguments.arrivals is not None:
-        raise UsageError("mlcbuild bench serve: --arrivals belongs to --rate")
+        raise UsageError(
+            "mlcbuild bench serve: --arrivals applies to --rate only: add --rate, or leave --arrivals out"
+        )
     clients = _numbers("--clients", arguments.clients or "1", 1, 10_000)
     return [Load(clients=int(count)) for count in clients]
 

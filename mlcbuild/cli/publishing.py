@@ -40,7 +40,7 @@ def publish(arguments: argparse.Namespace) -> int:
         return build.plan(arguments)
     session, result = _build(arguments)
     if code := result.exit_code:
-        print("nothing was published: not all of it was built", file=sys.stderr)
+        print("nothing was published, because not everything was built: run again", file=sys.stderr)
         return code
     sent = session.publish(result, unverified=arguments.unverified, on_sent=_printing(arguments))
     return _conclude(arguments, sent, {"run": build.document(result)})
@@ -100,7 +100,7 @@ def pull(arguments: argparse.Namespace) -> int:
     document = {"bundle": str(directory), "name": manifest.name, "address": exact}
     lines = [f"{directory}: {manifest.name}, {len(manifest.files)} files are as its manifest says"]
     if not pinned(arguments.source):
-        lines.append(f"exactly this content is {exact}")
+        lines.append(f"the immutable address of this content is {exact}")
     show(arguments.json, document, lines)
     return 0
 

@@ -125,7 +125,7 @@ def gc(arguments: argparse.Namespace) -> int:
     """
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
-        raise UsageError("mlcbuild cache gc: say what may go: --max-size 50GB, --unused-days 30, or both")
+        raise UsageError("mlcbuild cache gc: name what to remove: --max-size 50GB, --unused-days 30, or both")
     removed = upkeep.gc(
         open_store(arguments), unused_days=arguments.unused_days, max_bytes=arguments.max_size
     )

@@ -48,7 +48,7 @@ def download(
             target.restart()
             pieces = 0
     part.unlink()
-    raise DamagedError("its bytes are wrong")
+    raise DamagedError("its content does not match its digest")
 
 
 def _complete(

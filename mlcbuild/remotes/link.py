@@ -171,7 +171,7 @@ class Link:
             return
         try:
             if not has_bytes(path, digest, size):
-                raise SpoiltError(f"{path} is not sent: it has other bytes than were written")
+                raise SpoiltError(f"{path} is not sent: its content has changed since it was written")
             with path.open("rb") as file:
                 source = _Watched(file, stop, self._timeout)
                 self._open().put(name, cast(BinaryIO, source), size, new=there is None)

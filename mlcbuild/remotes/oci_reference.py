@@ -51,7 +51,7 @@ class Descriptor:
         valid blob.
         """
         if not isinstance(item, dict):
-            raise ValueError("a descriptor is an object")
+            raise ValueError("a descriptor must be an object")
         media, digest, size = item.get("mediaType", ""), item.get("digest"), item.get("size")
         notes = item.get("annotations") or {}
         if not isinstance(media, str) or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):

@@ -75,7 +75,7 @@ class Registry:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         stated = response.headers.get("Docker-Content-Digest", digest)
         if digest != (reference if reference.startswith("sha256:") else stated):
-            raise RemoteError(f"the manifest {reference} has other bytes than its digest says")
+            raise RemoteError(f"the manifest {reference} has other bytes than its digest states")
         return digest, bytes(data)
 
     def blob(self, digest: str, start: int = 0) -> Body | None:

@@ -55,7 +55,7 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
         raise RefusedError("it is valid on one machine only")
     trusted = frozenset(trust)
     if trusted and not trusted & signers(key, body, lines[2:]):
-        raise RefusedError("it is not signed by a key that is trusted")
+        raise RefusedError("it is not signed by a trusted key")
     return record
 
 

@@ -287,7 +287,7 @@ def summary(result: RunResult) -> str:
     if not result.interrupted:
         return text
     lost = f"; stopped: {', '.join(result.stopped)}" if result.stopped else ""
-    return f"interrupted by {result.interrupted}: {text}{lost}. What was built is kept; run again to go on"
+    return f"interrupted by {result.interrupted}: {text}{lost}. What was built is kept; run again to continue"
 
 
 class View:

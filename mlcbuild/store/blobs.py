@@ -109,7 +109,9 @@ class Blobs:
         """Removes a damaged blob from the store and returns the error that the caller should raise."""
         self.condemn(entry.digest)
         blob = self.blob(entry.digest)
-        problem = f"{blob}: {entry.path} is damaged in the store: it has other bytes than were written"
+        problem = (
+            f"{blob}: {entry.path} is damaged in the store: its content has changed since it was written"
+        )
         if os.path.lexists(blob):
             return StoreError(f"{problem}; it cannot be removed: make the store writable, and run again")
         return LostBlobError(f"{problem}; it was removed, run again to build it anew")
@@ -134,7 +136,7 @@ class Blobs:
         with self.writing():
             if not hashed and file_digest(part) != digest:
                 raise StoreError(
-                    f"a file that should have the digest {digest} has other bytes: it was refused"
+                    f"a file that should have the digest {digest} has other content: it was refused"
                 )
             self._place(part, digest)
 

@@ -95,7 +95,8 @@ class Store(Blobs):
             version_ = "something unreadable"
         if version_ != FORMAT:
             raise StoreError(
-                f"{self.root}/store.json: the store's format is {version_}, this mlcbuild knows {FORMAT}; "
+                f"{self.root}/store.json: the store's format is {version_}, but this mlcbuild "
+                f"reads {FORMAT}; "
                 "update mlcbuild or set MLCBUILD_STORE to another directory"
             )
 

@@ -112,11 +112,11 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
             user, entry = users.get(blob.name, ("not used", None))
             gone = _condemn(store, blob)
             if mend is not None and entry is not None and not gone and not mend(entry):
-                mended.append(f"blob {blob.name} ({user}) had other bytes than its name says")
+                mended.append(f"blob {blob.name} ({user}) had content that does not match its name")
                 good[blob.name] = entry.size
                 continue
             bad.add(blob.name)
-            damaged.append(f"blob {blob.name} ({user}) has other bytes than its name says{gone}")
+            damaged.append(f"blob {blob.name} ({user}) has content that does not match its name{gone}")
         for digest in [digest for digest in users if digest not in good and digest not in bad]:
             user, entry = users[digest]
             if mend is not None and not mend(entry):
@@ -259,7 +259,7 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
                 if alone and (store.record(path.name) is None or path.parent.name != path.name[:2]):
                     remove(path)
             stays = "; it cannot be removed: make the store writable" if os.path.lexists(path) else ""
-            damaged.append(f"record {path.name} is not what its name says{stays}")
+            damaged.append(f"record {path.name} does not match its name{stays}")
     store.take_warnings()
     return records, count
 

@@ -64,7 +64,7 @@ def read_preset(path: Path) -> Target:
     problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])
     if isinstance(document.data, dict) and "extends" in document.data:
         place = document.key_place(("extends",))
-        problems.append(place.problem("a preset spells itself out: it cannot extend another"))
+        problems.append(place.problem("a preset must state all of its properties: it cannot extend another"))
     else:
         target = parse(document, (), path.stem, problems)
         if target is not None and not problems:
@@ -171,7 +171,7 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
             hint = _near(feature[1:], table.features)
             report(f"LLVM knows no {target.family} feature '{feature[1:]}'; {hint}", "features", i)
         elif feature[1:] in earlier and feature not in listed[:i]:
-            report(f"'{feature[1:]}' is both added and taken away", "features", i)
+            report(f"'{feature[1:]}' is both added and removed", "features", i)
         earlier.add(feature[1:])
 
 

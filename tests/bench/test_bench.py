@@ -107,7 +107,7 @@ def test_prompts_of_token_ids(url: str, capsys: Out) -> None:
 def test_a_server_that_wants_a_key(url: str, capsys: Out) -> None:
     assert main(["bench", "serve", url]) == 1
     stderr = capsys.readouterr().err
-    assert "/v1/models answers 401: " in stderr
+    assert "/v1/models answered with status 401: " in stderr
     assert "this server needs a key" in stderr
     assert stderr.count("\n") == 1
 
@@ -204,10 +204,13 @@ def test_a_server_that_counts_nothing(capsys: Out) -> None:
 @pytest.mark.parametrize(
     ("answers", "sentence"),
     [
-        ([plain(b"no")], "/v1/models does not answer with a JSON object: no"),
-        ([plain(b"{}", "404 Not Found")], "/v1/models answers 404: {}"),
-        ([None], "/v1/models has not answered after 1 s"),
-        ([MODELS, plain(b"ignore_eos?", "400 Bad")], "/v1/completions answers 400: ignore_eos?"),
+        (
+            [plain(b"no")],
+            "/v1/models must answer with a JSON object; is it a server of the OpenAI API? Found: no",
+        ),
+        ([plain(b"{}", "404 Not Found")], "/v1/models answered with status 404: {}"),
+        ([None], "/v1/models has not answered after 1 s; raise --timeout"),
+        ([MODELS, plain(b"ignore_eos?", "400 Bad")], "/v1/completions answered with status 400: ignore_eos?"),
     ],
 )
 def test_servers_that_cannot_be_measured(answers: Sequence[bytes | None], sentence: str, capsys: Out) -> None:
@@ -236,7 +239,10 @@ def test_nobody_there(capsys: Out) -> None:
             "serve http://h --rate 1 --clients 1",
             "--clients is a closed loop, --rate an open one: choose one of them",
         ),
-        ("serve http://h --arrivals constant", "--arrivals belongs to --rate"),
+        (
+            "serve http://h --arrivals constant",
+            "--arrivals applies to --rate only: add --rate, or leave --arrivals out",
+        ),
         ("serve http://h --slo ttft", "--slo ttft: write NAME=SECONDS, with one of ttft, tpot, e2e"),
         ("serve http://h --slo itl=1", "--slo itl=1: write NAME=SECONDS"),
         ("serve http://h --plot nowhere/x.svg", "nowhere/x.svg: cannot be written: No such file"),

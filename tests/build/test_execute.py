@@ -505,7 +505,7 @@ def test_a_signal_stops_the_run_its_workers_and_theirs_and_says_what_is_kept(
     assert process.returncode == 130
     assert all(gone(int(pid)) for pid in note.read_text().split())
     assert err.splitlines()[-1].startswith(f"interrupted by {sent.name}: 1 built, 0 reused, 1 skipped in ")
-    assert err.splitlines()[-1].endswith("stopped: held. What was built is kept; run again to go on")
+    assert err.splitlines()[-1].endswith("stopped: held. What was built is kept; run again to continue")
     assert json.loads(out)["steps"][1]["reason"] == f"interrupted by {sent.name}"
     clean(Store(store))
 

@@ -64,7 +64,7 @@ def test_a_recipe_is_published_and_pulled(
 
     tag = registry_server.url(f"{repository}/tiny:q4f16_1-host")
     said = checked(mlcbuild("pull", tag, tmp_path / "pulled", store=common_store))
-    assert said.splitlines()[1].removeprefix("exactly this content is ") in addresses
+    assert said.splitlines()[1].removeprefix("the immutable address of this content is ") in addresses
     assert contents(tmp_path / "pulled") == contents(tmp_path / "dist" / VARIANT)
     assert checked(mlcbuild("verify", tmp_path / "pulled", store=common_store))
 
@@ -205,14 +205,14 @@ def bare(data: bytes) -> bytes:
 
 
 WRONG: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
-    "swapped": (swapped, "what was fetched is refused: "),
+    "swapped": (swapped, "the fetched bundle is refused: "),
     "escaping": (escaping, "the file name '../escaped' is no plain path inside the repository"),
-    "lacking": (lacking, "what was fetched is refused: "),
+    "lacking": (lacking, "the fetched bundle is refused: "),
     "bare": (bare, "it is not a bundle: it holds no bundle.json"),
     "one byte more": (resized(lambda size: size + 1), r"has \d+ bytes where its manifest states \d+"),
     "one byte less": (resized(lambda size: size - 1), r"has \d+ bytes where its manifest states \d+"),
-    "two bytes": (resized(lambda size: 2), "has other bytes than its digest says"),
-    "no bytes": (resized(lambda size: 0), "other bytes than its digest says|where its manifest states 0"),
+    "two bytes": (resized(lambda size: 2), "has other bytes than its digest states"),
+    "no bytes": (resized(lambda size: 0), "other bytes than its digest states|where its manifest states 0"),
     "a petabyte": (resized(lambda size: 10**15), r"states 10\d{14} bytes, and .* has room for"),
     "a negative size": (resized(lambda size: -size), "its manifest cannot be parsed"),
     "a size in words": (resized(str), "its manifest cannot be parsed"),
@@ -241,14 +241,14 @@ def test_a_bundle_that_is_wrong_is_refused(
             pull(url, tmp_path / "pulled")
         assert not (tmp_path / "pulled").exists() and not (tmp_path / "escaped").exists()
         pinned = url.replace(":v1", "@sha256:" + "0" * 64)
-        with pytest.raises(PublishError, match="has other bytes than its digest says"):
+        with pytest.raises(PublishError, match="has other bytes than its digest states"):
             pull(pinned, tmp_path / "pulled")
 
 
 def test_what_cannot_be_reached_or_found_is_told(
     bundle_copy: Callable[[str], Path], registry_server: Server, repository: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(PublishError, match="v1: there is nothing under this name"):
+    with pytest.raises(PublishError, match="v1: it has no artifact of this name; check the name and the tag"):
         pull(registry_server.url(f"{repository}:v1"), tmp_path / "pulled")
     with serving() as gone:
         pass
@@ -288,7 +288,7 @@ def test_the_command_line_says_what_is_missing(tiny_bundles: Path, tmp_path: Pat
         return done.stderr
 
     recipe, bundle = tiny_bundles / "recipe.yaml", tiny_bundles / "dist" / VARIANT
-    assert "it says nowhere to publish to: add `publish: [{to: " in stderr(2, "publish", recipe)
+    assert "it lists no destination: add `publish: [{to: " in stderr(2, "publish", recipe)
     assert "--to applies to a bundle; a recipe" in stderr(2, "publish", recipe, "--to", "hf://a/b")
     assert "the destination is missing: mlcbuild publish BUNDLE --to" in stderr(2, "publish", bundle)
     assert "--to 'x' must start with oci://" in stderr(2, "publish", bundle, "--to", "x")

@@ -54,7 +54,7 @@ def test_a_bundle_is_published_and_pulled(tiny_bundles: Path, hub: Hub, run: Run
     assert said == f"present   hf://team/tiny@{commit}\n" and hub.repos["team/tiny"].refs["v1"] == commit
 
     said = checked(run("pull", "hf://team/tiny@v1", tmp_path / "pulled"))
-    assert said.splitlines()[1] == f"exactly this content is hf://team/tiny@{commit}"
+    assert said.splitlines()[1] == f"the immutable address of this content is hf://team/tiny@{commit}"
     assert contents(tmp_path / "pulled") == contents(bundle)
     assert checked(run("inspect", tmp_path / "pulled")).startswith("name")
     assert "exactly" not in checked(run("pull", f"hf://team/tiny@{commit}", tmp_path / "pinned"))
@@ -102,10 +102,10 @@ def test_who_may_not_write_is_told(tiny_bundles: Path, hub: Hub, run: Run) -> No
 def test_a_bundle_that_is_wrong_is_refused(tiny_bundles: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
     good = contents(tiny_bundles / "dist" / VARIANT)
     wrong = {
-        "team/short": ({**good, "tokenizer.json": b"{}"}, "what was fetched is refused: "),
+        "team/short": ({**good, "tokenizer.json": b"{}"}, "the fetched bundle is refused: "),
         "team/lacking": (
             {k: v for k, v in good.items() if "weights" not in k},
-            "what was fetched is refused",
+            "the fetched bundle is refused",
         ),
         "team/none": ({"config.json": b"{}"}, "it is not a bundle: it holds no bundle.json"),
         "team/more": ({**good, "chat_template.json": b"{}"}, "the manifest does not list this file"),

@@ -264,7 +264,7 @@ def test_a_broken_transfer_goes_on_where_it_broke(hub: Hub, client: Client, tmp_
         (Fault("no_file"), "there is no such file at this revision; run `mlcbuild lock`"),
         (Fault("status", status=404), "the hub has no such file (HTTP 404)"),
         (Fault("status", status=418), "the hub refuses the request (HTTP 418)"),
-        (Fault("short"), "the download ended before the whole file had come; try again"),
+        (Fault("short"), "the download ended before the whole file had arrived; try again"),
         pytest.param(
             Fault("xet"),
             "the hub's Xet storage failed (Task error: ",
@@ -367,7 +367,9 @@ def test_offline_uses_the_cache_and_names_all_that_is_missing(hub: Hub, tmp_path
         )
         assert "config.json: its sha256 is" in message
         message = refusal(offline, "lock", ["hf://org/offline"])
-        assert message == "hf://org/offline@main: HF_HUB_OFFLINE is set, and the hub must be asked; unset it"
+        assert message == (
+            "hf://org/offline@main: the hub must be queried, but HF_HUB_OFFLINE is set; unset it"
+        )
 
 
 @pytest.mark.parametrize(

@@ -275,8 +275,7 @@ def test_every_source_that_cannot_be_pinned_is_reported(hub: Hub, client: Client
         "or set HF_TOKEN to a token that may read it",
         "hf://org/pickled@main: it has no weights that can be read; it has model.pth; weights must be "
         "*.safetensors or pytorch_model.bin",
-        "hf://org/plain@v9: there is no such revision; "
-        f"see {hub.address}/org/plain/commits for what there is",
+        f"hf://org/plain@v9: there is no such revision; {hub.address}/org/plain/commits lists them",
         f"hf://org/secret@main: access is restricted; ask for it at {hub.address}/org/secret, "
         "then set HF_TOKEN to your token",
     ]
@@ -288,7 +287,9 @@ def test_a_small_file_that_is_not_what_the_hub_lists_is_refused(
     commit = hub.add("org/forged", FILES)
     hub.repos["org/forged"].faults["config.json"] = Fault("wrong")
     message = refusal(client, "lock", ["hf://org/forged"])
-    assert message.startswith(f"hf://org/forged@{commit}: config.json: the 23 bytes that came are not the 23")
+    assert message.startswith(
+        f"hf://org/forged@{commit}: config.json: the 23 bytes that were received are not the 23"
+    )
     hub.repos["org/forged"].faults["config.json"] = Fault("wrong", times=0)
     resolved(client, tmp_path / "a.lock", "hf://org/forged")
 

@@ -66,7 +66,7 @@ def test_an_interrupted_run_keeps_what_it_built(
     last = rest.splitlines()[-1]
     assert last.startswith(f"interrupted by {number.name}: 1 built, 0 reused, ")
     assert "stopped: library/" in last
-    assert last.endswith("What was built is kept; run again to go on")
+    assert last.endswith("What was built is kept; run again to continue")
     assert "Traceback" not in rest + errors
     plan = json.loads(checked(mlcbuild("plan", "recipe.yaml", "--json", store=store, cwd=place)))
     assert {item["name"] for item in plan["steps"] if item["status"] == "hit"} == {"config/tiny"}

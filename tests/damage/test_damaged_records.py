@@ -34,7 +34,7 @@ def test_a_damaged_record_is_removed_by_verify_and_gc(how: str, place: Place, so
     (record, *_) = place.records("weights/")
     RECORDS[how](record)
     done = place.mlcbuild("cache", "verify")
-    assert done.returncode == 1 and f"record {record.name} is not what its name says" in done.stdout
+    assert done.returncode == 1 and f"record {record.name} does not match its name" in done.stdout
     assert not os.path.lexists(record)
     RECORDS["a full directory"](place.records("bundle/")[0])
     assert "removed 1 records" in place.mlcbuild("cache", "gc", "--unused-days", "999").stdout

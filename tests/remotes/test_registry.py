@@ -225,7 +225,7 @@ def test_http_is_spoken_where_that_is_safe_or_wanted() -> None:
 
 
 LIARS = {
-    "other bytes": (200, b'{"layers": []}', "other bytes than its digest says"),
+    "other bytes": (200, b'{"layers": []}', "other bytes than its digest states"),
     "too much": (200, b"x" * (5 << 20), "has more than 4194304 bytes"),
     "missing": (404, b"", ""),
     "broken": (500, b"", "it answered with status 500"),

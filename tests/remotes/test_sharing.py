@@ -78,7 +78,7 @@ def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_
     variables = {"MLCBUILD_KEY": str(tmp_path / "key.pem")}
     checked(mlcbuild("cache", "export", file, recipe, store=common_store, variables=variables))
     other = mlcbuild("cache", "import", file, "--trust", "ed25519:" + "A" * 43, store=tmp_path / "no")
-    assert other.returncode == 2 and "it is not signed by a key that is trusted" in other.stderr
+    assert other.returncode == 2 and "it is not signed by a trusted key" in other.stderr
     here = tmp_path / "here"
     assert "are in the store" in checked(mlcbuild("cache", "import", file, "--trust", key.public, store=here))
     assert states(recipe, here) == {"hit"} and verify(Store(here)).ok
@@ -89,7 +89,7 @@ def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
-        ("gc", 2, "say what may go: --max-size 50GB, --unused-days 30, or both"),
+        ("gc", 2, "name what to remove: --max-size 50GB, --unused-days 30, or both"),
         ("gc --max-size much", 2, "--max-size: must be a size such as 8GB or 512MiB, found 'much'"),
         ("gc x --max-size 1", 2, "mlcbuild cache gc: 'x' is one argument too many"),
         (
@@ -100,7 +100,7 @@ def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_
         ("push --all", 2, "write `mlcbuild cache push RECIPE"),
         ("push --all ftp://x", 2, "'ftp://x' must start with https://, http://, s3://, oci:// or file:///"),
         ("push --all http://u:secret@x", 2, "a URL must not hold a user name or password"),
-        ("push recipe.yaml", 2, "recipe.yaml: it names no remote to write: name one on the command line"),
+        ("push recipe.yaml", 2, "recipe.yaml: it lists no remote to write: name one on the command line"),
         ("push recipe.yaml file:///nowhere/x", 1, "there is no directory /nowhere/x: create it, or mount it"),
         ("pull --all file:///x", 2, "a remote cannot list what it has: name a recipe, not --all"),
         ("pull", 2, "write `mlcbuild cache pull RECIPE [REMOTE ...]`"),
@@ -152,7 +152,7 @@ def test_a_store_is_mended_from_a_remote(kind: str, request: pytest.FixtureReque
     assert all(f"{n}: text.txt (blob {digests[n]}) was missing: fetched anew" in said for n in "ab")
     rot(user.store, digests["a"])
     said = verified(0, url)
-    assert f"blob {digests['a']} (a: text.txt) had other bytes than its name says: fetched anew" in said
+    assert f"blob {digests['a']} (a: text.txt) had content that does not match its name: fetched anew" in said
     assert verified(0) == "3 records and 3 files are as they were written\n"
 
 
@@ -166,8 +166,11 @@ def test_what_no_remote_has_right_is_built_again(tmp_path: Path) -> None:
     lie.chmod(0o644)
     lie.write_bytes(b"?" + lie.read_bytes()[1:])
     done = mlcbuild("cache", "verify", url, store=user.store.root)
-    assert done.returncode == 1 and f"blob {digests['c']} (c: text.txt) has other bytes" in done.stdout
-    assert "is refused: its bytes are wrong" in done.stderr
+    assert (
+        done.returncode == 1
+        and (f"blob {digests['c']} (c: text.txt) has content that does not match its name") in done.stdout
+    )
+    assert "is refused: its content does not match its digest" in done.stderr
     alone = User(user.store.root)
     assert statuses(alone.run()) == {"a": "reused", "b": "reused", "c": "built"}, "the damage is gone"
     assert verify(user.store).ok

@@ -139,7 +139,7 @@ def test_the_summary_of_an_interrupted_run_says_what_was_kept() -> None:
     result = RunResult((BUILT, SKIPPED), 3.0, "SIGINT", ("after",))
     assert summary(result) == (
         "interrupted by SIGINT: 1 built, 0 reused, 1 skipped in 3.0 s; stopped: after. "
-        "What was built is kept; run again to go on"
+        "What was built is kept; run again to continue"
     )
     assert result.exit_code == 130 and not result.ok
 

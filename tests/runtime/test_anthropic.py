@@ -72,7 +72,7 @@ def test_blocks_become_messages() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0]",
-            "this model reads text, thinking, tool_use and tool_result",
+            "this server accepts text, thinking, tool_use and tool_result",
         ),
         ({"messages": [{"role": "user", "content": [7]}]}, "messages[0].content[0]", "is of type 7"),
         ({"system": [1]}, "system", "a text or a list of blocks"),

@@ -86,6 +86,6 @@ def test_fields_that_cannot_be_honoured(key: str) -> None:
     assert isinstance(allowed, list)
     for value in allowed:
         api.chat_call({"messages": HI, key: value}, Serving())
-    with pytest.raises(RequestError, match="which this server cannot honour: leave it out") as caught:
+    with pytest.raises(RequestError, match="which this server does not support: leave it out") as caught:
         api.chat_call({"messages": HI, key: {"some": "thing"}}, Serving())
     assert (caught.value.param, caught.value.code) == (key, "unsupported_field")

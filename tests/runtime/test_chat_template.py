@@ -167,7 +167,7 @@ def test_others_do_not_wait_for_a_template_that_took_too_long(monkeypatch: pytes
         errors = [error for each in asked if isinstance(error := each.exception(), RequestError)]
     actual.close()
     assert sorted(error.status for error in errors) == [422, *[503] * 5]
-    assert any("other requests wait for it: try later" in str(error) for error in errors)
+    assert any("other requests wait for it: try again later" in str(error) for error in errors)
 
 
 def test_short_messages_do_not_wait_for_long_ones() -> None:
@@ -257,7 +257,10 @@ def test_timeouts_end_what_is_rendered(toy_copy: Path) -> None:
     with_template(toy_copy, ENDLESS)
     with shared.serving(toy_copy, "--timeout", "0.5") as server:
         for path, body in ((CHAT, LOOP), ("/tokenize", {"messages": LOOP["messages"]})):
-            assert error(post(server, path, body)) == (504, "not done after 0.5 s")
+            assert error(post(server, path, body)) == (
+                504,
+                "the request was not finished after 0.5 s: send a shorter one, or raise --timeout",
+            )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

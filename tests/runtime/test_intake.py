@@ -46,7 +46,7 @@ def test_requests_come_out_in_the_order_of_their_arrival() -> None:
 
 def test_a_full_intake_refuses() -> None:
     door = Door()
-    with pytest.raises(RequestError, match="3 requests are waiting already: try later") as caught:
+    with pytest.raises(RequestError, match="3 requests are waiting already: try again later") as caught:
         door.submit(waiting=3)
     assert (caught.value.status, caught.value.code) == (503, "overloaded")
     assert not door.announced and door.intake.empty

@@ -37,9 +37,7 @@ def test_models_by_name(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> 
     names = [f"fast={toy_bundle}", str(tiny_bundle), f"also={tiny_bundle}", f"bad={broken}", str(missing)]
     arguments = ["-m", "mlcbuild_runtime", *names, "--port", "0"]
     with shared.program(*arguments) as server:
-        announced = (
-            f"4 models are served at {server.url} (none is loaded before its first request; mode server"
-        )
+        announced = f"4 models are served at {server.url} (each is loaded at its first request; mode server"
         assert announced in server.ready and "): fast, tiny-q4f16_1, also, bad, missing" in server.ready
         assert not any(card["loaded"] for card in cards(server).values())
         assert not server.health()["models"]

@@ -244,7 +244,7 @@ def test_a_body_without_end(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -
     try:
         response = asyncio.run(ask())
         assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
-        assert "did not come to its end within 0.2 s" in response.json()["error"]["message"]
+        assert "did not arrive completely within 0.2 s" in response.json()["error"]["message"]
     finally:
         engine.close()
 

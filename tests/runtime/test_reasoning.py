@@ -148,7 +148,7 @@ def test_variables_of_templates() -> None:
         ),
         (
             {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]},
-            "reasoning_content is 'b', which this server cannot honour",
+            "reasoning_content is 'b', which this server does not support",
         ),
     ],
 )

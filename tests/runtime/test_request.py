@@ -57,4 +57,8 @@ def test_the_last_event_has_a_finish_or_an_error() -> None:
 
 def test_a_timeout_is_a_504_that_names_the_seconds() -> None:
     error = late(1.5)
-    assert (str(error), error.status, error.code) == ("not done after 1.5 s", 504, "timeout")
+    assert (str(error), error.status, error.code) == (
+        "the request was not finished after 1.5 s: send a shorter one, or raise --timeout",
+        504,
+        "timeout",
+    )

@@ -229,7 +229,7 @@ def test_a_response_can_be_cancelled(toy_bundle: Path, tmp_path: Path) -> None:
         ({"input": [user("a"), {"role": "user", "content": [{"type": "input_image"}]}]}, None, "text only"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]", "only functions"),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].function.name", "1 to 64 letters"),
-        ({"input": "a", "background": True}, "background", "cannot honour: leave it out or send false"),
+        ({"input": "a", "background": True}, "background", "does not support: leave it out or send false"),
         ({"input": "a", "truncation": "auto"}, "truncation", 'or send "disabled"'),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "from 1"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "json_schema"),

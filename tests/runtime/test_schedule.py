@@ -239,7 +239,7 @@ def test_time_runs_out_for_running_waiting_and_resting(toy_bundle: Path) -> None
             error = drain(events)[-1].error
             assert isinstance(error, RequestError)
             assert (error.status, error.code) == (504, "timeout")
-            assert str(error).startswith("not done after ")
+            assert str(error).startswith("the request was not finished after ")
         wait_idle(engine)
         assert engine.state().free_pages == engine.state().pages
     finally:

@@ -153,7 +153,7 @@ def test_what_is_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with grammars._trials.tries[1].turns.turn(), pytest.raises(RequestError) as refused:
         grammars.compiled(costly[0], False)
     assert refused.value.status == 503
-    assert "waits for others that take long to compile: try again" in str(refused.value)
+    assert "waits for other constraints that take long to compile: try again later" in str(refused.value)
     with pytest.raises(RequestError, match=r"more than 0\.2 s or 128 MiB") as refused:
         grammars.compiled(costly[1], False)
     assert refused.value.status == 400

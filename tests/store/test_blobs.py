@@ -58,7 +58,7 @@ def test_holding_a_blob_renews_its_ctime_for_garbage_collection(blobs: Blobs) ->
 
 
 def test_wrong_bytes_do_not_get_in(blobs: Blobs) -> None:
-    with pytest.raises(StoreError, match=f"digest {DIGEST} has other bytes: it was refused"):
+    with pytest.raises(StoreError, match=f"digest {DIGEST} has other content: it was refused"):
         put(blobs, b"other")
     assert not blobs.holds(DIGEST, 5) and not blobs.hold(DIGEST, len(DATA)) and not blobs.sound(ENTRY)
 

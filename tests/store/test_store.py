@@ -246,7 +246,7 @@ def test_blobs_and_records_from_elsewhere_are_checked(store: Store) -> None:
     with store.staging() as session:
         part = session.subdirectory() / "part"
         part.write_bytes(b"other bytes")
-        with pytest.raises(StoreError, match="has other bytes"):
+        with pytest.raises(StoreError, match="has other content: it was refused"):
             store.put_blob(bytes_digest(b"1"), part)
         other = Record.create(OTHER_KEY, Tree.of([Entry("x", bytes_digest(b"2"), 1)]), OTHER)
         with pytest.raises(StoreError, match="before its files: x is missing"):
@@ -286,7 +286,7 @@ def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / "store.json").write_text(text)
         with pytest.raises(
-            StoreError, match=f"format is {actual}, this mlcbuild knows mlcbuild-store/1; update"
+            StoreError, match=f"format is {actual}, but this mlcbuild reads mlcbuild-store/1; update"
         ):
             Store(tmp_path)
 

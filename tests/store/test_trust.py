@@ -67,7 +67,7 @@ def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: key
             signed(tmp_path / f"one{signer}", cache.url, signer).run()
             second = User(tmp_path / f"two{signer}", cache.url, trust=(key.public,))
             assert statuses(second.run()) == BUILT
-            assert second.warnings()[0].endswith("is refused: it is not signed by a key that is trusted")
+            assert second.warnings()[0].endswith("is refused: it is not signed by a trusted key")
             third = signed(tmp_path / f"three{signer}", cache.url, key)
             third.remotes = [Remote(cache.url, trust=(key.public,))]
             assert third.run().ok
@@ -120,7 +120,7 @@ def test_signatures_that_do_not_fit_are_none(
     data = signing.seal(record, key)
     assert signing.unseal(record.key, data, [key.public]) == record
     assert change(data, key) != data
-    with pytest.raises(signing.RefusedError, match="it is not signed by a key that is trusted"):
+    with pytest.raises(signing.RefusedError, match="it is not signed by a trusted key"):
         signing.unseal(record.key, change(data, key), [key.public])
 
 
@@ -252,7 +252,7 @@ def refused(path: Path, tmp_path: Path, **options: object) -> str:
 
 def test_archives_of_another_shape_are_refused(exported: Path, tmp_path: Path, key: keyfile.Signer) -> None:
     content = members(exported)
-    assert refused(exported, tmp_path, trust=[key.public]).endswith("not signed by a key that is trusted")
+    assert refused(exported, tmp_path, trust=[key.public]).endswith("not signed by a trusted key")
     write(exported, [*content, content[1]])
     assert refused(exported, tmp_path) == f"it holds {content[1][0].name} twice"
     write(exported, [content[0], *reversed(content[1:])])

@@ -94,7 +94,7 @@ def test_nothing_is_taken_from_who_is_not_trusted(filled: tuple[Nginx, str], tmp
     store = tmp_path / "store"
     for more in ((), (server.url,), (server.url, "--trust", stranger)):
         pulled = mlcbuild("cache", "pull", recipe, *more, store=store)
-        assert pulled.returncode != 0 and "it is not signed by a key that is trusted" in pulled.stderr, more
+        assert pulled.returncode != 0 and "it is not signed by a trusted key" in pulled.stderr, more
     assert not list((store / "ac").glob("*/*"))
     taken = mlcbuild("cache", "pull", recipe, server.url, "--trust", public, store=store)
     assert checked(taken).startswith("7 fetched, 0 were here, ")

@@ -58,7 +58,9 @@ def test_bit_rot_is_found_and_repaired(store: Store) -> None:
     rotten.write_text("bX")
     os.utime(rotten, (STAMP, STAMP))  # as damage below the filesystem: no time tells of it
     report = verify(store)
-    assert report.damaged == (f"blob {rotten.name} (weights/b: text.txt) has other bytes than its name says",)
+    assert report.damaged == (
+        f"blob {rotten.name} (weights/b: text.txt) has content that does not match its name",
+    )
     assert report.missing == ()
     assert not rotten.exists()
     assert verify(store).missing == (f"weights/b: text.txt (blob {rotten.name})",)
@@ -80,7 +82,7 @@ def test_missing_blobs_and_false_records_are_found(store: Store) -> None:
     report = verify(store)
     assert report.missing == (f"weights/b: text.txt (blob {gone.name})",)
     names = sorted((false.name, torn.name))
-    assert report.damaged == tuple(f"record {name} is not what its name says" for name in names)
+    assert report.damaged == tuple(f"record {name} does not match its name" for name in names)
     assert verify(store).damaged == () and verify(store).records == 1
     assert execute(GRAPH, Store(store.root), INLINE).ok and verify(store).ok
 

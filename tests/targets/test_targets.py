@@ -196,7 +196,7 @@ def test_extends_keeps_what_is_not_given() -> None:
         ]),
         (f"triple: {LINUX}\ncpu: haswell\nfeatures:\n  - +avx512vnii\n  - +fma\n  - -fma", [
             "4:5: LLVM knows no x86_64 feature 'avx512vnii'; did you mean 'avx512vnni'?",
-            "6:5: 'fma' is both added and taken away",
+            "6:5: 'fma' is both added and removed",
         ]),
         ("{extends: aarch64-linux, cpu: haswell}", [
             "1:31: LLVM knows no aarch64 processor 'haswell'; it is one of x86_64"
@@ -218,7 +218,7 @@ def test_preset_files_are_checked(tmp_path: Path) -> None:
             "1:1: the file lacks the key 'triple'",
             "2:1: the key 'tripel' is unknown in the file; did you mean 'triple'?",
         ],
-        "extends: x86-64-v3\n": ["1:1: a preset spells itself out: it cannot extend another"],
+        "extends: x86-64-v3\n": ["1:1: a preset must state all of its properties: it cannot extend another"],
         f"triple: {LINUX}\ncpu: 8\ncpu: generic\nfeatures: avx\ndevice: gpu\noutput: [x]\n": [
             "2:6: LLVM knows no x86_64 processor '8'; did you mean 'k8'?",
             "3:1: the key 'cpu' appears twice; first on line 2",

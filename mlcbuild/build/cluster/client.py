@@ -275,7 +275,7 @@ class Cluster:
             self._supplier.submit(self._supply, submitted, answer)
             return warnings
         if answer.stopped:
-            return [*warnings, self._fail(submitted, f"the worker {answer.worker} stopped it")]
+            return [*warnings, self._fail(submitted, f"the worker {answer.worker} was stopped: run again")]
         self._forget(submitted)
         outcome = Outcome(
             name,

@@ -128,7 +128,7 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
         manifest = origin.manifest(place.reference)
         if manifest is None:
-            raise RemoteError("there is nothing under this name")
+            raise RemoteError("it has no artifact of this name; check the name and the tag")
         layers = _layers(manifest[1])
         if MANIFEST not in layers:
             raise RemoteError(f"it is not a bundle: it holds no {MANIFEST}")
@@ -178,7 +178,7 @@ def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
             break
         path.write_bytes(b"")
     else:
-        raise RemoteError(f"{path.name} has other bytes than its digest says")
+        raise RemoteError(f"{path.name} has other bytes than its digest states")
     if (size := path.stat().st_size) != layer.size:
         raise RemoteError(f"{path.name} has {size} bytes where its manifest states {layer.size}")
 

@@ -116,7 +116,7 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
     except Exception as error:
         shutil.rmtree(part, ignore_errors=True)
         words = str(error).replace(f"{part}/", "").replace(f"{part}: ", "")
-        raise PublishError(f"{source}: what was fetched is refused: {words}") from None
+        raise PublishError(f"{source}: the fetched bundle is refused: {words}") from None
 
 
 def _show(part: Path, directory: Path) -> None:

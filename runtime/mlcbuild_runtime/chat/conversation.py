@@ -22,7 +22,7 @@ HELP = """\
 /help              this text
 /set name value    temperature, top_p, top_k, min_p, seed, max_tokens, stop; system TEXT
 /stats             speed of the last answer, and totals
-/metrics           what the engine has done so far
+/metrics           counts of the engine since its start
 /regen             answer the last message again
 /save FILE         write the conversation to a new file, as JSON
 /reset             forget the conversation; so does /clear

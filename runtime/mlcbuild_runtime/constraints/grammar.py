@@ -282,7 +282,7 @@ class Grammars:
         """Returns the compiled constraint, or an error message if it cannot be compiled. Raises RequestError
         (503) if too many constraints wait, and SetupError."""
         if (size := len(constraint.source)) > MAX_SOURCE:
-            return f"it has {size} characters, and at most {MAX_SOURCE} are taken"
+            return f"it has {size} characters, and at most {MAX_SOURCE} are accepted"
         grammar = in_lark(constraint, key[2])
         with self._first:
             trials = self._trials
@@ -290,7 +290,7 @@ class Grammars:
             return trials.passed(key, grammar, lambda outcome: self._made(grammar, key, outcome))
         except CrowdedError:
             raise RequestError(
-                f"{constraint.param} waits for others that take long to compile: try again",
+                f"{constraint.param} waits for other constraints that take long to compile: try again later",
                 param=constraint.param,
                 code="overloaded",
                 status=503,

@@ -37,10 +37,10 @@ class Intake:
             if self.closed:
                 raise EngineError("the engine is stopped")
             if self.draining:
-                raise RequestError("the server is stopping: try another", code="stopping", status=503)
+                raise RequestError("the server is stopping: use another server", code="stopping", status=503)
             if waiting() >= self.max_waiting:
                 raise RequestError(
-                    f"{self.max_waiting} requests are waiting already: try later",
+                    f"{self.max_waiting} requests are waiting already: try again later",
                     code="overloaded",
                     status=503,
                 )

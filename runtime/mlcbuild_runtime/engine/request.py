@@ -181,4 +181,8 @@ class State:
 
 def late(timeout: float | None) -> RequestError:
     """Returns the error of a request that is not finished after `timeout` seconds."""
-    return RequestError(f"not done after {timeout:g} s", code="timeout", status=504)
+    return RequestError(
+        f"the request was not finished after {timeout:g} s: send a shorter one, or raise --timeout",
+        code="timeout",
+        status=504,
+    )

@@ -168,7 +168,7 @@ class Models:
         """
         entry = self.find(name)
         if self._draining:
-            raise RequestError("the server is stopping: try another", code="stopping", status=503)
+            raise RequestError("the server is stopping: use another server", code="stopping", status=503)
         with self._loading:
             if entry.engine is None:
                 try:

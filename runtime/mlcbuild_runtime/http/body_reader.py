@@ -54,7 +54,7 @@ class BodyReader:
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise RequestError(
-                f"the body has the encoding {describe(coding)}: send it as it is",
+                f"the body has the encoding {describe(coding)}: send it without a Content-Encoding",
                 code="unsupported_encoding",
                 status=415,
             )
@@ -103,7 +103,7 @@ class BodyReader:
                     data += part
         except TimeoutError:
             raise RequestError(
-                f"the body did not come to its end within {BODY_SECONDS:g} s", code="timeout", status=408
+                f"the body did not arrive completely within {BODY_SECONDS:g} s", code="timeout", status=408
             ) from None
 
     def _too_large(self) -> RequestError:
@@ -114,5 +114,7 @@ class BodyReader:
 
 def _overloaded() -> RequestError:
     return RequestError(
-        "the server holds as many large bodies as it may: try later", code="overloaded", status=503
+        "the server holds as many large bodies as it is allowed to: try again later",
+        code="overloaded",
+        status=503,
     )

@@ -199,8 +199,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
                 self._refuse(RequestError("a request with a body cannot upgrade: leave out 'Upgrade'"))
         except httptools.HttpParserError as error:
             by_us = isinstance(error, httptools.HttpParserCallbackError)
-            reason = "its target is no path" if by_us else str(error)
-            self._refuse(self._refusal or RequestError(f"this is no valid HTTP request: {reason}"))
+            reason = "its target is not a path" if by_us else str(error)
+            self._refuse(self._refusal or RequestError(f"this is not a valid HTTP request: {reason}"))
         if self._input.is_body_too_fragmented:
             self._refuse(_too_large())
 
@@ -346,7 +346,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
     def _late(self) -> None:
         """Ends a connection whose request head did not arrive completely within the time limit."""
         if self._input.framing:
-            text = f"the request's head did not come to its end within {HEAD_SECONDS:g} s"
+            text = f"the request's head did not arrive completely within {HEAD_SECONDS:g} s"
             self._refuse(RequestError(text, code="timeout", status=408))
         else:
             self._wire.close()
@@ -361,5 +361,5 @@ def _too_large() -> RequestError:
 
 
 def _too_long() -> RequestError:
-    text = f"the request line has more than {HEAD_BYTES} bytes: put what is long into the body"
+    text = f"the request line has more than {HEAD_BYTES} bytes: move long values into the body"
     return RequestError(text, code="uri_too_long", status=414)

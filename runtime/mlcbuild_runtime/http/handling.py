@@ -77,7 +77,7 @@ class RequestHandling:
         waiting = self._compiling.statistics().tasks_waiting
         if service.constrained(body) and waiting >= MAX_COMPILING:
             raise RequestError(
-                f"{MAX_COMPILING} requests with constraints wait to be compiled: try later",
+                f"{MAX_COMPILING} requests with constraints are waiting to be compiled: try again later",
                 code="overloaded",
                 status=503,
             )

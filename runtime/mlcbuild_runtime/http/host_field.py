@@ -18,5 +18,5 @@ def host_fault(headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
     if len(hosts) > 1:
         return "the request has more than one Host: send one"
     if hosts and not _HOST.fullmatch(hosts[0]):
-        return "the request's Host is no host name or address with a port"
+        return "the request's Host must be a host name or an address, with or without a port"
     return ""

@@ -16,19 +16,31 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 _GAUGES = {
     "running": ("requests_running", "Requests that run."),
-    "waiting": ("requests_waiting", "Requests that wait for a place."),
+    "waiting": ("requests_waiting", "Requests that wait to be admitted to a batch."),
     "pages": ("kv_pages", "Pages of the KV cache."),
-    "free_pages": ("kv_pages_free", "Pages that can be had, those of the prefix cache included."),
+    "free_pages": (
+        "kv_pages_free",
+        "Pages that can be allocated, including those that only the prefix cache uses.",
+    ),
     "cached_pages": ("kv_pages_cached", "Pages of the prefix cache, in use or not."),
 }
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens prefilled."),
-    "cached_tokens": ("prompt_tokens_cached", "Tokens of prompts that the prefix cache has spared."),
+    "cached_tokens": (
+        "prompt_tokens_cached",
+        "Prompt tokens that were read from the prefix cache instead of computed.",
+    ),
     "answer_tokens": ("answer_tokens", "Tokens made."),
-    "decode_steps": ("decode_steps", "Steps that made tokens; answer tokens for each are the batch size."),
+    "decode_steps": (
+        "decode_steps",
+        "Decode steps; answer tokens divided by decode steps is the average batch size.",
+    ),
     "drafted_tokens": ("draft_tokens", "Tokens drafted by speculative decoding."),
     "accepted_tokens": ("draft_tokens_accepted", "Drafted tokens that became part of answers."),
-    "preemptions": ("preemptions", "Times that a request had to give up its pages."),
+    "preemptions": (
+        "preemptions",
+        "Preemptions: times that a running request lost its pages and had to wait again.",
+    ),
 }
 
 
@@ -37,11 +49,16 @@ class Metrics:
 
     def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()
-        self._first = self._seconds("first_token", "Until the first token.", _SECONDS)
-        self._each = self._seconds("token", "For each later token.", _TOKEN_SECONDS)
-        self._whole = self._seconds("request", "Until the last token.", _SECONDS)
+        self._first = self._seconds("first_token", "Seconds until the first token of an answer.", _SECONDS)
+        self._each = self._seconds(
+            "token", "Seconds for each token of an answer after the first.", _TOKEN_SECONDS
+        )
+        self._whole = self._seconds("request", "Seconds until the last token of an answer.", _SECONDS)
         self._ended = Counter(
-            "mlcbuild_requests", "Answers that have ended.", ["model", "reason"], registry=self._registry
+            "mlcbuild_requests",
+            "Answers that have ended, by finish reason.",
+            ["model", "reason"],
+            registry=self._registry,
         )
         self._errors = Counter(
             "mlcbuild_errors", "Requests that were refused or failed.", ["status"], registry=self._registry

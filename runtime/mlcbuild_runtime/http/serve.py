@@ -225,7 +225,7 @@ def _ready_line(models: Models, url: str) -> str:
     if first.engine is None or first.chosen is None:
         names = ", ".join(name for entry in models.entries for name in entry.names)
         count, budget = len(models.entries), sizes.show(requested.budget)
-        loading = "none is loaded before its first request"
+        loading = "each is loaded at its first request"
         return (
             f"{count} models are served at {url} ({loading}; mode {requested.mode}, memory {budget}): {names}"
         )

@@ -39,7 +39,7 @@ COUNT: Table = {
     "system": Field(_CONTENT, "A system message."),
     "tools": Field({"type": "array", "maxItems": tools.MAX_TOOLS, "items": _TOOL}, "Functions to call."),
     "tool_choice": Field(_CHOICE, "Only with `tools`."),
-    "thinking": Field(_THINKING, "Whether to think; `budget_tokens` is ignored."),
+    "thinking": Field(_THINKING, "Whether the model reasons first; `budget_tokens` is ignored."),
     **ignored("cache_control"),
 }
 TABLE: Table = {
@@ -48,7 +48,9 @@ TABLE: Table = {
     "temperature": number(0, 2),
     "top_p": api.SAMPLING["top_p"],
     "top_k": api.SAMPLING["top_k"],
-    "stop_sequences": Field({"type": "array", "items": {"type": "string"}}, "As `stop` of chats."),
+    "stop_sequences": Field(
+        {"type": "array", "items": {"type": "string"}}, "Texts that end the answer, like `stop` of chats."
+    ),
     "stream": api.COMMON["stream"],
     **ignored("metadata", "service_tier"),
 }
@@ -131,7 +133,7 @@ def _messages(where: str, message: Json) -> list[Json]:
                 kind = block.get("type") if isinstance(block, dict) else block
                 raise RequestError(
                     f"{where}.content[{i}] is of type {describe(kind)}, which a message of the {role} cannot"
-                    " hold here: this model reads text, thinking, tool_use and tool_result",
+                    " hold here: this server accepts text, thinking, tool_use and tool_result",
                     param=f"{where}.content[{i}]",
                     code="unsupported_block",
                 )

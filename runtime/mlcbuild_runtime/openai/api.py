@@ -49,10 +49,20 @@ _TOKEN: Json = {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER}
 TOKENS: Json = {"type": "array", "minItems": 1, "items": _TOKEN}
 
 SAMPLING: Table = {
-    "temperature": number(0, 2, "Default: the bundle's, else 1. 0 takes the most likely token."),
-    "top_p": number(0, 1, "Default: the bundle's, else 1."),
-    "top_k": integer(0, about="An extension. Default: the bundle's, else 0, which is all."),
-    "min_p": number(0, 1, "An extension: least probability, as a part of the largest one."),
+    "temperature": number(
+        0, 2, "Temperature; 0 always takes the most likely token (default: the bundle's, else 1)."
+    ),
+    "top_p": number(
+        0, 1, "Nucleus sampling: the probability mass that is kept (default: the bundle's, else 1)."
+    ),
+    "top_k": integer(
+        0,
+        about="An extension: the number of most likely tokens that are kept; 0 keeps all "
+        "(default: the bundle's, else 0).",
+    ),
+    "min_p": number(
+        0, 1, "An extension: the least probability of a kept token, as a fraction of the largest one."
+    ),
     "seed": integer(-(1 << 63), (1 << 63) - 1, "The same seed, prompt and settings give the same text."),
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
@@ -64,28 +74,30 @@ SAMPLING: Table = {
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
-        "Token to what is added to its logit.",
+        "Token -> number that is added to its logit.",
     ),
 }
 COMMON: Table = {
     "model": text("The name of a model of /v1/models; may be left out."),
     "max_tokens": integer(1),
     **SAMPLING,
-    "n": integer(1, MAX_CHOICES, "Answers to each prompt."),
-    "min_tokens": integer(0, about="An extension: tokens before which no end token may come."),
+    "n": integer(1, MAX_CHOICES, "Number of answers to each prompt."),
+    "min_tokens": integer(0, about="An extension: minimum number of tokens before an end token."),
     "stop_token_ids": Field(
         {"type": "array", "maxItems": MAX_STOPS, "items": _TOKEN},
         "An extension: more tokens that end the answer.",
     ),
-    "ignore_eos": boolean("An extension: go on after the end token."),
-    "speculate": boolean("An extension: draft tokens, where the server does (default: true)."),
-    "priority": integer(-1000, 1000, "An extension: lower is served sooner."),
+    "ignore_eos": boolean("An extension: continue after end tokens."),
+    "speculate": boolean("An extension: use speculative decoding if the server has it (default: true)."),
+    "priority": integer(
+        -1000, 1000, "An extension: priority; requests with a lower number are served first."
+    ),
     "stop": Field({"anyOf": [_STOP, _STOPS]}, "Texts that end the answer."),
     "stream": boolean("Server-sent events."),
     "stream_options": Field(
         {"type": "object", "properties": {"include_usage": {"type": "boolean"}}}, "Only with `stream`."
     ),
-    "response_format": Field(response_format.SCHEMA, "What the answer must be."),
+    "response_format": Field(response_format.SCHEMA, "The format that the answer must have."),
     **ignored("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     **ignored("service_tier", "store", "user"),
     **neutral(
@@ -101,22 +113,28 @@ _PREDICTION: dict[str, Json] = {
 CHAT: Table = {
     "messages": Field(MESSAGES, "The chat so far."),
     **COMMON,
-    "prediction": Field(_PREDICTION, "What the answer is expected to be: drafted; the answer is the same."),
+    "prediction": Field(
+        _PREDICTION, "The expected answer, from which tokens are drafted; the answer itself does not change."
+    ),
     "max_completion_tokens": integer(1, about="The newer name of max_tokens."),
     "logprobs": boolean(),
     "top_logprobs": integer(0, MAX_LOGPROBS, "Only with `logprobs`."),
     "chat_template_kwargs": structure("An extension: more variables for the chat template."),
-    "reasoning_effort": choice(*EFFORTS, about="A variable of the template; none: as enable_thinking false."),
-    "enable_thinking": boolean("An extension: whether to think, for templates that leave the choice."),
+    "reasoning_effort": choice(
+        *EFFORTS, about='A variable of the chat template; "none" means the same as enable_thinking false.'
+    ),
+    "enable_thinking": boolean(
+        "An extension: whether the model reasons first, if its chat template has that choice."
+    ),
     "reasoning_format": choice(
         "none",
         "auto",
         "deepseek",
-        about="An extension: none leaves reasoning in the content (default: auto).",
+        about='An extension: "none" leaves reasoning in the content (default: auto).',
     ),
     "tools": Field(TOOLS, "Functions that the answer may call."),
     "tool_choice": Field(TOOL_CHOICE, "Only with `tools`."),
-    "parallel_tool_calls": boolean("There may be several calls (default: true)."),
+    "parallel_tool_calls": boolean("Whether an answer may contain several calls (default: true)."),
 }
 COMPLETION: Table = {
     "prompt": Field(
@@ -133,7 +151,7 @@ COMPLETION: Table = {
     **COMMON,
     "max_tokens": integer(0, about="0: only the prompt is computed."),
     "echo": boolean("The prompt before each answer; with `logprobs`, its tokens', too."),
-    "logprobs": integer(0, MAX_LOGPROBS, "Alternatives to report for each token."),
+    "logprobs": integer(0, MAX_LOGPROBS, "Number of alternatives to report for each token."),
 }
 
 

@@ -182,7 +182,7 @@ def ignored(*names: str) -> dict[str, Field]:
 def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
     """Returns descriptions of features that this server lacks; `values` lists for each the values that do not
     request it."""
-    about = "Cannot be honoured: only values that ask for nothing are accepted."
+    about = "Not supported: only values that request nothing are accepted."
     return {name: Field({"enum": [*allowed]}, about, neutral=True) for name, allowed in values.items()}
 
 
@@ -279,7 +279,7 @@ def _not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) ->
         return wrong(key, listed, value)
     other = f" or send {listed}" if allowed else ""
     return RequestError(
-        f"{key} is {describe(value)}, which this server cannot honour: leave it out{other}",
+        f"{key} is {describe(value)}, which this server does not support: leave it out{other}",
         param=key,
         code="unsupported_field",
     )

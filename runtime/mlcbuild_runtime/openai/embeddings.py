@@ -34,8 +34,10 @@ TABLE: Table = {
         "A text, a list of tokens, or a list of these.",
     ),
     "model": api.COMMON["model"],
-    "dimensions": integer(1, about="First values of each vector that are wanted; the rest is cut off."),
-    "encoding_format": choice("float", "base64", about="base64: of little-endian float32 (default: float)."),
+    "dimensions": integer(1, about="Number of values of each vector to return; the others are cut off."),
+    "encoding_format": choice(
+        "float", "base64", about='"base64" encodes little-endian float32 values (default: float).'
+    ),
     **ignored("user"),
 }
 
@@ -97,7 +99,7 @@ def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> Em
     prompts = api.prompts("input", fields.get("input"))
     if len(prompts) > MAX_INPUTS:
         raise RequestError(
-            f"input has {len(prompts)} texts; at most {MAX_INPUTS} are taken at a time", param="input"
+            f"input has {len(prompts)} texts; at most {MAX_INPUTS} are accepted at a time", param="input"
         )
     dimensions = fields.integer("dimensions")
     if dimensions is not None and dimensions > (size := manifest.hidden_size):

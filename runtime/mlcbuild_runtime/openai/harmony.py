@@ -56,7 +56,10 @@ class Harmony:
         if box is None and answer is None:
             return None
         if box is not None and answer is not None and answer.kind == "lark":
-            raise RequestError("tools and a grammar are two grammars: send one", param="response_format")
+            raise RequestError(
+                "tools and a response format with a grammar cannot be combined: send one of them",
+                param="response_format",
+            )
         text = "TEXT"
         if answer is not None:
             text = f"%lark {{\n{answer.source}\n}}" if answer.kind == "lark" else as_rule(answer)

@@ -119,7 +119,7 @@ def _message(where: str, message: Json) -> Message:
     for key, value in message.items():
         if key not in accepted and value not in (None, []):
             raise RequestError(
-                f"{where}.{key} is {describe(value)}, which this server cannot honour: leave it out",
+                f"{where}.{key} is {describe(value)}, which this server does not support: leave it out",
                 param=f"{where}.{key}",
                 code="unsupported_field",
             )

@@ -42,29 +42,33 @@ _FORMAT: dict[str, Json] = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}
 MODEL: Table = {"model": text("The name of a model of /api/tags, with or without ':latest'.")}
 _COMMON: Table = {
     **MODEL,
-    "stream": boolean("A line of JSON for each piece of the answer (default: true)."),
+    "stream": boolean(
+        "Whether each piece of the answer is sent as a line of JSON when it is ready (default: true)."
+    ),
     "format": Field(_FORMAT, "json, or a JSON schema."),
     "options": structure("Sampling parameters; num_ctx is accepted up to the model's context."),
-    "think": Field(_THINK, "Whether to think, or how much."),
+    "think": Field(_THINK, "Whether the model reasons first, or how much."),
     **ignored("keep_alive", "logprobs", "top_logprobs"),
 }
 CHAT: Table = {
     **_COMMON,
-    "messages": Field({"type": "array", "items": _MESSAGE}, "The chat so far; none: the model is loaded."),
+    "messages": Field(
+        {"type": "array", "items": _MESSAGE}, "The chat so far; without messages the model is only loaded."
+    ),
     "tools": Field(tools.TOOLS, "Functions that the answer may call."),
 }
 GENERATE: Table = {
     **_COMMON,
-    "prompt": text("The message of a user; none: the model is loaded."),
+    "prompt": text("The message of a user; without one the model is only loaded."),
     "system": text("A system message."),
-    "raw": boolean("The prompt is a text to continue, without a chat template."),
+    "raw": boolean("True if the prompt is a text to continue, without the chat template."),
     **neutral(context=([],), images=([],), suffix=("",), template=("",)),
 }
 EMBED: Table = {
     **MODEL,
     "input": Field({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, "Texts."),
     "truncate": boolean("Cut texts that are too long (default: true), instead of refusing them."),
-    "dimensions": integer(1, about="First values of each vector that are wanted."),
+    "dimensions": integer(1, about="Number of values of each vector to return."),
     **ignored("keep_alive", "options"),
 }
 EMBEDDING: Table = {**MODEL, "prompt": text("A text."), **ignored("keep_alive", "options")}

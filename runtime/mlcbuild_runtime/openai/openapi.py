@@ -19,14 +19,19 @@ from mlcbuild_runtime.openai import (
 from mlcbuild_runtime.openai.body import Field, Table
 
 RULE = (
-    "Fields that are not listed are refused, as are listed ones with values that cannot be honoured;"
-    " null means absent."
+    "Fields that are not listed are refused, and so are listed fields with values "
+    "that are not supported; null means absent."
 )
 _STREAM = "With `stream`: server-sent events, or lines of JSON."
 _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     "/v1/chat/completions": ("An answer to a chat.", api.CHAT, ("messages",), "chat.completion"),
     "/v1/completions": ("More of a text.", api.COMPLETION, ("prompt",), "text_completion"),
-    "/v1/responses": ("An answer, and calls of functions.", responses_request.TABLE, ("input",), "response"),
+    "/v1/responses": (
+        "An answer to a chat, which may call functions.",
+        responses_request.TABLE,
+        ("input",),
+        "response",
+    ),
     "/v1/embeddings": ("Vectors of texts.", embeddings.TABLE, ("input",), "list"),
     "/v1/messages": (
         "An answer, in Anthropic's form.",
@@ -36,14 +41,24 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     ),
     "/v1/messages/count_tokens": ("Tokens of a chat.", anthropic_request.COUNT, ("messages",), ""),
     "/api/chat": ("An answer, in Ollama's form.", ollama_request.CHAT, ("messages",), ""),
-    "/api/generate": ("An answer or more of a text.", ollama_request.GENERATE, (), ""),
+    "/api/generate": ("An answer to a chat, or the continuation of a text.", ollama_request.GENERATE, (), ""),
     "/api/embed": ("Vectors of texts.", ollama_request.EMBED, ("input",), ""),
-    "/api/embeddings": ("The vector of a text.", ollama_request.EMBEDDING, ("prompt",), ""),
+    "/api/embeddings": ("The embedding vectors of texts.", ollama_request.EMBEDDING, ("prompt",), ""),
     "/api/show": ("One model, in Ollama's form.", ollama_request.SHOW, (), ""),
-    "/completion": ("More of a text, in llama.cpp's form.", llama_completion.TABLE, ("prompt",), ""),
-    "/apply-template": ("The prompt of a chat.", llama_completion.TEMPLATE, ("messages",), ""),
-    "/tokenize": ("Tokens of a text or a chat.", service.TOKENIZE, (), ""),
-    "/detokenize": ("The text of tokens.", service.DETOKENIZE, ("tokens",), ""),
+    "/completion": (
+        "The continuation of a text, in llama.cpp's form.",
+        llama_completion.TABLE,
+        ("prompt",),
+        "",
+    ),
+    "/apply-template": (
+        "The prompt that the chat template renders for a chat.",
+        llama_completion.TEMPLATE,
+        ("messages",),
+        "",
+    ),
+    "/tokenize": ("The tokens of a text or of a chat.", service.TOKENIZE, (), ""),
+    "/detokenize": ("The text that a list of tokens stands for.", service.DETOKENIZE, ("tokens",), ""),
 }
 """Path of an endpoint -> (summary, fields of its request body, names of the required fields, value of
 `object` in its response).
@@ -212,19 +227,19 @@ def _others() -> dict[str, Json]:
             "get": _get("A stored response.", response, _ID),
             "delete": _get("Forgets a response.", deleted, _ID),
         },
-        "/v1/responses/{id}/input_items": {"get": _get("What a response was asked.", items, _ID)},
-        "/v1/responses/{id}/cancel": {"post": _get("Ends a response that runs.", response, _ID)},
+        "/v1/responses/{id}/input_items": {"get": _get("The input items of a stored response.", items, _ID)},
+        "/v1/responses/{id}/cancel": {"post": _get("Cancels a running response.", response, _ID)},
         "/api/version": {"get": _get("Ollama's release.", _object({"version": {"type": "string"}}))},
         "/api/tags": {"get": _get("The models.", _object({"models": _LIST}))},
         "/api/ps": {"get": _get("The loaded models.", _object({"models": _LIST}))},
         "/props": {"get": _get("The model's limits and template.", _object({"total_slots": _COUNT}))},
-        "/slots": {"get": _get("The sequences of a batch.", _LIST)},
-        "/health": {"get": _get("Whether engines run, and what they do.", health)},
+        "/slots": {"get": _get("The slots of a batch and their sequences.", _LIST)},
+        "/health": {"get": _get("Whether the engines run, and their current load.", health)},
         "/health/live": {"get": live},
         "/ping": {"get": live, "post": live},
-        "/version": {"get": _get("The release of the server.", _object({"version": {"type": "string"}}))},
+        "/version": {"get": _get("The version of the server.", _object({"version": {"type": "string"}}))},
         "/health/ready": {
-            "get": _get("Whether requests are taken.", _object({"ready": {"type": "boolean"}}))
+            "get": _get("Whether the server accepts requests.", _object({"ready": {"type": "boolean"}}))
         },
     }
 
@@ -243,8 +258,8 @@ def _object(properties: Mapping[str, Json]) -> Json:
 def _errors(*statuses: str, schema: str = "Error") -> dict[str, Json]:
     content: Json = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     words = {
-        "400": "The request is wrong.",
-        "404": "There is no such thing.",
+        "400": "The request is invalid.",
+        "404": "The model, path or stored response does not exist.",
         "413": "The body is too large.",
     }
     listed = {*statuses, "401", "500", "503", "504"}

@@ -120,14 +120,16 @@ _PASSED = (*api.SAMPLING, "stop", "ignore_eos", "priority", "parallel_tool_calls
 TABLE: Table = {
     "input": Field({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}]}, "A text, or items."),
     **{key: api.CHAT[key] for key in _PASSED},
-    "instructions": text("Goes first, as a system message; not kept for later responses."),
+    "instructions": text("A system message that precedes the input; it is not stored for later responses."),
     "max_output_tokens": integer(1),
-    "text": Field({"type": "object", "properties": {"format": _FORMAT}}, "What the text must be."),
+    "text": Field(
+        {"type": "object", "properties": {"format": _FORMAT}}, "The format that the text must have."
+    ),
     "tools": Field({"type": "array", "maxItems": tools.MAX_TOOLS, "items": _TOOL}, "Functions to call."),
     "tool_choice": Field(_CHOICE, "Only with `tools`."),
-    "previous_response_id": text("A stored response that this one goes on from."),
-    "store": boolean("Keep the response, for `previous_response_id` and GET (default: true)."),
-    "metadata": Field({"type": "object"}, "Given back with the response."),
+    "previous_response_id": text("The id of a stored response that this one continues."),
+    "store": boolean("Whether the response is stored, for `previous_response_id` and GET (default: true)."),
+    "metadata": Field({"type": "object"}, "Texts that are returned with the response."),
     "chat_template_kwargs": api.CHAT["chat_template_kwargs"],
     "enable_thinking": api.CHAT["enable_thinking"],
     "reasoning": Field(_REASONING, "`effort`, as `reasoning_effort` of chats; other fields are ignored."),

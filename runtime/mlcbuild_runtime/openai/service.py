@@ -32,13 +32,19 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
 TOKENIZE: Table = {
     "model": api.COMMON["model"],
-    "prompt": text("A text, where there are no messages."),
+    "prompt": text("A text, if there are no messages."),
     "messages": api.CHAT["messages"],
-    "content": text("As `prompt`, by llama.cpp's name: without BOS unless `add_special`."),
-    "add_special": boolean("With BOS, for `content` (default: false)."),
-    "parse_special": Field({"enum": [True]}, "Special tokens in a text are recognized.", neutral=True),
-    "with_pieces": boolean("Each token as an object with `id` and `piece`, which is a text or bytes."),
-    "add_special_tokens": boolean("With BOS, where the tokenizer adds one (default: true)."),
+    "content": text(
+        "The same as `prompt`, under llama.cpp's name: without BOS unless `add_special` is true."
+    ),
+    "add_special": boolean("Whether BOS is added to `content` (default: false)."),
+    "parse_special": Field(
+        {"enum": [True]}, "Whether special tokens in a text are recognized.", neutral=True
+    ),
+    "with_pieces": boolean(
+        "Whether each token is an object with `id` and `piece`, which is a text or bytes."
+    ),
+    "add_special_tokens": boolean("Whether BOS is added, if the tokenizer adds one (default: true)."),
     "chat_template_kwargs": api.CHAT["chat_template_kwargs"],
 }
 DETOKENIZE: Table = {
@@ -189,7 +195,7 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
         check_length(prompt, running.longest_text)
         tokens = tokenizer.encode(prompt) if special else tokenizer.vocabulary.encode(prompt, special=False)
     else:
-        raise wrong("prompt", "a text, where there are no messages", prompt)
+        raise wrong("prompt", "a text, if there are no messages", prompt)
     context = running.manifest.limits.context_window
     shown: list[Json] = [*tokens]
     if fields.boolean("with_pieces"):
@@ -256,7 +262,7 @@ def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
         return options.sampling
     if options.constraint is not None:
         raise RequestError(
-            "min_tokens holds back the end that a format or a call requires: send one of them",
+            "min_tokens cannot be combined with a response format or a required tool call: send one of them",
             param="min_tokens",
         )
     ends = {*running.tokenizer.eos, *options.stop_tokens}

@@ -204,7 +204,10 @@ def constraint(
         rules.append(f"start: {space_first}{begun}")
     elif answer is not None:
         if answer.kind == "lark":
-            raise RequestError("tools and a grammar are two grammars: send one", param="response_format")
+            raise RequestError(
+                "tools and a response format with a grammar cannot be combined: send one of them",
+                param="response_format",
+            )
         rules.append(f"start: {space_first}({begun} | {as_rule(answer)})")
     elif form.optional or not mark:
         later = f"({mark} calls)?" if mark else ""

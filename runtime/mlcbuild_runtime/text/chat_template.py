@@ -120,7 +120,7 @@ class _Renderer:
                 self._patience = LONGEST_WAIT
         except CrowdedError:
             raise RequestError(
-                "the model's chat template takes long, and other requests wait for it: try later",
+                "the model's chat template takes long, and other requests wait for it: try again later",
                 code="overloaded",
                 status=503,
             ) from None

@@ -78,7 +78,7 @@ class JsonVocabulary:
         supported = {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
         if steps.keys() - supported or not steps:
             unsupported = ", ".join(sorted(steps.keys() - supported)) or "none"
-            raise BundleError(f"{path}: its decoder is not of a kind this runtime knows: {unsupported}")
+            raise BundleError(f"{path}: its decoder is not of a kind this runtime supports: {unsupported}")
 
     def encode(self, text: str, special: bool) -> list[int]:
         # Encoding a batch releases the GIL; the fast variant computes no offsets.
