@@ -66,12 +66,12 @@ def emit(run: Finished, product: Product) -> bool:
         files |= {entry.path: entry for entry in verified.files}
     manifest = store.read_blob(files[MANIFEST])
     statement = _provenance(run, product, manifest)
-    own = {provenance.STATEMENT: statement}
+    provenance_files = {provenance.STATEMENT: statement}
     if run.signer is not None:
-        own[provenance.ENVELOPE] = provenance.envelope(statement, run.signer)
+        provenance_files[provenance.ENVELOPE] = provenance.envelope(statement, run.signer)
     # The record has no key: the tree is assembled from several steps each time.
     rows = tuple((entry.path, entry.digest, entry.size) for _, entry in sorted(files.items()))
-    return materialise(store, Record("", "", rows, b""), product.variant.output, own)
+    return materialise(store, Record("", "", rows, b""), product.variant.output, provenance_files)
 
 
 def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:

@@ -175,12 +175,12 @@ def finish(
 
 
 def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> VariantResult:
-    own = [steps.get(run.pipeline.graph.resolve(name)) for name in product.steps]
-    ended = [step for step in own if step is not None]
+    results = [steps.get(run.pipeline.graph.resolve(name)) for name in product.steps]
+    ended = [step for step in results if step is not None]
     figures = _figures(run, product, steps)
     if any(step.status == "failed" for step in ended):
         return VariantResult(product, "failed", note=_failure(run, product, steps), figures=figures)
-    if len(ended) < len(own) or any(step.status == "skipped" for step in ended):
+    if len(ended) < len(results) or any(step.status == "skipped" for step in ended):
         return VariantResult(product, "skipped", figures=figures)
     note = f"not verified: {product.unverified}" if product.verify is None else ""
     try:

@@ -103,8 +103,8 @@ class Pipeline:
     def unverified(self) -> Pipeline:
         """Returns the pipeline without the steps that compare and measure bundles."""
         products = tuple(self._until_bundle(item) for item in self.products)
-        kept = self.graph.closure(item.bundle for item in products)
-        nodes = (node for name, node in self.graph.nodes.items() if name in kept)
+        needed_steps = self.graph.closure(item.bundle for item in products)
+        nodes = (node for name, node in self.graph.nodes.items() if name in needed_steps)
         return replace(self, graph=Graph(nodes), products=products)
 
     def _until_bundle(self, product: Product) -> Product:
@@ -345,19 +345,19 @@ def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
     """Returns the step that measures a bundle's speed. The result depends on the kind of machine, which is
     therefore in the key. bundle: name of the step that assembles the bundle.
     """
-    here = machine.kind()
+    machine_kind = machine.kind()
     return Step(
         f"bench/{variant.name}",
         "mlcbuild.bench.speed:bench",
         {
             "prompt_tokens": bench.prompt_tokens,
             "generate_tokens": bench.generate_tokens,
-            "machine": here,
+            "machine": machine_kind,
         },
         {"bundle": Input(bundle)},
         code=backend(variant.target).executor,
         cores=MANY_CORES,
-        needs=(*backend(variant.target).labels(variant.target), machine.label(here)),
+        needs=(*backend(variant.target).labels(variant.target), machine.label(machine_kind)),
         shared=False,
         alone=True,
     )

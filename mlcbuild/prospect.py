@@ -387,8 +387,8 @@ def _block_fault(device: Backend, config: ModelConfig) -> str | None:
 @lru_cache(maxsize=1024)
 def _storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
     try:
-        for _, own in (("", scheme), *scheme.overrides):
-            load_format(own.format, device.layout(own))
+        for _, storage in (("", scheme), *scheme.overrides):
+            load_format(storage.format, device.layout(storage))
     except UsageError as error:
         return str(error)
     return None

@@ -112,10 +112,12 @@ def _shard(
     graph = pipeline.graph
     index, count = splits.parse(text)
     dealt = splits.split(graph, only, count, splits.read(durations(pipeline)))
-    own = dealt.shards[index - 1]
-    on_event(Noted(f"shard {text} of split {dealt.identity}: {len(own.steps)} steps"))
-    phases: list[tuple[str, ...] | None] = [phase for phase in dict.fromkeys((own.first, own.steps)) if phase]
-    return phases, [item for item in products if graph.resolve(item.last) in own.steps]
+    shard = dealt.shards[index - 1]
+    on_event(Noted(f"shard {text} of split {dealt.identity}: {len(shard.steps)} steps"))
+    phases: list[tuple[str, ...] | None] = [
+        phase for phase in dict.fromkeys((shard.first, shard.steps)) if phase
+    ]
+    return phases, [item for item in products if graph.resolve(item.last) in shard.steps]
 
 
 def durations(pipeline: Pipeline) -> Path:

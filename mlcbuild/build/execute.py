@@ -348,15 +348,17 @@ class _Loop:
     def _fetch_all(self, name: str) -> None:
         self.report(self.inputs.fetch_all(name))
 
-    def _fetched(self, done: Fetched) -> None:
-        source, user = self.inputs.end(done)
+    def _fetched(self, fetched: Fetched) -> None:
+        source, user = self.inputs.end(fetched)
         self.report(StepFetched(source.name))
         result = source.built_elsewhere
-        if done.why and result is not None:
-            why = f"{source.name} was built by {result.worker}, but its files cannot be fetched: {done.why}"
+        if fetched.why and result is not None:
+            why = (
+                f"{source.name} was built by {result.worker}, but its files cannot be fetched: {fetched.why}"
+            )
             self.tracker.settle(StepResult(user.name, "failed", user.planned.key, error=StoreError(why)))
-        elif done.why:
-            self.tracker.demote(source, done.why)
+        elif fetched.why:
+            self.tracker.demote(source, fetched.why)
         elif user is source:
             self.tracker.arrived(source)
         if user.state is StepState.FETCHING and not user.requests:

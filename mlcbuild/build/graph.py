@@ -125,9 +125,9 @@ class Graph:
                     (arg, self.resolve(i.node), i.select) for arg, i in sorted(node.inputs.items())
                 )
                 identity = (node.action, node.code, params, tuple(sorted(node.tools.items())), inputs)
-                kept = first.setdefault(identity, node.name)
-                if kept != node.name:
-                    self._alias[node.name] = kept
+                first_name = first.setdefault(identity, node.name)
+                if first_name != node.name:
+                    self._alias[node.name] = first_name
                     continue
                 self.params[node.name] = params
             self.nodes[node.name] = node
@@ -189,8 +189,8 @@ class Graph:
         """Returns the names of the given nodes and of everything on which they depend."""
         import networkx
 
-        kept = {self.resolve(name) for name in names}
-        return frozenset(kept.union(*(networkx.ancestors(self.network, name) for name in kept)))
+        resolved = {self.resolve(name) for name in names}
+        return frozenset(resolved.union(*(networkx.ancestors(self.network, name) for name in resolved)))
 
     @cached_property
     def network(self) -> networkx.DiGraph[str]:

@@ -167,13 +167,13 @@ class Tracker:
         start: starts a step and returns True, or returns False for a step that does not fit now and stays
         ready.
         """
-        kept = []
+        remaining = []
         while self._ready and is_open():
             entry = heappop(self._ready)
             item = self.steps[entry[2]]
             if item.state is _READY and not start(item):
-                kept.append(entry)
-        for entry in kept:
+                remaining.append(entry)
+        for entry in remaining:
             heappush(self._ready, entry)
 
     def results(self) -> dict[str, StepResult]:

@@ -179,9 +179,9 @@ def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
             except OSError:
                 same = False
             if not same:
-                what = path if job_input.root else f"its input {job_input.argument}/{entry.path}"
+                changed_file = path if job_input.root else f"its input {job_input.argument}/{entry.path}"
                 raise StepError(
-                    f"step {job.name}: {what} changed while the step ran; nothing was kept, run again"
+                    f"step {job.name}: {changed_file} changed while the step ran; nothing was kept, run again"
                 )
 
 

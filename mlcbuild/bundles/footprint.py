@@ -45,12 +45,12 @@ def _grown(path: str) -> int:
     pages = [range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)]
     # One token over and over would read the weights of a few experts only.
     rng = Random(0)
-    for own in pages:
+    for sequence_pages in pages:
         for start in range(0, limits.context_window, limits.prefill_chunk):
             end = min(start + limits.prefill_chunk, limits.context_window)
             tokens = [rng.randrange(model.manifest.vocab_size) for _ in range(start, end)]
-            forward(model, ModelStep.of([(tokens, end, own)]))
-    forward(model, ModelStep.of([([0], limits.context_window, own) for own in pages]))
+            forward(model, ModelStep.of([(tokens, end, sequence_pages)]))
+    forward(model, ModelStep.of([([0], limits.context_window, sequence_pages) for sequence_pages in pages]))
     return _peak() - before
 
 

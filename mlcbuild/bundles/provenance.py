@@ -161,7 +161,7 @@ def _signers(path: Path, payload: bytes) -> Iterator[str]:
     for line in _bytes(path).splitlines():
         try:
             document = strict_json.parse(line)
-            inside = base64.b64decode(document["payload"], validate=True)
+            decoded = base64.b64decode(document["payload"], validate=True)
             typed = document["payloadType"] == _PAYLOAD
             signatures = [
                 (str(item["keyid"]), base64.b64decode(item["sig"], validate=True))
@@ -169,7 +169,7 @@ def _signers(path: Path, payload: bytes) -> Iterator[str]:
             ]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ProvenanceError(f"{path}: it holds a line that is not a DSSE envelope") from None
-        if not typed or inside != payload:
+        if not typed or decoded != payload:
             raise ProvenanceError(f"{path}: it is about another statement than {STATEMENT}")
         for public, signature in signatures:
             if not is_public(public):

@@ -97,8 +97,8 @@ def hidden(
     states = []
     for index, layer in enumerate(config.layers):
         state = past.states[index] if past.states else ()
-        own = Inputs(partial(weights.of_layer, index), positions, rotations, state)
-        x, state = blocks.layer(layer, own, x)
+        inputs = Inputs(partial(weights.of_layer, index), positions, rotations, state)
+        x, state = blocks.layer(layer, inputs, x)
         states.append(state)
         on_layer()
     last = blocks.norm(config.norm, x, weights, "norm")

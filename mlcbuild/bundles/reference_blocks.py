@@ -181,9 +181,9 @@ def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]
     mixed = np.empty_like(query)
     group = heads // kv_heads
     for k in range(kv_heads):
-        own = slice(k * group, (k + 1) * group)
-        biases = _Biases(spec, inputs, own)
-        mixed[own] = _attend(spec, biases, query[own], (key[k], value[k]))
+        group_heads = slice(k * group, (k + 1) * group)
+        biases = _Biases(spec, inputs, group_heads)
+        mixed[group_heads] = _attend(spec, biases, query[group_heads], (key[k], value[k]))
     flat = mixed.transpose(1, 0, 2).reshape(n, heads * spec.head_dim)
     return inputs.linear("attn.o", flat, spec.output_bias), (key, value)
 
@@ -272,19 +272,19 @@ def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[
     else:
         flat = inputs.linear("attn.q", x, False)
     rotation = None if spec.rope is None else inputs.rotations[spec.rope]
-    own, turned = np.split(flat.reshape(n, spec.heads, -1).transpose(1, 0, 2), [spec.head_dim], axis=-1)
-    query = np.concatenate([own, _rotate(turned, rotation)], axis=-1)
+    unrotated, turned = np.split(flat.reshape(n, spec.heads, -1).transpose(1, 0, 2), [spec.head_dim], axis=-1)
+    query = np.concatenate([unrotated, _rotate(turned, rotation)], axis=-1)
     latent, shared = np.split(inputs.linear("attn.kv_a", x, spec.bias), [spec.latent], axis=-1)
     latent, shared = norm(eps, latent, weight, "attn.kv_a_norm"), _rotate(shared[None], rotation)[0]
     if inputs.state:
         latent, shared = (np.concatenate(pair) for pair in zip(inputs.state, (latent, shared), strict=True))
-    plain = Attention(1, 1, spec.query_dim, spec.scale, rope=None, window=spec.window)
+    attention = Attention(1, 1, spec.query_dim, spec.scale, rope=None, window=spec.window)
     mixed = np.empty((n, spec.heads, spec.value_dim), x.dtype)
     for head in range(spec.heads):
         keys = np.concatenate([latent @ weight("attn.k_b.weight", head), shared], axis=-1)
         values = latent @ weight("attn.v_b.weight", head).T
-        biases = _Biases(plain, inputs, slice(0, 1))
-        mixed[:, head] = _attend(plain, biases, query[head : head + 1], (keys, values))[0]
+        biases = _Biases(attention, inputs, slice(0, 1))
+        mixed[:, head] = _attend(attention, biases, query[head : head + 1], (keys, values))[0]
     return inputs.linear("attn.o", mixed.reshape(n, -1), spec.output_bias), (latent, shared)
 
 

@@ -55,9 +55,9 @@ def route(router: Router, count: int, logits: Array, correction: Array | None) -
     if router.groups > 1:
         grouped = choice.reshape(len(choice), router.groups, -1)
         best = np.sort(grouped, axis=-1)[..., -1 if router.group_by_largest else -2 :].sum(axis=-1)
-        kept = np.zeros(best.shape, bool)
-        np.put_along_axis(kept, _largest(best, router.groups_kept), True, axis=-1)
-        choice = np.where(kept[..., None], grouped, -np.inf).reshape(choice.shape)
+        is_kept = np.zeros(best.shape, bool)
+        np.put_along_axis(is_kept, _largest(best, router.groups_kept), True, axis=-1)
+        choice = np.where(is_kept[..., None], grouped, -np.inf).reshape(choice.shape)
     chosen = _largest(choice, count)
     weights = np.take_along_axis(scores, chosen, axis=-1)
     if router.normalized:

@@ -26,8 +26,8 @@ def unpacked(words: NDArray[Any], bits: int) -> Codes:
         return codes.reshape(len(raw), -1)
     flags = np.unpackbits(raw, axis=1, bitorder="little")
     flags = flags[:, : flags.shape[1] // bits * bits].reshape(len(raw), -1, bits)
-    whole = np.packbits(flags, axis=2, bitorder="little")
-    return whole.reshape(len(raw), -1)
+    packed = np.packbits(flags, axis=2, bitorder="little")
+    return packed.reshape(len(raw), -1)
 
 
 def unpacked_fields(words: NDArray[Any], bits: int) -> Codes:

@@ -361,14 +361,14 @@ def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, W
 
 def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
     """Returns the float32 values of a quantized parameter. parts: the arrays of its stored tensors."""
-    matrix, own = param.matrix, scheme_for(scheme, param.name)
+    matrix, storage = param.matrix, scheme_for(scheme, param.name)
     if matrix is None:
         return parts[0].astype(np.float32)
     if len(param.shape) == 2:
-        return own.definition.unpack(parts, matrix)
+        return storage.definition.unpack(parts, matrix)
     stacks = [part.reshape(param.count, -1, *part.shape[1:]) for part in parts]
 
     def load(index: int) -> NDArray[np.float32]:
-        return own.definition.unpack([stack[index] for stack in stacks], matrix)
+        return storage.definition.unpack([stack[index] for stack in stacks], matrix)
 
     return Stack((param.count, *matrix), load)

@@ -304,14 +304,14 @@ def _difference(path: Path, pinned: Pinned) -> str:
     size = path.stat().st_size
     if size != pinned.size:
         return f"it has {size} bytes, the lock says {pinned.size}"
-    sha256, own = hashlib.sha256(), blake3()
+    sha256, digest = hashlib.sha256(), blake3()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             sha256.update(block)
-            own.update(block)
+            digest.update(block)
     if sha256.hexdigest() != pinned.sha256:
         return f"its sha256 is {sha256.hexdigest()}, the lock says {pinned.sha256}"
-    note_digest(path, own.hexdigest())  # The store receives both digests and does not read the file again.
+    note_digest(path, digest.hexdigest())  # The store receives both digests and does not read the file again.
     return ""
 
 

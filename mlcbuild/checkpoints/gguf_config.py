@@ -99,10 +99,10 @@ class _Keys:
             return float(str(np.float32(value)))
         return self._problem(name, "a number", value)
 
-    def _problem(self, name: str, what: str, value: object) -> float:
+    def _problem(self, name: str, rule: str, value: object) -> float:
         state = "it is missing" if value is None else f"found {str(value)[:40]!r}"
         self._problems.append(
-            f"{self.place}: {self._prefix}{name} must be {what}: {state}; fetch the file again"
+            f"{self.place}: {self._prefix}{name} must be {rule}: {state}; fetch the file again"
         )
         return 1.0
 
@@ -219,7 +219,7 @@ def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
             f"{path}: tensor '{ROPE_FACTORS}' must hold {len(rope.inv_freq)} numbers above 0, found "
             f"{len(factors)}; fetch the file again"
         )
-    scaled = (f32(own / factor) for own, factor in zip(rope.inv_freq, factors, strict=True))
+    scaled = (f32(frequency / factor) for frequency, factor in zip(rope.inv_freq, factors, strict=True))
     return replace(rope, inv_freq=tuple(scaled))
 
 

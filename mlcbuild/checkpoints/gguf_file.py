@@ -203,9 +203,9 @@ class _Reader:
         kind = TYPES.get(number)
         if kind is None:
             unreadable = UNREADABLE.get(number)
-            what = f"the type {unreadable}" if unreadable else f"a type that does not exist ({number})"
+            type_words = f"the type {unreadable}" if unreadable else f"a type that does not exist ({number})"
             raise CheckpointError(
-                f"{self._path}: {subject} has {what}, which cannot be read; use a file of another "
+                f"{self._path}: {subject} has {type_words}, which cannot be read; use a file of another "
                 "quantization, such as Q4_K_M or Q8_0"
             )
         # Dimensions are stored with the fastest first. Any product above the file's size is wrong.
@@ -253,24 +253,24 @@ class _Reader:
             raise self._wrong(f"metadata key '{key}' cannot hold {count} numbers")
         return np.frombuffer(self._bytes(count * dtype.itemsize, key), np.uint8 if kind == _BOOL else dtype)
 
-    def _number(self, name: str, what: str) -> int | float:
+    def _number(self, name: str, subject: str) -> int | float:
         dtype = np.dtype(name)
-        number: int | float = np.frombuffer(self._bytes(dtype.itemsize, what), dtype)[0].item()
+        number: int | float = np.frombuffer(self._bytes(dtype.itemsize, subject), dtype)[0].item()
         return number
 
-    def _string(self, what: str, most: int) -> str:
-        (length,) = struct.unpack("<Q", self._bytes(8, what))
+    def _string(self, subject: str, most: int) -> str:
+        (length,) = struct.unpack("<Q", self._bytes(8, subject))
         if length > min(most, self._left):
-            raise self._wrong(f"{what} cannot have {length} bytes")
+            raise self._wrong(f"{subject} cannot have {length} bytes")
         try:
-            return self._bytes(length, what).decode()
+            return self._bytes(length, subject).decode()
         except UnicodeDecodeError:
-            raise self._wrong(f"{what} is not UTF-8 text") from None
+            raise self._wrong(f"{subject} is not UTF-8 text") from None
 
-    def _bytes(self, count: int, what: str) -> bytes:
+    def _bytes(self, count: int, subject: str) -> bytes:
         data = self._file.read(count) if count <= self._left else b""
         if len(data) < count:
-            raise self._wrong(f"it ends within {what}")
+            raise self._wrong(f"it ends within {subject}")
         self._left -= count
         return data
 

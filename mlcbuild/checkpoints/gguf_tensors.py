@@ -110,20 +110,20 @@ def read_tensors(path: Path) -> dict[str, PackedTensor]:
     name, architecture = architecture_of(gguf, str(path))
     counts = _head_counts(gguf, name, str(path)) if architecture.interleaved else {}
     tensors = {}
-    for own, tensor in gguf.tensors.items():
-        if own in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
+    for gguf_name, tensor in gguf.tensors.items():
+        if gguf_name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
             continue
-        match = _LAYER_NAME.fullmatch(own)
-        kind = match[2] if match else own.partition(".")[0]
+        match = _LAYER_NAME.fullmatch(gguf_name)
+        kind = match[2] if match else gguf_name.partition(".")[0]
         shift = architecture.norm_shift if kind.endswith("norm") else 0.0
         heads = counts.get(kind, 0)
         if heads and tensor.shape[0] % (2 * heads):
             raise CheckpointError(
-                f"{tensor.path}: tensor '{shown(own)}' must have rows for {heads} heads, found "
+                f"{tensor.path}: tensor '{shown(gguf_name)}' must have rows for {heads} heads, found "
                 f"{tensor.shape[0]}; fetch the file again"
             )
         block = next(item for item in TYPES.values() if item.name == tensor.dtype)
-        hub = _hub_name(architecture, own)
+        hub = _hub_name(architecture, gguf_name)
         place = (tensor.path, tensor.start, tensor.size)
         decode = partial(_decode, block, shift)
         own_blocks = partial(unpack, kind=block) if block.weights > 1 and not shift else None

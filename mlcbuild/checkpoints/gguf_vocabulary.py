@@ -100,9 +100,9 @@ class MetadataReader:
         if count > limit:
             self.problem(key, f"has {count} entries, and at most {limit} are read; {CONVERT}")
             return None
-        whole = _plain(value)
-        assert isinstance(whole, list | tuple)
-        entries = [_plain(entry) for entry in whole]
+        entries_as_list = _plain(value)
+        assert isinstance(entries_as_list, list | tuple)
+        entries = [_plain(entry) for entry in entries_as_list]
         wrong = next((i for i, entry in enumerate(entries) if type(entry) not in kinds), None)
         if wrong is not None:
             names = " or ".join(kind.__name__ for kind in kinds)

@@ -99,9 +99,9 @@ class GroupedMatrix:
         """Returns the matrix as the tensor `name` of a module. parts: the stored tensors of the module; note:
         a remark for the log.
         """
-        own = replace(self, kind=self._kind())
-        unpack = None if own.kind == "F32" else own.unpack
-        return parts.computed((self.rows, self.columns), own.load, own.kind, unpack, note, name)
+        matrix = replace(self, kind=self._kind())
+        unpack = None if matrix.kind == "F32" else matrix.unpack
+        return parts.computed((self.rows, self.columns), matrix.load, matrix.kind, unpack, note, name)
 
     def _kind(self) -> str:
         aligned = self.group % GROUP == 0 or self.group >= self.columns
@@ -117,10 +117,11 @@ class GroupedMatrix:
             low, high, minima = 0, (1 << self.bits) - 1, False
             if self.zeros is not None:
                 zeros = [self.zeros(reader, *span) for span in spans]
-                low = -max(int(own.max()) for own in zeros)
-                high -= min(int(own.min()) for own in zeros)
+                low = -max(int(zero.max()) for zero in zeros)
+                high -= min(int(zero.min()) for zero in zeros)
                 minima = all(
-                    is_half(own * self.scales(reader, *span)) for own, span in zip(zeros, spans, strict=True)
+                    is_half(zero * self.scales(reader, *span))
+                    for zero, span in zip(zeros, spans, strict=True)
                 )
         fitting = [name for name, least, greatest in _RANGES if least <= low and high <= greatest]
         if minima and self.bits <= 4 and fitting[:1] != ["Q4_0"]:

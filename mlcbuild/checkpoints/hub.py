@@ -248,12 +248,12 @@ def explained(source: HubSource, name: str | None) -> Iterator[None]:
     except SourceError:
         raise
     except Exception as error:
-        what = f"{source}: {name}" if name else str(source)
+        place = f"{source}: {name}" if name else str(source)
         failure = _hub_refusal(error, source) or _network_failure(error) or _disk_failure(error)
         if failure is None:
             raise
         kind, message = failure
-        raise kind(f"{what}: {message}") from None
+        raise kind(f"{place}: {message}") from None
 
 
 _Found = tuple[type[SourceError], str] | None

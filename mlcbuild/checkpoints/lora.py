@@ -96,9 +96,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
             name = aliases.get(f"{module}.weight", f"{module}.weight")
             base = _base(adapter, name, tensors)
             changes.setdefault(name, []).append(_change(adapter, module, parts, base))
-    for name, own in changes.items():
+    for name, module_changes in changes.items():
         base = merged[name]
-        load = partial(_merged, base, own)
+        load = partial(_merged, base, module_changes)
         merged[name] = ComputedTensor(base.name, "F32", base.shape, base.path, base.start, base.size, load)
     return merged
 
@@ -116,7 +116,7 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
             f"{path}: save the adapter with safe_serialization=True; only safetensors are read"
         )
     parts: dict[str, dict[str, Tensor]] = {}
-    whole: dict[str, Tensor] = {}
+    replaced_tensors: dict[str, Tensor] = {}
     for tensor in read_header(path).tensors:
         if tensor.dtype not in _DTYPES:
             raise _fault(tensor, f"is {tensor.dtype}; adapters must be {', '.join(_DTYPES)}")
@@ -126,13 +126,13 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
         elif "lora_" in name:
             raise _fault(tensor, "is no part of a plain LoRA adapter; merge it with PEFT")
         else:
-            whole[name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")] = tensor
-    if not parts and not whole:
+            replaced_tensors[name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")] = tensor
+    if not parts and not replaced_tensors:
         raise CheckpointError(f"{path}: it holds no tensors; save the adapter again")
-    if whole and weight != 1:
-        name = printable(next(iter(whole)))
+    if replaced_tensors and weight != 1:
+        name = printable(next(iter(replaced_tensors)))
         raise CheckpointError(f"{path}: '{name}' replaces weights of the base, which no 'weight' can scale")
-    return Adapter(directory, weight, config, parts, whole)
+    return Adapter(directory, weight, config, parts, replaced_tensors)
 
 
 def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -167,8 +167,8 @@ def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Te
     missing = [f"lora_{name}" for name in names if name not in parts]
     magnitude = parts.get("magnitude_vector")
     if missing or (magnitude is None and adapter.config.dora):
-        what = " and ".join(missing) or "lora_magnitude_vector"
-        raise CheckpointError(f"{adapter.directory}: module '{printable(module)}' lacks its {what}")
+        lacking_parts = " and ".join(missing) or "lora_magnitude_vector"
+        raise CheckpointError(f"{adapter.directory}: module '{printable(module)}' lacks its {lacking_parts}")
     if magnitude is not None and not adapter.config.dora:
         raise _fault(magnitude, "belongs to DoRA, but adapter_config.json has no use_dora")
     first, second = (parts[name] for name in names)
@@ -212,8 +212,8 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
             rows += delta
             continue
         # PEFT measures the rows of the unmerged base, even for a second adapter.
-        own = (original + delta).astype(np.float64)
-        lengths = np.sqrt(np.add.reduce(own * own, axis=1)).astype(np.float32)
+        merged_rows = (original + delta).astype(np.float64)
+        lengths = np.sqrt(np.add.reduce(merged_rows * merged_rows, axis=1)).astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore"):
             factor = reader.values(change.magnitude, first, count) / lengths
             rows += delta

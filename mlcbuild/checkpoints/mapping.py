@@ -121,7 +121,7 @@ def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> d
     `views`.
     """
     tensors = views.quantized(stored)
-    sources = [part.tensor for own in names.sources.values() for part in own]
+    sources = [part.tensor for pieces in names.sources.values() for part in pieces]
     others = other_names(sources, [*tensors])
     return views.adapted({others.get(name, name): tensor for name, tensor in tensors.items()})
 
@@ -153,16 +153,16 @@ def _remark(unread: Mapping[str, str | None]) -> None:
         sys.stderr.write(f"note: left out {names}: {reason}\n")
 
 
-def _report(what: str, reasons: Mapping[str, str | None]) -> None:
-    """Prints a line for each group of similar tensor names. what: a word for what was done with the tensors;
-    reasons: tensor name -> reason, or None.
+def _report(action: str, reasons: Mapping[str, str | None]) -> None:
+    """Prints a line for each group of similar tensor names. action: a word for what was done with the
+    tensors; reasons: tensor name -> reason, or None.
     """
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), reason
         kinds[kind] = kinds.get(kind, 0) + 1
     for (name, reason), count in kinds.items():
-        sys.stderr.write(f"{what}: {count} of {name}: {reason}\n")
+        sys.stderr.write(f"{action}: {count} of {name}: {reason}\n")
 
 
 def _flat(piece: Tensor) -> Tensor:

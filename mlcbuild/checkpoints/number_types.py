@@ -26,8 +26,8 @@ def _small_floats(fraction: int, bias: int, nan: tuple[int, ...]) -> NDArray[np.
     """
     codes = np.arange(256)
     exponent, low = (codes & 127) >> fraction, codes & (1 << fraction) - 1
-    whole = np.where(exponent > 0, 1 << fraction, 0) + low
-    values = np.ldexp(whole.astype(np.float32), np.maximum(exponent, 1) - bias - fraction)
+    integer_part = np.where(exponent > 0, 1 << fraction, 0) + low
+    values = np.ldexp(integer_part.astype(np.float32), np.maximum(exponent, 1) - bias - fraction)
     signed: NDArray[np.float32] = np.where(codes < 128, values, -values).astype(np.float32)
     signed[list(nan)] = np.nan
     return signed

@@ -42,14 +42,14 @@ def method_of(settings: object, place: str) -> str:
     name = settings.get("quant_method")
     if name is None and {"bits", "group_size"} <= settings.keys():
         name = "mlx"  # MLX writes no method.
-    own = name.replace("-", "_").lower() if isinstance(name, str) else ""
-    if own not in methods():
-        hint = did_you_mean(own, methods())
+    method = name.replace("-", "_").lower() if isinstance(name, str) else ""
+    if method not in methods():
+        hint = did_you_mean(method, methods())
         raise CheckpointError(
             f"{place}: quantization_config: weights of the method {_shown(name)} cannot be read; {hint}, or "
             "use the original checkpoint"
         )
-    return own
+    return method
 
 
 def read_settings(config: Path) -> Mapping[str, Any] | None:

@@ -206,10 +206,10 @@ class Rows:
             columns = _indices(order.columns or ((0, width, 1),))
             while count:
                 matrix, start = divmod(first, len(columns))
-                own = columns[start : start + count]
-                low, high = int(own.min()), int(own.max()) + 1
-                yield self._unpacked(piece, matrix * width + low, high - low).take(own - low)
-                first, count = first + len(own), count - len(own)
+                indices = columns[start : start + count]
+                low, high = int(indices.min()), int(indices.max()) + 1
+                yield self._unpacked(piece, matrix * width + low, high - low).take(indices - low)
+                first, count = first + len(indices), count - len(indices)
         else:
             rows = _taken_rows(order, first, count)
             low, high = int(rows.min()), int(rows.max()) + 1
@@ -238,25 +238,25 @@ class Rows:
         done = 0
         while done < len(out):
             matrix, start = divmod(first + done, len(columns))
-            own = columns[start : start + len(out) - done]
-            low, high = int(own.min()), int(own.max()) + 1
+            indices = columns[start : start + len(out) - done]
+            low, high = int(indices.min()), int(indices.max()) + 1
             raw = self._lines(piece, order, matrix, low, high)
-            _cast(raw[own - low], out[done : done + len(own)])
-            done += len(own)
+            _cast(raw[indices - low], out[done : done + len(indices)])
+            done += len(indices)
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
         """Returns columns low..high-1 of one matrix of a stored tensor, each as a row of the result. order:
         ranges of the matrix's rows that belong to the parameter; matrix: index of the matrix in a stack.
         """
-        base, taken = matrix * order.block, np.array(order.taken)
+        base, selected = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:
-            return piece.load(self, matrix * piece.shape[1] + low, high - low)[:, taken]
+            return piece.load(self, matrix * piece.shape[1] + low, high - low)[:, selected]
         if isinstance(piece, PackedTensor | ComputedTensor):
-            first = int(taken.min())
-            rows = self.values(piece, base + first, int(taken.max()) + 1 - first)
-            return np.ascontiguousarray(rows[taken - first, low:high].T)
-        raw = np.empty((len(taken), high - low), element_dtype(piece.dtype))
-        for line, row in zip(raw, taken, strict=True):
+            first = int(selected.min())
+            rows = self.values(piece, base + first, int(selected.max()) + 1 - first)
+            return np.ascontiguousarray(rows[selected - first, low:high].T)
+        raw = np.empty((len(selected), high - low), element_dtype(piece.dtype))
+        for line, row in zip(raw, selected, strict=True):
             offset = (base + int(row)) * _row_bytes(piece) + low * raw.itemsize
             self._fill(piece, piece.start + offset, line)
         return raw.T if piece.dtype in DTYPES else values_of(raw, piece.dtype).T
@@ -330,9 +330,9 @@ def _row_bytes(tensor: Tensor) -> int:
 
 def _taken_rows(ranges: Piece, first: int, count: int) -> NDArray[np.intp]:
     """Returns the indices of the tensor's rows that are rows first..first+count-1 of a parameter."""
-    taken = np.array(ranges.taken)
-    blocks, places = np.divmod(np.arange(first, first + count), len(taken))
-    rows: NDArray[np.intp] = blocks * ranges.block + taken[places]
+    selected = np.array(ranges.taken)
+    blocks, places = np.divmod(np.arange(first, first + count), len(selected))
+    rows: NDArray[np.intp] = blocks * ranges.block + selected[places]
     return rows
 
 

@@ -37,14 +37,14 @@ class _Scaled:
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         rows = reader.values(self.weight, first, count)
         high, wide = self.block
-        grid = tuple(-(-size // own) for size, own in zip(self.weight.shape, self.block, strict=True))
+        grid = tuple(-(-size // length) for size, length in zip(self.weight.shape, self.block, strict=True))
         low, last = first // high, (first + count - 1) // high + 1
         scales = _scale_rows(reader, self.scale, grid, low, last)
-        own = scales[np.arange(first, first + count) // high - low]
+        row_scales = scales[np.arange(first, first + count) // high - low]
         if wide >= rows.shape[1]:
-            rows *= own
+            rows *= row_scales
         else:
-            rows *= np.repeat(own, wide, axis=1)[:, : rows.shape[1]]
+            rows *= np.repeat(row_scales, wide, axis=1)[:, : rows.shape[1]]
         return rows
 
 
@@ -71,13 +71,13 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
     if tensor.dtype not in READABLE:
         raise parts.fault(f"has a {scale} of {tensor.dtype}; it must be {', '.join(READABLE)}")
     sizes = _block_sizes(parts, rows, columns, block)
-    own = next((size for size, shapes in sizes if tensor.shape in shapes), None)
-    if own is None:
+    block_size = next((size for size, shapes in sizes if tensor.shape in shapes), None)
+    if block_size is None:
         listed = " or ".join(str(list(shapes[0])) for _, shapes in sizes)
         raise parts.fault(
             f"must have a {scale} of {listed} for its weight {[rows, columns]}, found {list(tensor.shape)}"
         )
-    matrix = _Scaled(weight, tensor, own)
+    matrix = _Scaled(weight, tensor, block_size)
     return parts.computed((rows, columns), matrix.load, _kind(matrix))
 
 

@@ -94,9 +94,9 @@ class StoredParts:
         """
         if kind == "F32":
             note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32
-        own = next(iter(self.tensors.values()))
+        first = next(iter(self.tensors.values()))
         full = f"{self.module}.{name}" if self.module else name
-        return ComputedTensor(full, kind, shape, own.path, own.start, own.size, load, unpack, note=note)
+        return ComputedTensor(full, kind, shape, first.path, first.start, first.size, load, unpack, note=note)
 
 
 def replaced(
@@ -115,14 +115,16 @@ def replaced(
     result: dict[str, Tensor] = {}
     problems = []
     for module, parts in _modules(tensors).items():
-        own = StoredParts(module, {part: item for part, item in parts.items() if part not in IGNORED})
-        if marks & own.tensors.keys():
+        module_parts = StoredParts(
+            module, {part: item for part, item in parts.items() if part not in IGNORED}
+        )
+        if marks & module_parts.tensors.keys():
             try:
-                result |= {f"{module}.{part}": tensor for part, tensor in combine(own).items()}
+                result |= {f"{module}.{part}": tensor for part, tensor in combine(module_parts).items()}
             except CheckpointError as error:
                 problems.append(str(error))
         else:
-            result |= {tensor.name: tensor for tensor in own.tensors.values()}
+            result |= {tensor.name: tensor for tensor in module_parts.tensors.values()}
     if problems:
         more = [f"... and {len(problems) - 20} more problems of these kinds"] if len(problems) > 20 else []
         raise CheckpointError("\n".join([*problems[:20], *more]))

@@ -36,13 +36,13 @@ def read_tensors(root: Path) -> dict[str, Tensor]:
     problems = []
     for name in [SINGLE] if index is None else sorted(set(index.values())):
         try:
-            for own in read_file(root / name):
-                if own.name in tensors:
+            for tensor in read_file(root / name):
+                if tensor.name in tensors:
                     problems.append(
-                        f"{own.path}: tensor '{printable(own.name)}' is also in "
-                        f"{tensors[own.name].path.name}; fetch the checkpoint again"
+                        f"{tensor.path}: tensor '{printable(tensor.name)}' is also in "
+                        f"{tensors[tensor.name].path.name}; fetch the checkpoint again"
                     )
-                tensors.setdefault(own.name, own)
+                tensors.setdefault(tensor.name, tensor)
         except CheckpointError as error:
             problems.append(str(error))
     problems = problems or index_faults(root / INDEX, index, tensors, lambda name: None)
@@ -71,26 +71,29 @@ def read_file(path: Path) -> list[Tensor]:
 def _tensors(path: Path, file: BinaryIO) -> list[Tensor]:
     if file.read(len(_OLD)) == _OLD:
         raise PickleError("it was written by PyTorch before 1.6, in a format that is not read")
-    own = members(file)
-    pickles = [name for name in own if name.rpartition("/")[2] == _PICKLE and name.count("/") == 1]
+    file_members = members(file)
+    pickles = [name for name in file_members if name.rpartition("/")[2] == _PICKLE and name.count("/") == 1]
     if len(pickles) != 1:
         raise ZipError(f"it must have one member {_PICKLE}, as torch.save writes it, found {len(pickles)}")
     root = pickles[0].removesuffix(_PICKLE)
-    if f"{root}byteorder" in own and _content(file, own, f"{root}byteorder", 16) != b"little":
+    if (
+        f"{root}byteorder" in file_members
+        and _content(file, file_members, f"{root}byteorder", 16) != b"little"
+    ):
         raise ZipError("its numbers are big-endian")
-    stored = torch_pickle.read(_content(file, own, pickles[0], torch_pickle.LARGEST))
+    stored = torch_pickle.read(_content(file, file_members, pickles[0], torch_pickle.LARGEST))
     places: dict[str, tuple[int, int]] = {}
     tensors = []
     for name, tensor in stored.items():
         member = f"{root}data/{tensor.storage.member}"
         if member not in places:
-            places[member] = place(file, own, member)
+            places[member] = place(file, file_members, member)
         tensors.append(_placed(name, tensor, path, *places[member]))
     return tensors
 
 
-def _content(file: BinaryIO, own: dict[str, Member], name: str, most: int) -> bytes:
-    start, size = place(file, own, name)
+def _content(file: BinaryIO, file_members: dict[str, Member], name: str, most: int) -> bytes:
+    start, size = place(file, file_members, name)
     if size > most:
         raise ZipError(f"its member '{name}' has {size} bytes, more than {most}")
     file.seek(start)
@@ -103,12 +106,12 @@ def _placed(name: str, tensor: PickledTensor, path: Path, start: int, size: int)
     """
     shown = printable(name)[:200]
     item = BITS[tensor.dtype] // 8
-    own = item * math.prod(tensor.shape)
+    content_size = item * math.prod(tensor.shape)
     stride = 1
     for length, step in zip(tensor.shape[::-1], tensor.strides[::-1], strict=True):
         if length > 1 and step != stride:
             raise PickleError(f"its tensor '{shown}' is a view whose rows are not stored one after the other")
         stride *= length
-    if item * tensor.offset + own > size:
+    if item * tensor.offset + content_size > size:
         raise PickleError(f"its tensor '{shown}' ends after the end of its storage")
-    return Tensor(name, tensor.dtype, tensor.shape, path, start + item * tensor.offset, own)
+    return Tensor(name, tensor.dtype, tensor.shape, path, start + item * tensor.offset, content_size)

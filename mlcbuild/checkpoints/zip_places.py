@@ -46,7 +46,7 @@ def members(file: BinaryIO) -> dict[str, Member]:
     count, size, start = _directory(file)
     file.seek(start)
     data = file.read(size)
-    own: dict[str, Member] = {}
+    by_name: dict[str, Member] = {}
     at = 0
     for _ in range(count):
         if data[at : at + 4] != _MEMBER or len(data) < at + 46:
@@ -59,14 +59,14 @@ def members(file: BinaryIO) -> dict[str, Member]:
         if at > len(data):
             raise ZipError("its central directory is damaged")
         name = data[extra - name_size : extra].decode("utf-8", "replace")
-        if name in own:
+        if name in by_name:
             raise ZipError("two of its members have the same name")
         wide = iter(_zip64(data[extra : extra + extra_size]))
         whole, stored, header = (
             next(wide, value) if value == _FULL32 else value for value in (whole, stored, header)
         )
-        own[name] = Member(header, whole, method == 0 and not flags & 1 and stored == whole)
-    return own
+        by_name[name] = Member(header, whole, method == 0 and not flags & 1 and stored == whole)
+    return by_name
 
 
 def _directory(file: BinaryIO) -> tuple[int, int, int]:
@@ -111,11 +111,11 @@ def _zip64(extra: bytes) -> tuple[int, ...]:
     return ()
 
 
-def place(file: BinaryIO, own: Mapping[str, Member], name: str) -> tuple[int, int]:
-    """Returns (offset, size) in bytes of the content of the member `name`. own: member name -> member. Raises
-    OSError if the file cannot be read, ZipError if it has no such member.
+def place(file: BinaryIO, by_name: Mapping[str, Member], name: str) -> tuple[int, int]:
+    """Returns (offset, size) in bytes of the content of the member `name`. by_name: member name -> member.
+    Raises OSError if the file cannot be read, ZipError if it has no such member.
     """
-    member = own.get(name)
+    member = by_name.get(name)
     name = name[-80:]
     if member is None:
         raise ZipError(f"it lacks its member '{name}'")

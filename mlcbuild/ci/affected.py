@@ -100,8 +100,8 @@ def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
     ]
     # A checkpoint comprises its whole directory; prompts are one file among others.
     gone = (path for path in files if path.is_relative_to(root) and not path.exists())
-    whole = source.name.startswith("fetch/")
-    return changed_files + sorted(path.relative_to(root).as_posix() for path in gone if whole)
+    is_fetch = source.name.startswith("fetch/")
+    return changed_files + sorted(path.relative_to(root).as_posix() for path in gone if is_fetch)
 
 
 def _preset(name: str) -> Path | None:
@@ -135,7 +135,7 @@ def _steps(graph: Graph, last: str) -> list[Step]:
 
 def _git(directory: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(directory), "-c", "core.quotePath=false", *arguments],
             capture_output=True,
             check=False,
@@ -143,11 +143,11 @@ def _git(directory: Path, *arguments: str) -> str:
         )
     except FileNotFoundError:
         raise SetupError("--affected-by needs git: install it (Debian: apt install git)") from None
-    if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())
+    if process.returncode:
+        git_message = " ".join(process.stderr.decode(errors="replace").split())
         raise UsageError(
-            f"--affected-by: git {arguments[0]} in {directory}: {said}\n"
+            f"--affected-by: git {arguments[0]} in {directory}: {git_message}\n"
             "the range must name commits of the recipe's repository; a shallow clone of a CI system lacks "
             "older ones (GitHub: fetch-depth: 0, GitLab: GIT_DEPTH: 0)"
         )
-    return done.stdout.decode(errors="surrogateescape")
+    return process.stdout.decode(errors="surrogateescape")

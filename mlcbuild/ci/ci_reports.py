@@ -117,8 +117,8 @@ def _size(count: int | None) -> str:
 
 def _cell(text: str) -> str:
     """Escapes text for a cell of a Markdown table, so that none of it is read as Markdown or HTML."""
-    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*_|\[\]])", r"\\\1", plain)
+    escaped = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_|\[\]])", r"\\\1", escaped)
 
 
 def _code(text: str) -> list[str]:

@@ -220,8 +220,8 @@ def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozens
     most steps.
     """
     uses: dict[str, list[int]] = {}
-    for index, held in enumerate(dealt.held):
-        for name in held:
+    for index, remote_names in enumerate(dealt.held):
+        for name in remote_names:
             for need in closures[name]:
                 uses.setdefault(need, [0] * len(dealt.held))[index] += 1
     return {

@@ -87,8 +87,8 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    whole = low < 1 or all(number == int(number) for number in numbers if low <= number <= high)
-    if not numbers or not whole or not all(low <= number <= high for number in numbers):
+    are_integers = low < 1 or all(number == int(number) for number in numbers if low <= number <= high)
+    if not numbers or not are_integers or not all(low <= number <= high for number in numbers):
         kind = "numbers" if low < 1 else "whole numbers"
         raise UsageError(
             f"mlcbuild bench serve: {option} takes {kind} from {low:g} to {high:g}, such as 1,4,16"
@@ -128,8 +128,8 @@ def _print_errors(outcome: LoadResult) -> None:
     """Prints each kind of error once, with the server's first message."""
     for kind, count in outcome.errors().items():
         message = next((s.message for s in outcome.samples if s.error == kind and s.message), "")
-        said = f": {message}" if message else ""
-        print(f"{outcome.load}: {count} x {kind}{said}", file=sys.stderr)
+        suffix = f": {message}" if message else ""
+        print(f"{outcome.load}: {count} x {kind}{suffix}", file=sys.stderr)
 
 
 def _bundle(arguments: argparse.Namespace) -> int:

@@ -175,27 +175,27 @@ def _end(result: Result) -> list[str]:
 
 
 def _lines(variants: Iterable[VariantResult]) -> list[str]:
-    here = str(Path.cwd())
-    return [_line(item, here) for item in variants]
+    current_directory = str(Path.cwd())
+    return [_line(item, current_directory) for item in variants]
 
 
-def _line(item: VariantResult, here: str) -> str:
+def _line(item: VariantResult, current_directory: str) -> str:
     if item.error is not None:
         return f"failed  {item.name}: {item.error}"
-    where = f"  {_near(item.bundle, here)}" if item.bundle is not None else ""
+    where = f"  {_near(item.bundle, current_directory)}" if item.bundle is not None else ""
     return f"{item.status:<7} {item.name}{where}" + (f"  ({item.note})" if item.note else "")
 
 
-def _near(path: Path, here: str) -> str:
-    """Returns a path relative to the directory `here` if that is shorter, else the path unchanged."""
+def _near(path: Path, current_directory: str) -> str:
+    """Returns a path relative to `current_directory` if that is shorter, else the path unchanged."""
     text = str(path)
-    return "." if text == here else text.removeprefix(here.rstrip("/") + "/")
+    return "." if text == current_directory else text.removeprefix(current_directory.rstrip("/") + "/")
 
 
 def _places(result: Result) -> str:
     """Returns the end of the last line that a run prints: the number of bundles and their directories."""
-    count, here = len(result.bundles), str(Path.cwd())
-    places = sorted({_near(path.parent, here) for path in result.bundles.values()})
+    count, current_directory = len(result.bundles), str(Path.cwd())
+    places = sorted({_near(path.parent, current_directory) for path in result.bundles.values()})
     return f"; {count} bundle{'s' if count != 1 else ''} in {', '.join(places)}" if places else ""
 
 

@@ -85,11 +85,11 @@ def listed(arguments: argparse.Namespace) -> int:
     from mlcbuild.cli.listing import show, table
     from mlcbuild.cli.store import ago
 
-    kept = entries.read(_root(arguments))
+    installed = entries.read(_root(arguments))
     rows = [("name", "scheme", "bytes", "last used", "source")]
     rows += [
         (item.name, item.scheme or "-", sizes.show(item.size), ago(entries.ago(item)), item.source)
-        for item in kept
+        for item in installed
     ]
     document = [
         {
@@ -100,17 +100,17 @@ def listed(arguments: argparse.Namespace) -> int:
             "source": item.source,
             "bundle": str(item.bundle),
         }
-        for item in kept
+        for item in installed
     ]
     nothing = "nothing is installed: mlcbuild chat NAME builds or fetches a model, and keeps it"
-    show(arguments.json, {"models": document}, table(rows) if kept else [nothing])
+    show(arguments.json, {"models": document}, table(rows) if installed else [nothing])
     return 0
 
 
 def remove(arguments: argparse.Namespace) -> int:
     """Removes installed models. Results of their builds stay in the store until `cache gc`."""
-    kept = entries.read(_root(arguments))
-    for entry in [entries.named(kept, name) for name in dict.fromkeys(arguments.names)]:
+    installed = entries.read(_root(arguments))
+    for entry in [entries.named(installed, name) for name in dict.fromkeys(arguments.names)]:
         size = entry.size
         try:
             entries.remove(entry)

@@ -363,12 +363,12 @@ def recipe_file(name: str, verb: str) -> str:
     if `verb` is publish, for a bundle. Raises UsageError if a directory holds no recipe, or if no recipe
     is named and none is in the current directory.
     """
-    inside = Path(name) / RECIPE
+    recipe_path = Path(name) / RECIPE
     if verb != "publish" and Path(name).is_dir():
-        if not inside.is_file():
+        if not recipe_path.is_file():
             where = f"{name}: there is no {RECIPE} in this directory"
             raise UsageError(f"{where}: name a recipe, or write one with `mlcbuild init`")
-        return os.path.normpath(inside)
+        return os.path.normpath(recipe_path)
     if name == RECIPE and not os.path.lexists(name):
         raise UsageError(f"there is no {RECIPE} here: name a recipe, or write one with `mlcbuild init`")
     return name

@@ -78,7 +78,7 @@ def run_child(directory: Path, seconds: float, module: str) -> None:
     errors = directory / "stderr"
     with errors.open("wb") as log:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 cwd=directory,
                 env=environment,
@@ -94,8 +94,8 @@ def run_child(directory: Path, seconds: float, module: str) -> None:
             ) from None
     text = errors.read_text(errors="replace")
     sys.stderr.write(text)  # copied into the step's log
-    if done.returncode != 0:
-        raise _failure(directory, done.returncode, text)
+    if process.returncode != 0:
+        raise _failure(directory, process.returncode, text)
 
 
 def _failure(directory: Path, code: int, text: str) -> MlcbuildError:

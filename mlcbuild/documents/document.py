@@ -203,7 +203,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
     line, column = (mark.line, mark.column) if mark else (0, 0)
     lines = text.splitlines()
     written = lines[line] if line < len(lines) else ""
-    what = error.problem or ""
+    problem = error.problem or ""
     begin = error.context_mark.line if error.context_mark else line
     for number in range(min(begin, line), min(line + 1, len(lines))):
         if odd := _odd_space(lines[number]):
@@ -211,14 +211,14 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
             return Problem(file, number + 1, at + 1, message)
     if "\t" in written[: column + 1] and not written[:column].strip():
         message = "a tab may not indent a line: use spaces"
-    elif "cannot start any token" in what:
+    elif "cannot start any token" in problem:
         message = f"a value may not start with '{written[column : column + 1]}': put it in quotes"
-    elif "nesting depth" in what:  # libyaml also has a limit, which is larger.
+    elif "nesting depth" in problem:  # libyaml also has a limit, which is larger.
         message = _TOO_DEEP
-    elif what.startswith("mapping values are not allowed"):
+    elif problem.startswith("mapping values are not allowed"):
         message = "': ' may not stand here: start a new line, or put the text in quotes"
     else:
-        message = f"this is not YAML: {', '.join(filter(None, (error.context, what)))}"
+        message = f"this is not YAML: {', '.join(filter(None, (error.context, problem)))}"
         if (error.context or "").startswith("while parsing") and _cuts_text(written, column):
             message += '; a text with a brace or bracket must be in quotes: "dist/{model}", "${name}"'
     return Problem(file, line + 1, column + 1, message)
@@ -277,7 +277,7 @@ class _Builder:
             return
         elif isinstance(event, yaml.AliasEvent):
             self._problem(event, f"the alias *{event.anchor} is not allowed: write the value out", lost=True)
-            self._scalar("", event, plain=True)
+            self._scalar("", event, is_unquoted=True)
         elif isinstance(event, yaml.NodeEvent):
             self._node(event)
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -292,7 +292,7 @@ class _Builder:
         if tag is not None:
             self._problem(event, f"the tag {tag} is not allowed: quote a value to make it text")
         if isinstance(event, yaml.ScalarEvent):
-            self._scalar(event.value, event, plain=not event.style)
+            self._scalar(event.value, event, is_unquoted=not event.style)
             return
         if len(self.stack) >= MAX_DEPTH:
             self._problem(event, _TOO_DEEP)
@@ -305,27 +305,27 @@ class _Builder:
         where = self._put(container, event)
         self.stack.append(_Frame(container, where, is_key=is_key))
 
-    def _scalar(self, text: str, event: yaml.Event, plain: bool) -> None:
+    def _scalar(self, text: str, event: yaml.Event, is_unquoted: bool) -> None:
         control = _CONTROL.search(text)
         if control:
             self._problem(event, f"{_named(control.group())} may not appear in text")
             text = _CONTROL.sub("?", text)
-        if plain and (odd := _odd_space(text)):
+        if is_unquoted and (odd := _odd_space(text)):
             line, column = _position(event)
             self.problems.append(Problem(self.file, line, column + odd[0] * ("\n" not in text), odd[1]))
         if self._expects_key():
-            self._key(text, event, plain)
+            self._key(text, event, is_unquoted)
             return
-        value = scalar(text) if plain else text
+        value = scalar(text) if is_unquoted else text
         where = self._put(value, event)
         if value is not None and not isinstance(value, str):
             self.texts[where] = text
 
-    def _key(self, text: str, event: yaml.Event, plain: bool) -> None:
+    def _key(self, text: str, event: yaml.Event, is_unquoted: bool) -> None:
         frame = self.stack[-1]
         assert isinstance(frame.container, dict)
         where = (*frame.where, text)
-        if text == "<<" and plain:
+        if text == "<<" and is_unquoted:
             self._problem(event, "the merge key << is not allowed: write the keys out", lost=True)
         elif where in self.keys:
             self._problem(event, f"the key '{text}' appears twice; first on line {self.keys[where][0]}")

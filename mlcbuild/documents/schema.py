@@ -114,8 +114,8 @@ def _checker(name: Name) -> tuple[Schema, Validator]:
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
     strict = cast(Schema, _without_variables(schema(name)))
     # jsonschema's stubs leave extend() untyped.
-    own = {"pattern": _pattern, "uniqueItems": _unique, "$ref": _references(strict)}
-    kind = extend(Draft202012Validator, own, type_checker=types)  # type: ignore[no-untyped-call]
+    keywords = {"pattern": _pattern, "uniqueItems": _unique, "$ref": _references(strict)}
+    kind = extend(Draft202012Validator, keywords, type_checker=types)  # type: ignore[no-untyped-call]
     return strict, cast("Validator", kind(strict))
 
 

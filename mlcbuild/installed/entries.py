@@ -145,8 +145,8 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
     """Returns the directory for a new installed model. Its name comes from the source and the scheme; it is
     longer if another source or machine already uses that name.
     """
-    plain = slug(source)
-    name = f"{plain}-{scheme}" if scheme else plain
+    base_name = slug(source)
+    name = f"{base_name}-{scheme}" if scheme else base_name
     others = {entry.name: entry for entry in read(root)}
     number, chosen = 2, name
     while chosen in others and (others[chosen].source, others[chosen].target) != (source, target):

@@ -32,9 +32,9 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
         raise UsageError(f"'{name}': an address starts with {' or '.join(ADDRESSES)}")
     if not path.exists():
         return (_by_name(name, options),)
-    here = directories(path)
-    if here:
-        return here
+    bundle_directories = directories(path)
+    if bundle_directories:
+        return bundle_directories
     return (_installed(str(_checkpoint(path).absolute()), options),)
 
 
@@ -48,13 +48,15 @@ def machine_words() -> str:
 
 def _by_name(name: str, options: InstallOptions) -> Path:
     """Returns the directory of the installed bundle called `name`. Raises UsageError if there is none."""
-    kept = entries.read(options.root)
-    entry = next((entry for entry in kept if entry.name == name), None)
+    installed_models = entries.read(options.root)
+    entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
         if name.count("/") == 1:
             raise UsageError(f"'{name}' is not here; for a model of the Hugging Face hub write hf://{name}")
         installed = (
-            f"; installed models: {did_you_mean(name, [entry.name for entry in kept])}" if kept else ""
+            f"; installed models: {did_you_mean(name, [entry.name for entry in installed_models])}"
+            if installed_models
+            else ""
         )
         raise UsageError(
             f"'{name}' is not here: write the directory of a bundle or checkpoint, a GGUF file, "
@@ -103,12 +105,12 @@ def _checkpoint(path: Path) -> Path:
     if path.suffix == ".gguf" or (path / CONFIG).is_file():
         return path
     if path.is_file():
-        what = (
+        hint = (
             f"mlcbuild run {path} builds its bundles"
             if path.suffix in (".yaml", ".yml")
             else ("name a directory, or a GGUF file")
         )
-        raise UsageError(f"{path}: it is neither a bundle nor a checkpoint: {what}")
+        raise UsageError(f"{path}: it is neither a bundle nor a checkpoint: {hint}")
     packed = sorted(path.glob("*.gguf"))
     if len(packed) == 1:
         return packed[0]

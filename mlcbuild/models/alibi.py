@@ -15,9 +15,9 @@ def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
     For 2^k heads they are 2^(-8 i / 2^k) for i = 1, 2, ...; other counts take those of the next smaller power
     of two, then every other one of twice as many heads.
     """
-    whole = 1 << (heads.bit_length() - 1)
-    values = [_slope(whole, i) for i in range(1, whole + 1)]
-    values += [_slope(2 * whole, i) for i in range(1, 2 * (heads - whole), 2)]
+    power_of_two = 1 << (heads.bit_length() - 1)
+    values = [_slope(power_of_two, i) for i in range(1, power_of_two + 1)]
+    values += [_slope(2 * power_of_two, i) for i in range(1, 2 * (heads - power_of_two), 2)]
     return tuple(bf16(value) if kind == "bfloat16" else value for value in values)
 
 

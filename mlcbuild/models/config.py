@@ -67,8 +67,8 @@ def parameters(config: ModelConfig) -> tuple[Param, ...]:
         params.append(Param("position.weight", (config.learned_positions, config.hidden_size)))
     for index, layer in enumerate(config.layers):
         params += [
-            replace(own, name=f"layers.{index}.{own.name}")
-            for own in layer_parameters(layer, config.hidden_size)
+            replace(param, name=f"layers.{index}.{param.name}")
+            for param in layer_parameters(layer, config.hidden_size)
         ]
     params += norm_parameters(config.norm, "norm", config.hidden_size)
     if not config.tie_embeddings:

@@ -145,8 +145,8 @@ class Common:
         """
         local = len(self.model.ropes) - 1
         return tuple(
-            own if own.mixer.window is None else replace(own, mixer=replace(own.mixer, rope=local))
-            for own in windowed(layer, windows)
+            spec if spec.mixer.window is None else replace(spec, mixer=replace(spec.mixer, rope=local))
+            for spec in windowed(layer, windows)
         )
 
 
@@ -233,14 +233,16 @@ def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ..
     sources = {}
     for param in parameters(config):
         _, _, rest = param.name.partition("layers.")
-        index, _, own = rest.partition(".")
-        tensors = names[own or param.name]
-        if own:
+        index, _, name_in_layer = rest.partition(".")
+        tensors = names[name_in_layer or param.name]
+        if name_in_layer:
             tensors = tuple(f"{family.tensors.layers}{index}.{name}" for name in tensors)
         pieces = _pieces(family, param, tensors)
-        mixer = config.layers[int(index)].mixer if own else None
+        mixer = config.layers[int(index)].mixer if name_in_layer else None
         if isinstance(mixer, LatentAttention):
-            pieces = latent_pieces(mixer, own, pieces, family.rope is not None and family.rope.interleaved)
+            pieces = latent_pieces(
+                mixer, name_in_layer, pieces, family.rope is not None and family.rope.interleaved
+            )
         elif mixer is not None:
             pieces = _reordered(family, config, mixer, param, pieces)
         sources[param.name] = pieces
@@ -292,8 +294,8 @@ def _reordered(
     if is_qkv and family.tensors.fused_heads:
         group = mixer.heads // mixer.kv_heads * dim
         spans = ((0, group, 1), (group, group + dim, 1), (group + dim, group + 2 * dim, 1))
-        own = zip(param.parts, spans, strict=True)
-        return tuple(Piece(pieces[0].tensor, rows, group + 2 * dim, (span,)) for rows, span in own)
+        spans_by_part = zip(param.parts, spans, strict=True)
+        return tuple(Piece(pieces[0].tensor, rows, group + 2 * dim, (span,)) for rows, span in spans_by_part)
     turned = pieces[:2] if is_qkv else pieces
     is_turned = is_qkv or kind.startswith(("attn.q_norm.", "attn.k_norm."))
     if family.rope is None or not family.rope.interleaved or not is_turned:
@@ -305,22 +307,22 @@ def _reordered(
 
 
 def latent_pieces(
-    mixer: LatentAttention, own: str, pieces: tuple[Piece, ...], interleaved: bool
+    mixer: LatentAttention, kind: str, pieces: tuple[Piece, ...], interleaved: bool
 ) -> tuple[Piece, ...]:
     """Returns the tensors that hold a parameter of latent attention, with the order in which the parameter
     has their rows.
 
-    own: name of the parameter in its layer. pieces: the tensors before reordering. interleaved: True if pairs
-    of rotated dimensions are neighbours in the tensors.
+    kind: name of the parameter in its layer. pieces: the tensors before reordering. interleaved: True if
+    pairs of rotated dimensions are neighbours in the tensors.
     """
     both = mixer.head_dim + mixer.value_dim
-    if own == "attn.k_b.weight":
+    if kind == "attn.k_b.weight":
         rows, take = mixer.heads * mixer.latent, ((0, mixer.head_dim, 1),)
         return (Piece(pieces[0].tensor, rows, both, take, transposed=True),)
-    if own == "attn.v_b.weight":
+    if kind == "attn.v_b.weight":
         return (Piece(pieces[0].tensor, mixer.heads * mixer.value_dim, both, ((mixer.head_dim, both, 1),)),)
     starts = {"attn.q": mixer.head_dim, "attn.q_b": mixer.head_dim, "attn.kv_a": mixer.latent}
-    start = starts.get(own.rpartition(".")[0])
+    start = starts.get(kind.rpartition(".")[0])
     if start is None or not interleaved:
         return pieces
     end = start + mixer.rope_dim

@@ -21,12 +21,14 @@ def read_latent(
     defaults: values of absent kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim. eps: eps of the
     norms of latents.
     """
-    heads, plain = common.attention.heads, common.attention
-    if fields.sound("num_key_value_heads") and plain.kv_heads != heads:
-        fields.problem("num_key_value_heads", f"must be num_attention_heads {heads}, found {plain.kv_heads}")
-    latent, query, own, value = defaults
-    head_dim = fields.integer("qk_nope_head_dim", own, high=2**12)
-    rope_dim = plain.head_dim
+    heads, attention = common.attention.heads, common.attention
+    if fields.sound("num_key_value_heads") and attention.kv_heads != heads:
+        fields.problem(
+            "num_key_value_heads", f"must be num_attention_heads {heads}, found {attention.kv_heads}"
+        )
+    latent, query, unrotated, value = defaults
+    head_dim = fields.integer("qk_nope_head_dim", unrotated, high=2**12)
+    rope_dim = attention.head_dim
     if fields.has("qk_head_dim") and fields.get("qk_head_dim") != head_dim + rope_dim:
         stated = show(fields.get("qk_head_dim"))
         fields.problem("qk_head_dim", f"must be {head_dim + rope_dim}, the sum of both parts, found {stated}")

@@ -221,9 +221,9 @@ def _attention_parameters(block: Attention, hidden: int) -> Iterator[Param]:
         yield Param("attn.qkv.bias", (rows,), parts)
     if block.qk_norm is not None:
         for name, count in (("attn.q_norm", block.heads), ("attn.k_norm", block.kv_heads)):
-            own = (block.head_dim,) * count if block.qk_norm_span == "own_head" else ()
+            head_shape = (block.head_dim,) * count if block.qk_norm_span == "own_head" else ()
             size = block.head_dim * (1 if block.qk_norm_span == "head" else count)
-            yield from norm_parameters(block.qk_norm, name, size, own)
+            yield from norm_parameters(block.qk_norm, name, size, head_shape)
     if block.sinks:
         yield Param("attn.sinks", (block.heads,))
     yield Param("attn.o.weight", (hidden, query))

@@ -54,7 +54,7 @@ def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) 
     for fields in (values, inner if isinstance(inner, Mapping) else {}):
         kinds = fields.get("layer_types")
         named = [*fields, *(kinds if isinstance(kinds, list) else ())]
-        signs = [own for own in named if isinstance(own, str) and own in SIGNS]
+        signs = [sign for sign in named if isinstance(sign, str) and sign in SIGNS]
         if signs:
             return f"'{signs[0]}' says that it needs {SIGNS[signs[0]]}, which mlcbuild cannot compute"
     # The message suggests no similar name: config.json comes with the weights, and a similar family computes

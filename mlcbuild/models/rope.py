@@ -117,8 +117,8 @@ def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRule
         fields.adopt(inner)
     if not resolved[full]:
         resolved[full]["rope_theta"] = _resolve(Fields(fields.place, {}), setting)
-    for own in resolved.values():
-        _agree(fields, own)
+    for parameters in resolved.values():
+        _agree(fields, parameters)
     first = next(iter(resolved[full].values()))
     if not rules.by_kind:
         return {full: first, sliding: first}
@@ -301,10 +301,10 @@ def _llama3(inner: Fields, base: _Base) -> Rope:
     if inner.sound("low_freq_factor", "high_freq_factor") and low >= high:
         inner.problem("high_freq_factor", f"must be above low_freq_factor {low:g}, found {high:g}")
     factor = _factor(inner)
-    plain = rotary.default(base.theta, base.dim)
+    default = rotary.default(base.theta, base.dim)
     if inner.problems:
-        return Rope(base.dim, plain)
-    return Rope(base.dim, rotary.llama3(plain, rotary.Llama3(factor, low, high, base.original)))
+        return Rope(base.dim, default)
+    return Rope(base.dim, rotary.llama3(default, rotary.Llama3(factor, low, high, base.original)))
 
 
 def _yarn(inner: Fields, base: _Base) -> Rope:

@@ -85,9 +85,11 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
     frequencies = []
     for i, power in enumerate(_powers(theta, dim)):
         ramp = min(max(f32(f32(i - f32(first)) / f32(last - first)), 0.0), 1.0)
-        kept = f32(1.0 - ramp)
+        unscaled_share = f32(1.0 - ramp)
         interpolated = f32(1.0 / f32(f32(scaling.factor) * power))
-        frequencies.append(f32(f32(interpolated * f32(1.0 - kept)) + f32(f32(1.0 / power) * kept)))
+        frequencies.append(
+            f32(f32(interpolated * f32(1.0 - unscaled_share)) + f32(f32(1.0 / power) * unscaled_share))
+        )
     return tuple(frequencies)
 
 
@@ -109,7 +111,7 @@ def longrope(theta: float, factors: Sequence[float]) -> tuple[float, ...]:
     factor.
     """
     powers = _powers(theta, 2 * len(factors))
-    return tuple(f32(1.0 / f32(f32(own) * power)) for own, power in zip(factors, powers, strict=True))
+    return tuple(f32(1.0 / f32(f32(factor) * power)) for factor, power in zip(factors, powers, strict=True))
 
 
 def longrope_attention(factor: float, original_max_position: int) -> float:

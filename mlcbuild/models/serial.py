@@ -76,9 +76,9 @@ def _object(value: object, except_for: str = "") -> dict[str, Json]:
     assert is_dataclass(value)
     document: dict[str, Json] = {"kind": KINDS[type(value)]} if type(value) in KINDS else {}
     for field in dataclass_fields(value):
-        own = getattr(value, field.name)
-        if field.name != except_for and (field.default is MISSING or own != field.default):
-            document[field.name] = _plain(own)
+        item = getattr(value, field.name)
+        if field.name != except_for and (field.default is MISSING or item != field.default):
+            document[field.name] = _plain(item)
     return document
 
 

@@ -111,7 +111,7 @@ class TensorNames:
         is empty.
         """
         sources: dict[str, Json] = {
-            name: [part.to_json() for part in own] for name, own in self.sources.items()
+            name: [part.to_json() for part in pieces] for name, pieces in self.sources.items()
         }
         return {"sources": sources, **({"unused": self.unused} if self.unused else {})}
 
@@ -119,7 +119,7 @@ class TensorNames:
     def from_json(cls, value: Mapping[str, Any]) -> TensorNames:
         """Reads the JSON value that to_json returned."""
         sources = {
-            name: tuple(Piece.from_json(part) for part in own) for name, own in value["sources"].items()
+            name: tuple(Piece.from_json(part) for part in pieces) for name, pieces in value["sources"].items()
         }
         return cls(sources, value.get("unused", ""))
 

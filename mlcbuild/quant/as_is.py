@@ -56,12 +56,12 @@ def format_for(types: Collection[str]) -> str:
     """Returns the name of the smallest format that stores the values of every type in `types`, the types of
     the tensors that make up one matrix.
     """
-    own = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
-    if len(own) == 1:
-        return own.pop()
-    if own & {"f16", _EXACT}:
+    formats = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
+    if len(formats) == 1:
+        return formats.pop()
+    if formats & {"f16", _EXACT}:
         return _EXACT
-    blocks = [load_format(name, "x16").blocks for name in own]
+    blocks = [load_format(name, "x16").blocks for name in formats]
     holding = []
     for name in _MIXED:
         form = None if name == "f16" else load_format(name, "x16")
@@ -87,8 +87,8 @@ def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Seque
     for param in params:
         if any(matches(pattern, param.name) for pattern, _ in scheme.overrides):
             continue
-        own = format_for(types[param.name]) if param.matrix is not None else _EXACT
-        by_format.setdefault(own, []).append(param.name)
+        format_name = format_for(types[param.name]) if param.matrix is not None else _EXACT
+        by_format.setdefault(format_name, []).append(param.name)
     by_size = sorted(by_format.items(), key=lambda item: (-len(item[1]), item[0]))
     main = next((name for name, _ in by_size if name != _EXACT), _EXACT)
     others = [param.name for param in params]
@@ -109,9 +109,9 @@ def _patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
     for name in names:
         kinds.setdefault(_LAYER.sub("layers.*.", name), []).append(name)
     globs: list[str] = []
-    for kind, own in kinds.items():
+    for kind, globs_of_kind in kinds.items():
         matching = {name for name in every if matches(kind, name)}
-        globs += [kind] if matching <= set(names) else own
+        globs += [kind] if matching <= set(names) else globs_of_kind
     patterns = [""]
     for glob in (name.removesuffix(".weight") for name in globs):
         if patterns[-1] and len(patterns[-1]) + len(glob) >= LONGEST_PATTERN:

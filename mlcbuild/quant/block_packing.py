@@ -60,13 +60,13 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
     fields: list[NDArray[Any]] = []
     for number, steps in ((rows.scale, rows.steps), (rows.minimum, rows.minimum_steps))[: 1 + blocks.minimum]:
         # Adding -0 changes nothing, not even the sign of a zero.
-        own = np.full_like(rows.scale, -0.0) if number is None else number
+        minima = np.full_like(rows.scale, -0.0) if number is None else number
         if blocks.scale != "levels":
-            fields.append(np.repeat(own, codes.shape[1] // GROUP // own.shape[1], axis=1))
+            fields.append(np.repeat(minima, codes.shape[1] // GROUP // minima.shape[1], axis=1))
             continue
         count = codes.shape[1] // blocks.group
-        whole = np.zeros((len(codes), count), np.uint8) if steps is None else steps.view(np.uint8)
-        fields += [np.repeat(whole, count // whole.shape[1], axis=1), own]
+        steps_as_bytes = np.zeros((len(codes), count), np.uint8) if steps is None else steps.view(np.uint8)
+        fields += [np.repeat(steps_as_bytes, count // steps_as_bytes.shape[1], axis=1), minima]
     return codes, *fields
 
 
@@ -80,17 +80,17 @@ def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
     """Returns the numbers [rows, count] in tiles: [tiles, runs, 16], or [tiles, groups, 16 * halves] when a
     group of 32 weights has two scales, which then lie side by side.
     """
-    whole = _whole_tiles(numbers)
-    return np.ascontiguousarray(whole.reshape(-1, TILE_ROWS, whole.shape[1]).swapaxes(1, 2)).astype(
+    padded = _whole_tiles(numbers)
+    return np.ascontiguousarray(padded.reshape(-1, TILE_ROWS, padded.shape[1]).swapaxes(1, 2)).astype(
         dtype, copy=False
     )
 
 
 def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
     """Returns the stored tensor q_weight [tiles, groups, 64 * bits] of codes [rows, columns]."""
-    whole = np.ascontiguousarray(_whole_tiles(codes))
-    groups = whole.shape[1] // GROUP
-    words = whole.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
+    padded = np.ascontiguousarray(_whole_tiles(codes))
+    groups = padded.shape[1] // GROUP
+    words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
     words = np.ascontiguousarray(words)  # [tile, group, quad, row], a quad of codes in each
     if blocks.bits == 8:
         return words.view(np.uint8).reshape(*words.shape[:2], -1)
@@ -130,8 +130,8 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
         for i in range(0, len(numbers), count)
     )
     value *= scale
-    for own in minimum:
-        value += own
+    for offset in minimum:
+        value += offset
     return np.ascontiguousarray(value.reshape(rows, -1)[:, :columns])
 
 
@@ -152,8 +152,8 @@ def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns
 def _by_rows(tensor: Array) -> NDArray[Any]:
     """Returns a tensor stored in tiles in the order of matrix rows: the inverse of _in_tiles."""
     tiles = tensor.shape[0]
-    whole = tensor.reshape(tiles, -1, TILE_ROWS).swapaxes(1, 2)
-    return np.ascontiguousarray(whole).reshape(tiles * TILE_ROWS, -1)
+    rows_of_tiles = tensor.reshape(tiles, -1, TILE_ROWS).swapaxes(1, 2)
+    return np.ascontiguousarray(rows_of_tiles).reshape(tiles * TILE_ROWS, -1)
 
 
 def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:

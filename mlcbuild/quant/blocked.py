@@ -87,8 +87,8 @@ def _tensors(blocks: Blocks) -> Iterator[FormatTensor]:
 
     yield FormatTensor("q_weight", "uint8", per_group(size))
     for name in ("scale", "min") if blocks.minimum else ("scale",):
-        own = dtype if levels or name == "scale" else "float16"
-        yield FormatTensor(f"q_{name}", own, per_group(width))
+        number_type = dtype if levels or name == "scale" else "float16"
+        yield FormatTensor(f"q_{name}", number_type, per_group(width))
         if levels:
             block = "q_block" if name == "scale" else "q_block_min"
             yield FormatTensor(block, "float16", partial(_shape, BLOCK_WEIGHTS, TILE_ROWS))

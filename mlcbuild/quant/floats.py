@@ -126,11 +126,11 @@ def not_finite(name: str) -> CheckpointError:
     )
 
 
-def overflow(name: str, greatest: float, what: str) -> CheckpointError:
-    """Returns the error for numbers beyond the range of float16; `what` says in the message what the number
-    `greatest` is.
+def overflow(name: str, greatest: float, subject: str) -> CheckpointError:
+    """Returns the error for numbers beyond the range of float16; `subject` says in the message what the
+    number `greatest` is.
     """
     return CheckpointError(
-        f"{name}: it holds {what}{greatest:.6g}, beyond the largest float16, 65504; store this parameter in "
-        "float32: use a scheme such as q0f32 or q4f32_1, or an override for it"
+        f"{name}: it holds {subject}{greatest:.6g}, beyond the largest float16, 65504; store this parameter "
+        "in float32: use a scheme such as q0f32 or q4f32_1, or an override for it"
     )

@@ -53,9 +53,9 @@ def _rows(blocks: Blocks, weight: Floats, name: str) -> BlockRows:
         minimum, minimum_steps = _levels(least.reshape(-1, count), _MOST_MINIMUM_STEPS, name)
         offset = (minimum[:, None] * minimum_steps).reshape(-1)
     codes = _codes(blocks, planes, (scale[:, None] * steps).reshape(-1), offset).T
-    whole = -(-columns // GROUP) * GROUP
-    groups = whole // blocks.group
-    numbers = codes.reshape(rows, -1)[:, :whole]
+    padded_columns = -(-columns // GROUP) * GROUP
+    groups = padded_columns // blocks.group
+    numbers = codes.reshape(rows, -1)[:, :padded_columns]
     return BlockRows(
         numbers.astype(np.int8) if blocks.signed else numbers.astype(np.uint8),
         scale.reshape(rows, -1),

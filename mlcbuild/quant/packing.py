@@ -187,8 +187,8 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
     rows, columns = shape
     q = row_packing.unpack_codes(q_weight.view(np.uint32), groups.bits, -(-columns // GROUP))
     centred = q.reshape(rows, -1, GROUP).astype(np.float32) - groups.zero
-    whole = (centred * q_scale.astype(np.float32)[..., None]).reshape(rows, -1)
-    return np.ascontiguousarray(whole[:, :columns])
+    values = (centred * q_scale.astype(np.float32)[..., None]).reshape(rows, -1)
+    return np.ascontiguousarray(values[:, :columns])
 
 
 def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
@@ -208,5 +208,5 @@ def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int
         q |= (words[:, :, :, QUADS // 2 :] >> places & 1) << 4
     # q: [tile, group, half, quad, row, weight]
     value = (q.astype(np.float32) - groups.zero) * q_scale.astype(np.float32)[:, :, None, None, :, None]
-    whole = value.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * TILE_ROWS, count * GROUP)
-    return np.ascontiguousarray(whole[:rows, :columns])
+    matrix = value.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * TILE_ROWS, count * GROUP)
+    return np.ascontiguousarray(matrix[:rows, :columns])

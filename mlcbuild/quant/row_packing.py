@@ -106,8 +106,8 @@ def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArra
     for index, dtype in enumerate((np.int8, np.uint8)[: 1 + blocks.minimum]):
         words = np.ascontiguousarray(by_block[:, :, 1 + index * steps // 4 : 1 + (index + 1) * steps // 4])
         block = _halves(by_block[:, :, :1], bool(index))
-        own = words.view(dtype).reshape(rows, -1, steps).astype(np.float32)
-        wide.append((own * block).reshape(rows, -1))
+        levels = words.view(dtype).reshape(rows, -1, steps).astype(np.float32)
+        wide.append((levels * block).reshape(rows, -1))
     return wide[0], wide[1] if blocks.minimum else None
 
 

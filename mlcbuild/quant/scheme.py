@@ -98,24 +98,24 @@ def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
     """Returns the tensors in which one parameter is stored. Raises UsageError for a layout that the
     parameter's format does not have.
     """
-    own = scheme_for(scheme, param.name)
+    storage = scheme_for(scheme, param.name)
     if param.matrix is None:
-        return (StoredTensor(param.name, param.shape, plain_dtype(param, own), PLAIN),)
+        return (StoredTensor(param.name, param.shape, plain_dtype(param, storage), PLAIN),)
     base = param.name.removesuffix(".weight")
     tensors = []
-    for part in own.definition.tensors:
+    for part in storage.definition.tensors:
         first, *rest = part.shape(*param.matrix)
         # Matrices of a stack follow each other along axis 0, each padded to whole indices of it.
         shape = (param.count * first, *rest)
-        tensors.append(StoredTensor(f"{base}.{part.suffix}", shape, part.dtype, own.layout))
+        tensors.append(StoredTensor(f"{base}.{part.suffix}", shape, part.dtype, storage.layout))
     return tuple(tensors)
 
 
-def plain_dtype(param: Param, own: Storage) -> Literal["float32", "float16"]:
-    """Returns the type in which a parameter is stored that is not packed, because it is not a matrix. own:
-    the scheme of this parameter.
+def plain_dtype(param: Param, storage: Storage) -> Literal["float32", "float16"]:
+    """Returns the type in which a parameter is stored that is not packed, because it is not a matrix.
+    storage: the scheme of this parameter.
     """
-    return "float32" if param.stored == "float32" else own.dtype
+    return "float32" if param.stored == "float32" else storage.dtype
 
 
 def rows_per_index(param: Param, scheme: Storage) -> int:

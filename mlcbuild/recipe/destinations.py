@@ -33,18 +33,18 @@ def _check(reading: Reading, where: Where, template: str, cells: Sequence[Names]
     """Returns True if a template gives each combination a different address of a form to which bundles can be
     published; reports problems.
     """
-    taken: dict[str, Names] = {}
+    by_place: dict[str, Names] = {}
     for names in cells:
         place = render(template, names)
         if problem := fault(place, writing=True):
             reading.report(where, problem)
             return False
-        if place in taken:
+        if place in by_place:
             reading.report(
                 where,
-                f"{'/'.join(taken[place])} and {'/'.join(names)} would both be '{place}'; "
+                f"{'/'.join(by_place[place])} and {'/'.join(names)} would both be '{place}'; "
                 "use {model}, {quantization} and {target} in it",
             )
             return False
-        taken[place] = names
+        by_place[place] = names
     return True

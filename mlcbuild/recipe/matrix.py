@@ -78,7 +78,7 @@ def expand(
     excluding: set[int] = set()
     including: set[int] = set()
     cells: list[Cell] = []
-    taken = 0
+    settings_count = 0
     for names in product(*axes):
         hits = excludes.matching(names)
         if hits:
@@ -87,14 +87,16 @@ def expand(
                 bucket.clear()  # An excluded combination stays excluded, but further entries may match it.
             continue
         added = tuple(sorted(index for bucket in includes.matching(names) for index in bucket))
-        taken += len(added)
-        if taken > MOST_SETTINGS:
+        settings_count += len(added)
+        if settings_count > MOST_SETTINGS:
             return Expansion((), (), (), (), crowded=added[-1])
         including.update(added)
         cells.append(Cell((names[0], names[1], names[2]), added))
-    own, loose, repeated = _beyond_product([entry for entry in include if entry.index not in including])
+    added_cells, loose, repeated = _beyond_product(
+        [entry for entry in include if entry.index not in including]
+    )
     idle = tuple(entry.index for entry in exclude if entry.index not in excluding)
-    return Expansion((*cells, *own), idle, loose, repeated)
+    return Expansion((*cells, *added_cells), idle, loose, repeated)
 
 
 def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[int, ...], tuple[int, ...]]:
@@ -103,16 +105,16 @@ def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[i
     """
     loose: list[int] = []
     repeated: list[int] = []
-    own: dict[Names, int] = {}
+    entry_of_cell: dict[Names, int] = {}
     for entry in include:
         model, quantization, target = entry.names
         if model is None or quantization is None or target is None:
             loose.append(entry.index)
-        elif (model, quantization, target) in own:
+        elif (model, quantization, target) in entry_of_cell:
             repeated.append(entry.index)
         else:
-            own[model, quantization, target] = entry.index
-    return [Cell(names, (index,)) for names, index in own.items()], tuple(loose), tuple(repeated)
+            entry_of_cell[model, quantization, target] = entry.index
+    return [Cell(names, (index,)) for names, index in entry_of_cell.items()], tuple(loose), tuple(repeated)
 
 
 class _Index:

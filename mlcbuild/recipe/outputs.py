@@ -64,10 +64,10 @@ def check(reading: Reading, template: str, cells: Iterable[Names], protected: Ma
         if fault := reading.unwritable(output):
             long.append(f"the output '{output}' of {_cell(names)} {fault}")
             continue
-        other, taken = owners.setdefault(output.lower(), (output, names))
-        if taken != names:
+        other, first_names = owners.setdefault(output.lower(), (output, names))
+        if first_names != names:
             case = "" if other == output else " when upper and lower case count the same"
-            clashes.append(f"{_cell(taken)} and {_cell(names)} have the same output '{output}'{case}")
+            clashes.append(f"{_cell(first_names)} and {_cell(names)} have the same output '{output}'{case}")
     _report(reading, long, "; shorten it")
     _report(reading, clashes, "; use {model}, {quantization} and {target} in it")
     _check_protected(reading, owners, protected)
@@ -77,10 +77,10 @@ def _check_protected(
     reading: Reading, owners: Mapping[str, tuple[str, Names]], protected: Mapping[str, Path]
 ) -> None:
     places = {path: resolved(path) or path for path in set(protected.values())}
-    real = {what: places[path] for what, path in protected.items()}
+    real = {owner: places[path] for owner, path in protected.items()}
     holding: dict[str, str] = {}
-    inside = {path: what for what, path in real.items()}
-    first = {path: what for what, path in reversed(real.items())}
+    inside = {path: owner for owner, path in real.items()}
+    first = {path: owner for owner, path in reversed(real.items())}
     for path in dict.fromkeys(real.values()):
         for parent in (path, *path.parents):
             holding.setdefault(str(parent), first[path])
@@ -95,11 +95,11 @@ def _check_protected(
             if blocked := _file_above(base):
                 messages.append(f"the output '{output}' lies below {blocked[0]}, which is {blocked[1]}")
         place, around = bases[head]
-        held = holding.get(place if tail == "." else f"{place.rstrip('/')}/{tail}")
-        if held is not None:
-            messages.append(f"the output '{output}' would replace {held}")
+        held_by = holding.get(place if tail == "." else f"{place.rstrip('/')}/{tail}")
+        if held_by is not None:
+            messages.append(f"the output '{output}' would replace {held_by}")
         else:
-            messages.extend(f"the output '{output}' lies in {what}; choose one outside" for what in around)
+            messages.extend(f"the output '{output}' lies in {owner}; choose one outside" for owner in around)
             if not around and (other := _no_directory(Path(place, tail))):
                 messages.append(f"the output '{output}' is {other}; move it away, or choose another output")
     _report(reading, messages, "")

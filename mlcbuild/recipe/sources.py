@@ -121,9 +121,9 @@ def _read_source(
     if file_kind == "missing":
         reading.report(where, _absent(path, text, siblings))
     else:
-        what = "a file" if file_kind == "a regular file" else file_kind
+        file_words = "a file" if file_kind == "a regular file" else file_kind
         reading.report(
-            where, f"'{text}' is {what}; a source is the directory of a checkpoint, or a GGUF file"
+            where, f"'{text}' is {file_words}; a source is the directory of a checkpoint, or a GGUF file"
         )
     return None
 

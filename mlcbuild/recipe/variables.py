@@ -61,9 +61,9 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
             return [convert(item, (*where, i)) for i, item in enumerate(value)]
         if not isinstance(value, str) or "${" not in value or not _replaceable(value, where, variables, done):
             return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole and whole[2]:
-            variable = variables[whole[1]]
+        reference = _REFERENCE.fullmatch(value)
+        if reference and reference[2]:
+            variable = variables[reference[1]]
             if not isinstance(variable.value, str):
                 texts[where] = variable.text
             return variable.value

@@ -211,8 +211,8 @@ def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, 
     """Moves one blob from an archive into the store. It is hashed before it is written, because an archive of
     a few kB may claim to hold 1 TB of zeros.
     """
-    start, there = file.tell(), os.fstat(file.fileno()).st_size
-    if size > there - start:
+    start, file_size = file.tell(), os.fstat(file.fileno()).st_size
+    if size > file_size - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")
     if size > _SPARSEST * (_stored(file.fileno(), start, size) + _BLOCK):
         raise RefusedError(f"cas/{digest} says that it has {size} bytes, which are not in the archive")

@@ -75,9 +75,9 @@ class Directory:
     def close(self) -> None:
         return
 
-    def _in_time(self, call: Callable[[], Result], what: str = "read") -> Result:
+    def _in_time(self, call: Callable[[], Result], operation: str = "read") -> Result:
         """Runs a call on the file system with a time limit, since calls hang when a file server is gone, and
-        returns its result. what: the operation, for the message. Raises RemoteError if the time passes, or
+        returns its result. operation: its name, for the message. Raises RemoteError if the time passes, or
         the call fails.
         """
         try:
@@ -85,7 +85,7 @@ class Directory:
         except TimeoutError:
             raise SlowError("it does not answer") from None
         except OSError as error:
-            raise self._explain(error, what) from None
+            raise self._explain(error, operation) from None
 
     def _sweep(self, part: Path) -> None:
         """Removes, once, the unfinished uploads of killed processes beside `part`.
@@ -103,8 +103,8 @@ class Directory:
                     path.unlink()
 
     @staticmethod
-    def _explain(error: OSError, what: str) -> RemoteError:
-        return RemoteError(f"it cannot be {what}: {error.strerror or error}")
+    def _explain(error: OSError, operation: str) -> RemoteError:
+        return RemoteError(f"it cannot be {operation}: {error.strerror or error}")
 
 
 def _check(root: Path) -> None:

@@ -166,15 +166,15 @@ class Link:
         name = f"cas/{digest}"
         if stop.is_set():
             raise CancelledError
-        there = self._size(name)
-        if there == size and not self._is_suspect():
+        remote_size = self._size(name)
+        if remote_size == size and not self._is_suspect():
             return
         try:
             if not has_bytes(path, digest, size):
                 raise SpoiltError(f"{path} is not sent: its content has changed since it was written")
             with path.open("rb") as file:
                 source = _Watched(file, stop, self._timeout)
-                self._open().put(name, cast(BinaryIO, source), size, new=there is None)
+                self._open().put(name, cast(BinaryIO, source), size, new=remote_size is None)
                 with self._guard:
                     self.sent.bytes += size
         except OSError as error:
@@ -184,11 +184,15 @@ class Link:
         import io
 
         name = f"ac/{record.key}"
-        there = self._size(name)
-        if there is not None and there >= 0 and not (self._is_suspect() and self._is_wrong(record.key)):
+        remote_size = self._size(name)
+        if (
+            remote_size is not None
+            and remote_size >= 0
+            and not (self._is_suspect() and self._is_wrong(record.key))
+        ):
             return
         data = seal(record, self._signer)
-        self._open().put(name, io.BytesIO(data), len(data), new=there is None)
+        self._open().put(name, io.BytesIO(data), len(data), new=remote_size is None)
         with self._guard:
             self.sent.records += 1
 

@@ -170,10 +170,10 @@ def scatter(points: Sequence[Point]) -> str:
         f'transform="rotate(-90 14 {height / 2:.0f})">mean KL, nats</text>'
     )
     groups = {group: index for index, group in enumerate(dict.fromkeys(point.group for point in points))}
-    taken = [_around(place(point), -5, 10) for point in points]
+    occupied = [_around(place(point), -5, 10) for point in points]
     for point in sorted(points, key=lambda point: (place(point)[1], point.label)):
         fill = _PALETTE[groups[point.group] % len(_PALETTE)]
-        body.append(_dot(point, place(point), fill, taken, (left, 0, width, height - 30)))
+        body.append(_dot(point, place(point), fill, occupied, (left, 0, width, height - 30)))
     return _svg(width, height, body)
 
 
@@ -197,20 +197,20 @@ def _is_within(box: Box, area: Box) -> bool:
     return area[0] < box[0] and area[1] < box[1] and box[2] < area[2] and box[3] < area[3]
 
 
-def _dot(point: Point, place: tuple[float, float], fill: str, taken: list[Box], area: Box) -> str:
+def _dot(point: Point, place: tuple[float, float], fill: str, occupied: list[Box], area: Box) -> str:
     """Returns a labelled dot of a scatter plot as SVG. The label is beside the dot, or above or below it, at
     the first free position.
 
-    place: x and y in pixels; taken: rectangles of dots and earlier labels, to which the label is added; area:
-    where labels may be.
+    place: x and y in pixels; occupied: rectangles of dots and earlier labels, to which the label is added;
+    area: where labels may be.
     """
     x, y = place
     long = len(point.label) * _CHAR
     rows = [13.0 * step * sign for step in range(40) for sign in ((-1, 1) if step else (1,))]
     boxes = [_around((x, y + row), start, long) for row in rows for start in (9.0, -9.0 - long)]
     inside = [box for box in boxes if _is_within(box, area)] or boxes[:1]
-    box = next((box for box in inside if not any(_overlap(box, other) for other in taken)), inside[0])
-    taken.append(box)
+    box = next((box for box in inside if not any(_overlap(box, other) for other in occupied)), inside[0])
+    occupied.append(box)
     tip = f"{point.label}: {sizes.show(point.bytes)}, KL {point.loss:.3g}"
     return (
         f'<g><title>{escape(tip)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" '

@@ -156,9 +156,11 @@ def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
     """Returns True if the output directory has exactly the files `rows`, compared by name, size and mtime.
     That suffices, since the files were verified against `listed`, the list of written files, before.
     """
-    here = {name: path.stat() for path, name in _files(destination)}
-    return here.keys() == {path for path, _, _ in rows} and all(
-        row in listed and here[row[0]].st_size == row[2] and here[row[0]].st_mtime_ns == STAMP_NS
+    present_files = {name: path.stat() for path, name in _files(destination)}
+    return present_files.keys() == {path for path, _, _ in rows} and all(
+        row in listed
+        and present_files[row[0]].st_size == row[2]
+        and present_files[row[0]].st_mtime_ns == STAMP_NS
         for row in rows
     )
 

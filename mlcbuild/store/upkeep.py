@@ -209,12 +209,14 @@ def _collect(
     used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
     by_use = sorted(_entries(store.root / "ac"), key=lambda path: path.lstat().st_mtime, reverse=True)
-    kept: dict[str, int] = {}
+    kept_blobs: dict[str, int] = {}
     held = removed = 0
     for path in by_use:
         record = store.record(path.name)
         fresh = (
-            {} if record is None else {digest: size for _, digest, size in record.rows if digest not in kept}
+            {}
+            if record is None
+            else {digest: size for _, digest, size in record.rows if digest not in kept_blobs}
         )
         grown = held + sum(fresh.values())
         when = path.lstat().st_mtime
@@ -223,9 +225,9 @@ def _collect(
             remove(path)
             removed += 1
         else:
-            kept |= fresh
+            kept_blobs |= fresh
             held = grown
-    named = ((blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept)
+    named = ((blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept_blobs)
     blobs = [(blob, stat_result.st_size) for blob, stat_result in named if stat_result.st_ctime < placed]
     for blob, _ in blobs:
         remove(blob)

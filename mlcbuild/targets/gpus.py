@@ -22,7 +22,7 @@ def why_not() -> str | None:
     if find_spec("wgpu") is None:
         return "GPU bundles run with the package wgpu: pip install 'mlcbuild-runtime[gpu]'"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _COUNT],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -32,6 +32,6 @@ def why_not() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return "this machine's GPU driver does not answer"
-    if done.returncode != 0 or not done.stdout.strip().isdigit() or int(done.stdout) == 0:
+    if process.returncode != 0 or not process.stdout.strip().isdigit() or int(process.stdout) == 0:
         return "this machine has no GPU adapter (Vulkan, Metal or D3D12)"
     return None

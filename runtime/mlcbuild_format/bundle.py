@@ -75,10 +75,10 @@ def check(path: Path, full: bool = True) -> Manifest:
     for name in sorted(described.files.keys() - set(described.weights)):
         _check_digest(path / name, described.files[name])
     for name in described.weights:
-        own = weights.read_header(path / name).signature
-        if own != described.signature:
+        signature = weights.read_header(path / name).signature
+        if signature != described.signature:
             raise BundleError(
-                f"{path}: the weights in {name} have signature {own[:12]}, but {MANIFEST} is for"
+                f"{path}: the weights in {name} have signature {signature[:12]}, but {MANIFEST} is for"
                 f" {described.signature[:12]}: they belong to another model or scheme; build the bundle again"
             )
     if described.machine.output == "shared":
@@ -95,8 +95,8 @@ def manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
-            raise BundleError(f"{path}: {what}, but a bundle is a directory that holds {MANIFEST}")
+            problem = "is a file" if path.exists() else "does not exist"
+            raise BundleError(f"{path}: {problem}, but a bundle is a directory that holds {MANIFEST}")
         file.lstat()
     except FileNotFoundError:
         raise BundleError(f"{path}: there is no {MANIFEST} in it, so it is not a bundle") from None

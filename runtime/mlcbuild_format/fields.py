@@ -68,15 +68,15 @@ def _check_values(document: Json, strings: bool) -> None:
     """
     level: Sequence[Json] = [document]
     for _ in range(MAX_DEPTH + 1):
-        inside: list[Json] = []
+        children: list[Json] = []
         for value in level:
             if isinstance(value, dict):
-                inside += [*value.values(), *(value if strings else ())]
+                children += [*value.values(), *(value if strings else ())]
             elif isinstance(value, list):
-                inside += value
+                children += value
             elif strings and isinstance(value, str):
                 _check_surrogates(value)
-        level = inside
+        level = children
         if not level:
             return
     raise ValueError(f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other")

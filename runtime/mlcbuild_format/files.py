@@ -96,9 +96,9 @@ def check_listing(root: Path, names: Collection[str]) -> None:
         if kind == stat.S_IFLNK:
             raise BundleError(f"{root / name}: is a symbolic link: copy what it points to in its place")
         if name not in names:
-            what = "directory" if kind == stat.S_IFDIR else "file"
+            entry_kind = "directory" if kind == stat.S_IFDIR else "file"
             raise BundleError(
-                f"{root / name}: the manifest does not list this {what}, and a bundle is exactly its"
+                f"{root / name}: the manifest does not list this {entry_kind}, and a bundle is exactly its"
                 " manifest: remove it, or copy the bundle again"
             )
         if kind != stat.S_IFREG:

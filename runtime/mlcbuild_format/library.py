@@ -44,8 +44,8 @@ def read_metadata(text: str, manifest: Manifest) -> Metadata:
     try:
         top = Fields(parse_json(text.encode()))
         if top.value.get("format") != FORMAT:
-            there = describe(top.value.get("format"))
-            raise FieldError(f"'format' must be '{FORMAT}', found {there}: build the bundle again")
+            found_format = describe(top.value.get("format"))
+            raise FieldError(f"'format' must be '{FORMAT}', found {found_format}: build the bundle again")
         metadata = Metadata(top.text("signature"), _params(top))
         _agree(top, manifest)
     except (FieldError, ValueError) as error:

@@ -232,16 +232,16 @@ def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
         count += len(level)
         if not level or count > MAX_VALUES:
             break
-        inside: list[Json] = []
+        children: list[Json] = []
         for value in level:
             if isinstance(value, dict):
-                inside += [*value, *value.values()]
+                children += [*value, *value.values()]
             elif isinstance(value, list):
-                inside += value
+                children += value
             elif not _is_plain(value):
                 rule = "single lines of printable text, and numbers of at most 53 bits"
                 raise FieldError(f"{verbatim.name} may hold only {rule}, found {describe(value)}")
-        level = inside
+        level = children
     if level:
         raise FieldError(f"{verbatim.name} has more than {MAX_VALUES} values, or is nested too deeply")
     return verbatim.value

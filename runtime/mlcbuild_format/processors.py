@@ -142,8 +142,8 @@ def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[
         return frozenset()
     added = {feature[1:] for feature in features if feature.startswith("+")}
     removed = {feature[1:] for feature in features if feature.startswith("-")}
-    own = table.cpus.get(cpu, frozenset())
-    return ((own | added) - removed) & CHECKABLE[family(architecture)]
+    features_of_cpu = table.cpus.get(cpu, frozenset())
+    return ((features_of_cpu | added) - removed) & CHECKABLE[family(architecture)]
 
 
 def x86_features(cpuinfo: str) -> frozenset[str]:
@@ -200,10 +200,10 @@ def present() -> frozenset[str] | None:
 def sysctl(name: str) -> str:
     """Returns the value of a macOS sysctl name, or "" if there is no such name. Raises OSError if sysctl
     cannot run."""
-    done = subprocess.run(
+    process = subprocess.run(
         ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False
     )
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""
 
 
 def _intel_mac_features(sysctl: Callable[[str], str]) -> frozenset[str] | None:

@@ -191,7 +191,7 @@ class Program:
     def buffer_bytes(self, pages: int) -> dict[str, int]:
         """Returns name -> bytes of each buffer, for a KV cache of `pages` pages."""
         sizes = {**self.sizes, "pages": pages}
-        return {name: rounded(evaluate(own.size, sizes)) for name, own in self.buffers.items()}
+        return {name: rounded(evaluate(buffer.size, sizes)) for name, buffer in self.buffers.items()}
 
 
 def rounded(size: int) -> int:
@@ -241,9 +241,9 @@ def _check_kernel(name: str, kernel: Shader, device: DeviceLimits) -> None:
         "bytes of shared memory": (kernel.shared_bytes, device.shared_bytes),
         "storage buffers": (len(kernel.bindings), device.storage_buffers),
     }
-    for what, (needed, limit) in needs.items():
+    for resource, (needed, limit) in needs.items():
         if needed > limit:
-            raise FieldError(f"'kernels.{name}' needs {needed} {what}, and the device has {limit}")
+            raise FieldError(f"'kernels.{name}' needs {needed} {resource}, and the device has {limit}")
 
 
 def _check_launch(

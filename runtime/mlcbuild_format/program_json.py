@@ -165,13 +165,13 @@ def _variants(name: str, value: Json, sizes: Sizes) -> tuple[CallVariant, ...]:
     variants = []
     for entry in value:
         fields = Fields(entry, where).only(*CallVariant.__dataclass_fields__)
-        own = _sizes(fields.fields("sizes"))
-        for size, largest in own.items():
+        largest_sizes = _sizes(fields.fields("sizes"))
+        for size, largest in largest_sizes.items():
             if largest > sizes.get(size, 0):
                 raise FieldError(f"{where}: size '{size}' may be {largest}, more than the program has")
-        allowed = {**own, "pages": 1}
+        allowed = {**largest_sizes, "pages": 1}
         launches = (_launch(launch, allowed, where) for launch in _list(fields, "launches"))
-        variants.append(CallVariant(own, tuple(launches)))
+        variants.append(CallVariant(largest_sizes, tuple(launches)))
     return tuple(variants)
 
 
@@ -267,9 +267,10 @@ def to_json(program: Program) -> dict[str, Json]:
     """Returns a GPU program as a JSON document; `parse` is the inverse."""
     functions = {
         name: [
-            {"sizes": variant.sizes, "launches": list(map(_launch_json, variant.launches))} for variant in own
+            {"sizes": variant.sizes, "launches": list(map(_launch_json, variant.launches))}
+            for variant in variants
         ]
-        for name, own in program.functions.items()
+        for name, variants in program.functions.items()
     }
     document = {name: _fields(getattr(program, name)) for name in Program.__dataclass_fields__}
     return {**document, "format": FORMAT, "functions": plain(functions)}

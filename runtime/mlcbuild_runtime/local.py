@@ -196,10 +196,10 @@ class _Responses:
         job = service.chat(self._running, call.body(before))
         return job, *begun(self._running.name, job, call, before)
 
-    def _keep(self, output: ResponseOutput, kept: Kept) -> None:
+    def _keep(self, output: ResponseOutput, entry: Kept) -> None:
         if output.document["store"]:
             with self._lock:
-                self._history.keep(kept)
+                self._history.keep(entry)
 
     def retrieve(self, response_id: str) -> Response:
         """Returns a stored response. Raises RequestError if there is none of this id."""
@@ -222,19 +222,19 @@ class Responses(_Responses):
     def create(self, *, stream: bool = False, **body: object) -> Response | Iterator[Response]:
         """Returns the whole response, or an iterator over its events. Raises RequestError at once, and
         EngineError if it fails later."""
-        job, output, kept = self._begun(stream, body)
-        events = self._events(Answers(self._running, job.requests), output, kept)
+        job, output, entry = self._begun(stream, body)
+        events = self._events(Answers(self._running, job.requests), output, entry)
         if stream:
             return events
         for _ in events:
             pass
         return Response(output.document)
 
-    def _events(self, answers: Answers, output: ResponseOutput, kept: Kept) -> Iterator[Response]:
+    def _events(self, answers: Answers, output: ResponseOutput, entry: Kept) -> Iterator[Response]:
         yield from map(Response, output.begin())
         for _, event in answers.events():
             yield from map(Response, output.events(event))
-        self._keep(output, kept)
+        self._keep(output, entry)
 
 
 class AsyncEngine(_Local):
@@ -311,7 +311,7 @@ class AsyncEmbeddings:
         last_events: list[Event] = []
         for wave in job.waves():
             events = await _collected(AsyncAnswers(self._running, wave), len(wave))
-            last_events += [own[-1] for own in events]
+            last_events += [answer_events[-1] for answer_events in events]
         return JsonDocument(job.document(last_events))
 
 
@@ -325,8 +325,8 @@ class AsyncResponses(_Responses):
     async def create(self, *, stream: bool = False, **body: object) -> Response | AsyncIterator[Response]:
         """Returns the whole response, or an iterator over its events. Raises RequestError at once, and
         EngineError if it fails later."""
-        job, output, kept = await asyncio.to_thread(self._begun, stream, body)
-        events = self._events(AsyncAnswers(self._running, job.requests), output, kept)
+        job, output, entry = await asyncio.to_thread(self._begun, stream, body)
+        events = self._events(AsyncAnswers(self._running, job.requests), output, entry)
         if stream:
             return events
         async for _ in events:
@@ -334,7 +334,7 @@ class AsyncResponses(_Responses):
         return Response(output.document)
 
     async def _events(
-        self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept
+        self, answers: AsyncAnswers, output: ResponseOutput, entry: Kept
     ) -> AsyncIterator[Response]:
         try:
             for document in output.begin():
@@ -344,7 +344,7 @@ class AsyncResponses(_Responses):
                     raise event.error
                 for document in output.events(event):
                     yield Response(document)
-            self._keep(output, kept)
+            self._keep(output, entry)
         finally:
             answers.cancel()
 

@@ -116,7 +116,7 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     """
     how, code = f"takes more than {SECONDS:g} s", None
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _START, str(path), *parts],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -130,11 +130,11 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     except OSError as error:
         raise SetupError(f"{path}: it cannot be tried in a process: {error.strerror}") from None
     else:
-        output, code = done.stdout, done.returncode
+        output, code = process.stdout, process.returncode
         how = f"fails, or needs more than {MEMORY >> 30} GiB"
-        if done.returncode < 0:
+        if process.returncode < 0:
             with suppress(ValueError):
-                how = f"is ended by {signal.Signals(-done.returncode).name}"
+                how = f"is ended by {signal.Signals(-process.returncode).name}"
     lines = output.decode(errors="replace").splitlines()
     passed = [part for part, line in zip(parts, lines, strict=False) if part == line]
     if len(passed) == len(parts):
@@ -143,8 +143,8 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
         if code == SetupError.exit_code:
             raise SetupError(lines[-1])
         return passed, lines[-1]
-    whole = "; build the bundle again from a whole checkpoint"
-    return passed, f"{path}: its {parts[len(passed)]} is not usable: the process that loads it {how}{whole}"
+    remedy = "; build the bundle again from a whole checkpoint"
+    return passed, f"{path}: its {parts[len(passed)]} is not usable: the process that loads it {how}{remedy}"
 
 
 def work() -> None:

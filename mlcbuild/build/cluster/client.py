@@ -239,10 +239,10 @@ class Cluster:
         if not ended:
             return []
         messages: list[Message] = []
-        whole = {name: future for name, future in ended.items() if future.status == "finished"}
+        finished = {name: future for name, future in ended.items() if future.status == "finished"}
         texts: dict[str, str] = {}
         with suppress(Exception):  # on failure, the results are requested one by one below
-            texts = dict(self._client.gather(whole)) if len(whole) > 1 else {}
+            texts = dict(self._client.gather(finished)) if len(finished) > 1 else {}
         for name, future in ended.items():
             submitted = self._jobs[name]
             try:
@@ -351,8 +351,8 @@ class Cluster:
                 place = (
                     store.blob(entry.digest) if job_input.root is None else Path(job_input.root, entry.path)
                 )
-                here = job_input.root is not None or store.holds(entry.digest, entry.size)
-                why = "" if here else self._sharing.fetch(entry, self._stop, lambda _: None)
+                is_available = job_input.root is not None or store.holds(entry.digest, entry.size)
+                why = "" if is_available else self._sharing.fetch(entry, self._stop, lambda _: None)
                 if why:
                     return f"{job_input.argument}/{entry.path} is not available: {why}"
                 if same_store:

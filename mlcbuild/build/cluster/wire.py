@@ -189,28 +189,28 @@ _ANSWER: _Kinds = {
 }
 
 
-def _parsed(text: str, what: str) -> dict[str, Any]:
-    """Parses a JSON object and returns its fields. what: name of the message in errors. Raises ValueError for
+def _parsed(text: str, message: str) -> dict[str, Any]:
+    """Parses a JSON object and returns its fields. message: its name in errors. Raises ValueError for
     anything else.
     """
     fields = strict_json.parse(text)
     if not isinstance(fields, dict):
-        raise ValueError(f"the {what} is not a JSON object")
+        raise ValueError(f"the {message} is not a JSON object")
     return fields
 
 
-def _check(fields: dict[str, Any], kinds: _Kinds, what: str) -> dict[str, Any]:
-    """Returns `fields` if they are exactly those of `kinds`, with values of these types. what: name of the
-    message in errors. Raises ValueError otherwise, naming the field.
+def _check(fields: dict[str, Any], kinds: _Kinds, message: str) -> dict[str, Any]:
+    """Returns `fields` if they are exactly those of `kinds`, with values of these types. message: its name in
+    errors. Raises ValueError otherwise, naming the field.
     """
     wrong = sorted(fields.keys() ^ kinds.keys())
     if wrong:
         verb = "has the unknown" if wrong[0] in fields else "lacks the"
-        raise ValueError(f"the {what} {verb} field '{wrong[0][:100]}'")
+        raise ValueError(f"the {message} {verb} field '{wrong[0][:100]}'")
     for name, allowed in kinds.items():
         if type(fields[name]) not in allowed:
             kind = type(fields[name]).__name__
-            raise ValueError(f"'{name}' of the {what} must be {allowed[0].__name__}, not {kind}")
+            raise ValueError(f"'{name}' of the {message} must be {allowed[0].__name__}, not {kind}")
     return fields
 
 

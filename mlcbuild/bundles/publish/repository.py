@@ -40,14 +40,14 @@ def push(
     """
     source = cast(HubSource, hub.parse_source(to))
     text = card(manifest, list(_sources(bundle)), to).encode()
-    there = _there(source)
+    remote_files = _there(source)
     same = {
         name
         for name in files
-        if (hub_file := there.get(name)) and _is_same(bundle / name, files[name], hub_file)
+        if (hub_file := remote_files.get(name)) and _is_same(bundle / name, files[name], hub_file)
     }
-    card_there = CARD in there and there[CARD].git_oid == _git_oid(text)
-    stale = there.keys() - files.keys() - set(_OWN)
+    card_there = CARD in remote_files and remote_files[CARD].git_oid == _git_oid(text)
+    stale = remote_files.keys() - files.keys() - set(_OWN)
     lacking = {name: bundle / name for name in files if name not in same}
     if not lacking and not stale and card_there:
         return str(HubSource(source.repo, hub.current_commit(source))), 0

@@ -94,8 +94,8 @@ def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
     ignored.
     """
     sizes = {name: file.size for name, file in manifest.files.items()}
-    own = [name for name in _OWN if (bundle / name).is_file()]
-    return dict(sorted((sizes | {name: (bundle / name).stat().st_size for name in own}).items()))
+    extra_files = [name for name in _OWN if (bundle / name).is_file()]
+    return dict(sorted((sizes | {name: (bundle / name).stat().st_size for name in extra_files}).items()))
 
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:

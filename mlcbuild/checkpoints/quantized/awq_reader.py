@@ -75,9 +75,9 @@ def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         parts.check("qweight", _WORDS, (inputs, outputs // 8))
         parts.check("qzeros", _WORDS, (groups, outputs // 8))
         parts.check("scales", _FLOATS, (groups, 8 * words))
-        own = _Awq(parts, inputs, outputs, groups)
+        matrix = _Awq(parts, inputs, outputs, groups)
         group = group_size(parts, inputs, groups, settings.get("group_size", settings.get("q_group_size")))
-        weight = GroupedMatrix(outputs, inputs, 4, group, own.codes, own.scales, own.zeros)
+        weight = GroupedMatrix(outputs, inputs, 4, group, matrix.codes, matrix.scales, matrix.zeros)
         used = ("qweight", "qzeros", "scales")
         others = {part: item for part, item in parts.tensors.items() if part not in used}
         return {"weight": weight.tensor(parts), **others}

@@ -65,13 +65,13 @@ class _Table:
     def _scales(self, reader: RowReader, low: int, high: int) -> Floats:
         if self.nested is None:
             return reader.values(self.scales, low, high - low)
-        own = self.nested
-        scales: Floats = whole(reader, own.table).take(reader.elements(self.scales, (low, high)))
-        first = low // own.block
-        blocks = reader.values(own.scales, first, -(-high // own.block) - first)
+        nested = self.nested
+        scales: Floats = whole(reader, nested.table).take(reader.elements(self.scales, (low, high)))
+        first = low // nested.block
+        blocks = reader.values(nested.scales, first, -(-high // nested.block) - first)
         with np.errstate(all="ignore"):
-            scales *= blocks[np.arange(low, high) // own.block - first]
-            scales += own.offset
+            scales *= blocks[np.arange(low, high) // nested.block - first]
+            scales += nested.offset
         return scales
 
 
@@ -83,8 +83,8 @@ def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
     renamed = {}
     for name, tensor in tensors.items():
         module, dot, part = name.partition(".weight.")
-        own = f"{module}.{_PART}{part.partition('.')[0]}" if dot else name
-        renamed[own] = replace(tensor, name=own)
+        plain_name = f"{module}.{_PART}{part.partition('.')[0]}" if dot else name
+        renamed[plain_name] = replace(tensor, name=plain_name)
     return replaced(renamed, (f"{_PART}quant_state", "SCB"), _combined)
 
 
@@ -132,9 +132,9 @@ def _codes(parts: StoredParts) -> Tensor:
     table = parts.check(f"{_PART}quant_map", ("F32",), (16,))
     scales, nested = -(-count // block), None
     if parts.get(f"{_PART}nested_absmax") is None:
-        own = parts.check(f"{_PART}absmax", ("F32",), (scales,))
+        absmax = parts.check(f"{_PART}absmax", ("F32",), (scales,))
     else:
-        own = parts.check(f"{_PART}absmax", ("U8",), (scales,))
+        absmax = parts.check(f"{_PART}absmax", ("U8",), (scales,))
         (size,) = _sizes(parts, {"nested_blocksize": [state.get("nested_blocksize")]}, "nested_blocksize")
         offset = state.get("nested_offset")
         if not isinstance(offset, float) or not math.isfinite(offset):
@@ -145,7 +145,7 @@ def _codes(parts: StoredParts) -> Tensor:
             size,
             np.float32(offset),
         )
-    matrix = _Table(packed, table, own, columns, block, nested)
+    matrix = _Table(packed, table, absmax, columns, block, nested)
     return parts.computed((rows, columns), matrix.load)
 
 

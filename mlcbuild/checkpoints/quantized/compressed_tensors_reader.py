@@ -92,9 +92,9 @@ def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
     """
     form = str(settings.get("format"))
     if form in _REFUSED or settings.get("transform_config"):
-        what = f"the format {printable(form)[:40]}" if form in _REFUSED else "a transform_config"
+        unsupported = f"the format {printable(form)[:40]}" if form in _REFUSED else "a transform_config"
         raise CheckpointError(
-            f"quantization_config: weights with {what} cannot be read; save the model without it"
+            f"quantization_config: weights with {unsupported} cannot be read; save the model without it"
         )
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
@@ -110,11 +110,11 @@ def _weight(parts: StoredParts) -> Tensor:
         return fp4_weight(parts, "weight_packed", "weight_global_scale", divides=True)
     if packed is None and parts["weight"].dtype in FLOATS:
         return scaled(parts, "weight_scale")
-    own = _integers(parts)
-    group = group_size(parts, own.columns, own.groups, None)
-    places = group_places(parts, "weight_g_idx", own.columns, own.groups, group)
-    size = (own.rows, own.columns, own.bits, group)
-    return GroupedMatrix(*size, own.codes, own.scales, own.zeros, places=places).tensor(parts)
+    matrix = _integers(parts)
+    group = group_size(parts, matrix.columns, matrix.groups, None)
+    places = group_places(parts, "weight_g_idx", matrix.columns, matrix.groups, group)
+    size = (matrix.rows, matrix.columns, matrix.bits, group)
+    return GroupedMatrix(*size, matrix.codes, matrix.scales, matrix.zeros, places=places).tensor(parts)
 
 
 def _integers(parts: StoredParts) -> _Integers:
@@ -143,9 +143,9 @@ def _integers(parts: StoredParts) -> _Integers:
         parts.check("weight_scale", _SCALES, (1,))
     if not 0 < groups <= columns:
         raise parts.fault(f"has scales of {groups} groups for {columns} columns")
-    own = _Integers(parts, rows, columns, bits, groups, is_dense)
-    _check_zeros(own, scale)
-    return own
+    matrix = _Integers(parts, rows, columns, bits, groups, is_dense)
+    _check_zeros(matrix, scale)
+    return matrix
 
 
 def _columns(parts: StoredParts, rows: int) -> int:
@@ -154,21 +154,21 @@ def _columns(parts: StoredParts, rows: int) -> int:
     """
     tensor = parts.check("weight_shape", ("I64", "I32"), (2,))
     with Rows() as reader:
-        own, columns = (int(size) for size in reader.elements(tensor, (0, 2)))
-    if own != rows or not 0 < columns <= 1 << 30:
-        raise parts.fault(f"has the weight_shape {[own, columns]} and weights of {rows} rows")
+        stated_rows, columns = (int(size) for size in reader.elements(tensor, (0, 2)))
+    if stated_rows != rows or not 0 < columns <= 1 << 30:
+        raise parts.fault(f"has the weight_shape {[stated_rows, columns]} and weights of {rows} rows")
     return columns
 
 
-def _check_zeros(own: _Integers, scale: Tensor) -> None:
-    if own.parts.get("weight_zero_point") is None:
+def _check_zeros(matrix: _Integers, scale: Tensor) -> None:
+    if matrix.parts.get("weight_zero_point") is None:
         return
-    if own.parts.get("weight_packed") is None:
-        own.parts.check("weight_zero_point", ("I8",), scale.shape)
+    if matrix.parts.get("weight_packed") is None:
+        matrix.parts.check("weight_zero_point", ("I8",), scale.shape)
         return
-    per_word = 32 // own.bits
-    words = -(-own.rows * own.bits // 32) if own.is_dense else -(-own.rows // per_word)
-    own.parts.check("weight_zero_point", ("I32",), (words, own.groups))
+    per_word = 32 // matrix.bits
+    words = -(-matrix.rows * matrix.bits // 32) if matrix.is_dense else -(-matrix.rows // per_word)
+    matrix.parts.check("weight_zero_point", ("I32",), (words, matrix.groups))
 
 
 def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) -> Tensor:

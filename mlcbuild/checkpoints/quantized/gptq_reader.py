@@ -87,17 +87,17 @@ def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
             f"quantization_config: checkpoint_format {printable(named)[:40]} cannot be read; it must be "
             "gptq or gptq_v2: save the model in one of them"
         )
-    own: dict[str, _Gptq] = {}
+    matrices: dict[str, _Gptq] = {}
 
     def collect(parts: StoredParts) -> dict[str, Tensor]:
-        own[parts.module] = _matrix(parts)
+        matrices[parts.module] = _matrix(parts)
         return dict(parts.tensors)
 
     replaced(tensors, ("qweight",), collect)
-    add, note = _decision([*own.values()], _FORMATS[named])
+    add, note = _decision([*matrices.values()], _FORMATS[named])
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
-        matrix = own[parts.module]
+        matrix = matrices[parts.module]
         group = group_size(parts, matrix.inputs, matrix.groups, settings.get("group_size"))
         places = group_places(parts, "g_idx", matrix.inputs, matrix.groups, group)
         zeros = partial(matrix.zeros, add)

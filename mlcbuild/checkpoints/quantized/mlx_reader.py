@@ -50,9 +50,9 @@ def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
     """
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
-        own = settings.get(parts.module)
+        module_settings = settings.get(parts.module)
         others = {part: item for part, item in parts.tensors.items() if part not in _USED}
-        sizes = {**settings, **own} if isinstance(own, Mapping) else settings
+        sizes = {**settings, **module_settings} if isinstance(module_settings, Mapping) else settings
         return {"weight": _weight(parts, sizes), **others}
 
     mode = str(settings.get("mode") or "affine")
@@ -76,6 +76,6 @@ def _weight(parts: StoredParts, settings: Mapping[str, Any]) -> Tensor:
         )
     weight = parts.check("weight", ("U32",), (rows, words))
     scale = parts.check("scales", _FLOATS, (rows, groups))
-    own = _Affine(weight, scale, parts.check("biases", _FLOATS, (rows, groups)), bits)
+    affine = _Affine(weight, scale, parts.check("biases", _FLOATS, (rows, groups)), bits)
     size = (rows, columns, bits, columns // groups)
-    return GroupedMatrix(*size, own.codes, own.scales, minima=own.biases).tensor(parts)
+    return GroupedMatrix(*size, affine.codes, affine.scales, minima=affine.biases).tensor(parts)

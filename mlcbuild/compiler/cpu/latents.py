@@ -63,14 +63,17 @@ class Latents:
         source: emits input rows, from the tensors `inputs`.
         """
         spec, n = self.spec, inputs[0].shape[0]
-        own = self._own_queries(source, inputs, n)
+        head_queries = self._own_queries(source, inputs, n)
         tokens = self.product("attn.kv_a", Fusion(source), inputs, self.view("token", n, spec.cached))
         func = latent_rows.every_head(self.parts.isa, spec.heads)
         choices = into(func, [], self.view("choices", n, 2 * spec.heads))
-        own_rows, leading = _shaped(own, n * spec.heads, spec.query_dim), latent_rows.Leading(spec.query_dim)
+        own_rows, leading = (
+            _shaped(head_queries, n * spec.heads, spec.query_dim),
+            latent_rows.Leading(spec.query_dim),
+        )
         room = self.view("latents", n * spec.heads, spec.latent)
         absorbed = self._per_head("attn.k_b.weight", leading, choices, own_rows, room)
-        queries, pages = self._append(own, _shaped(absorbed, n, spec.heads * spec.latent), tokens)
+        queries, pages = self._append(head_queries, _shaped(absorbed, n, spec.heads * spec.latent), tokens)
         room = self.view("latents", n, spec.heads * spec.latent)
         mixed = self.parts.paged_attention(spec, queries, pages, self.layer, room)
         mixed = _shaped(mixed, n * spec.heads, spec.latent)
@@ -89,9 +92,9 @@ class Latents:
         for bias in weights.get("attn.q_a.bias", ()):
             func = activation.biased(self.parts.isa, spec.query_latent, dtype_of(bias))
             first = into(func, [bias], first)
-        own = norm_weights(weights, "attn.q_a_norm")
-        normed = self.parts.normed(RmsNorm(spec.eps), spec.query_latent, own)
-        return self.product("attn.q_b", Fusion(normed), [first, *own], out)
+        norm = norm_weights(weights, "attn.q_a_norm")
+        normed = self.parts.normed(RmsNorm(spec.eps), spec.query_latent, norm)
+        return self.product("attn.q_b", Fusion(normed), [first, *norm], out)
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """Emits the product of each head's row of x with the head's matrix in the stack `name`, into `out`,
@@ -105,10 +108,10 @@ class Latents:
         func = expert_product.kernel(stack, source, scatter=False, pairs=True)
         return into(func, [choices, x, *weights], out)
 
-    def _append(self, own: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _append(self, head_queries: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Emits the update of the KV cache with new tokens. Returns (queries to multiply with cached rows,
-        the cache). own: queries before rotation; absorbed: queries in the space of latents; tokens: rows to
-        cache.
+        the cache). head_queries: queries before rotation; absorbed: queries in the space of latents; tokens:
+        rows to cache.
         """
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")
@@ -117,8 +120,8 @@ class Latents:
         dtype = dtype_of(bias[0]) if bias else None
         func = latent_rows.latent_append(latent_rows.LatentAppend(parts.isa, spec, heads, norm, dtype))
         assert layer.angles is not None
-        queries = self.view("qkv", own.shape[0], heads.width)
-        arguments = [layer.angles, batch.slots, batch.forks, *bias, *weight, own, absorbed, tokens]
+        queries = self.view("qkv", head_queries.shape[0], heads.width)
+        arguments = [layer.angles, batch.slots, batch.forks, *bias, *weight, head_queries, absorbed, tokens]
         places = [len(arguments), len(arguments) + 1]
         shapes = [float_rows(*queries.shape), Tensor.placeholder(batch.pages.shape, heads.dtype)]
         inputs = [*arguments, queries, batch.pages, layer.index]

@@ -162,8 +162,8 @@ class CpuOps(Parts):
         if rest != "down.weight" or f"{layer}.mlp.gate_up.weight" not in shapes:
             return None
         first, second = (
-            self.linear(own, (shapes[own][0], shapes[own][1]))
-            for own in (f"{layer}.mlp.gate_up.weight", name)
+            self.linear(matrix, (shapes[matrix][0], shapes[matrix][1]))
+            for matrix in (f"{layer}.mlp.gate_up.weight", name)
         )
         return self.gated_fallback(first, second, f"{layer}.mlp.gate_up.bias" in shapes)
 
@@ -237,8 +237,8 @@ class _Halves:
         return self.parts.add(self.spec, x, delta, *extras)
 
     def _adds_at_once(self, name: str) -> bool:
-        plain = self.spec.norms.after is None and self.spec.residual_scale == 1.0
-        return plain and not self.optional(f"{name}.bias")
+        is_fusible = self.spec.norms.after is None and self.spec.residual_scale == 1.0
+        return is_fusible and not self.optional(f"{name}.bias")
 
     def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
         """Emits the selection of rows of x and of the attention output `attended`, into memory that is no
@@ -248,20 +248,20 @@ class _Halves:
         count, gather = rows.shape[0], self.parts.gather
         x = gather(x, rows, self.view("qkv", count, int(x.shape[1])))
         attended = gather(attended, rows, self.view("pair", count, int(attended.shape[1])))
-        room = {name: self.view(name, count, int(whole.shape[1])) for name, whole in self.room.items()}
+        room = {name: self.view(name, count, int(tensor.shape[1])) for name, tensor in self.room.items()}
         return replace(self, room=room), x, attended
 
     def scratch(self, name: str, width: int) -> Tensor:
         """Returns the first `width` columns of the scratch tensor `name` as a tensor [n, width]; other layers
         may use more columns of the same memory.
         """
-        whole = self.room[name]
-        return whole if int(whole.shape[1]) == width else self.view(name, whole.shape[0], width)
+        tensor = self.room[name]
+        return tensor if int(tensor.shape[1]) == width else self.view(name, tensor.shape[0], width)
 
     def view(self, name: str, rows: Expr, width: int) -> Tensor:
         """Returns the beginning of the scratch tensor `name` in the shape [rows, width]."""
-        whole, shape = self.room[name]._expr, relax.ShapeExpr([rows, width])
-        view = relax.op.memory.view(whole, shape, "float32", 0)
+        tensor, shape = self.room[name]._expr, relax.ShapeExpr([rows, width])
+        view = relax.op.memory.view(tensor, shape, "float32", 0)
         return Tensor(_expr=relax.BlockBuilder.current().emit(view))
 
     def attend(self, x: Tensor) -> Tensor:

@@ -109,8 +109,8 @@ class Parts:
 
     @cached_property
     def table(self) -> Embedding:
-        own = quant.scheme_for(self.scheme, "embed.weight")
-        return embedding(self.isa, own, self.config.vocab_size, self.config.hidden_size)
+        storage = quant.scheme_for(self.scheme, "embed.weight")
+        return embedding(self.isa, storage, self.config.vocab_size, self.config.hidden_size)
 
     def linear(self, name: str, shape: tuple[int, int]) -> Linear:
         """Returns the description of the matrix product with the parameter `name`. shape: (outputs, inputs)
@@ -132,8 +132,8 @@ class Parts:
         """Emits a copy of x plus rows of the table of learned positions, and returns it. positions: int32
         [n].
         """
-        config, own = self.config, quant.scheme_for(self.scheme, "position.weight")
-        lookup = embedding(self.isa, own, config.learned_positions, config.hidden_size)
+        config, storage = self.config, quant.scheme_for(self.scheme, "position.weight")
+        lookup = embedding(self.isa, storage, config.learned_positions, config.hidden_size)
         if config.position_offset:
             count = Tensor.placeholder(positions.shape, "int32")
             positions = _call(activation.shifted(config.position_offset), [positions], count)
@@ -162,9 +162,9 @@ class Parts:
         """Emits the model's last norm for some rows of x, and returns them. rows: their indices,
         int32 [q].
         """
-        own = norm_weights(weights, "norm")
-        func = norm.gather_norm(self.norm_of(self.config.norm, x.shape[1], own))
-        return _call(func, [x, rows, *own], float_rows(rows.shape[0], x.shape[1]))
+        weights_of_norm = norm_weights(weights, "norm")
+        func = norm.gather_norm(self.norm_of(self.config.norm, x.shape[1], weights_of_norm))
+        return _call(func, [x, rows, *weights_of_norm], float_rows(rows.shape[0], x.shape[1]))
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Emits the rotation of queries, in place in qkv, and of keys, which are written to the cache
@@ -174,7 +174,7 @@ class Parts:
         """
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
-        own = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]
+        head_norms = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]
         turns = None if spec.rope is None else self.config.ropes[spec.rope]
         func = rope.rope_append(
             rope.Append(
@@ -182,7 +182,7 @@ class Parts:
                 heads,
                 0 if turns is None else turns.dim,
                 _dtype(bias),
-                self._head_norms(spec, own),
+                self._head_norms(spec, head_norms),
                 spec.qk_norm_span == "own_head",
                 spec.qk_norm_last,
                 spec.clip,
@@ -190,7 +190,7 @@ class Parts:
             )
         )
         angles = [] if layer.angles is None else [layer.angles]
-        arguments = [*angles, batch.slots, batch.forks, *bias, *own[0], *own[1]]
+        arguments = [*angles, batch.slots, batch.forks, *bias, *head_norms[0], *head_norms[1]]
         where = [len(arguments), len(arguments) + 1]
         out = [float_rows(*qkv.shape), Tensor.placeholder(batch.pages.shape, heads.dtype)]
         inputs = [*arguments, qkv, batch.pages, layer.index]
@@ -205,8 +205,8 @@ class Parts:
             return None
         counts = (spec.heads, spec.kv_heads) if spec.qk_norm_span == "heads" else (1, 1)
         query, key = (
-            self.norm_of(spec.qk_norm, count * spec.head_dim, own)
-            for count, own in zip(counts, weights, strict=True)
+            self.norm_of(spec.qk_norm, count * spec.head_dim, norm_tensors)
+            for count, norm_tensors in zip(counts, weights, strict=True)
         )
         return query, key
 

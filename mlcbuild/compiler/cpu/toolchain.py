@@ -108,8 +108,8 @@ def _options(linker: Linker, target: Target) -> list[str]:
     if target.output == "object":
         return ["-r", "-nostdlib"]
     # zig's linker derives the identifier from the content; with Apple's it can only be left out.
-    plain = ["-s"] if "zig" in linker.name else ["-Wl,-no_uuid", "-Wl,-S"]
-    return ["-dynamiclib", "-undefined", "dynamic_lookup", "-install_name", "@rpath/model.dylib", *plain]
+    strip = ["-s"] if "zig" in linker.name else ["-Wl,-no_uuid", "-Wl,-S"]
+    return ["-dynamiclib", "-undefined", "dynamic_lookup", "-install_name", "@rpath/model.dylib", *strip]
 
 
 def _macos_version(target: Target) -> str:

@@ -118,17 +118,17 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
     """Returns the maximum number of bytes that the arrays allocated in a statement take at one time. The
     arrays of a sequence of statements live to the end of their scope; the largest inner scope is added.
     """
-    own = inner = 0
+    allocated = inner = 0
     for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:
         if isinstance(part, AllocBuffer):
-            own += _most(part.buffer, analyzer)
+            allocated += _most(part.buffer, analyzer)
         elif isinstance(part, Bind) and str(part.value.ty) == "int64":
             analyzer.bind(part.var, part.value)
         for scope in ("block", "body", "then_case", "else_case"):
             nested = getattr(part, scope, None)
             if nested is not None:
                 inner = max(inner, _held(nested, analyzer))
-    return own + inner
+    return allocated + inner
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:

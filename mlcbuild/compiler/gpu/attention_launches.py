@@ -122,9 +122,9 @@ def _prepare_heads(build: LaunchBuilder, index: int, mixer: Attention) -> list[L
     launches, sizes = [], {"n": "n", "pages_count": "pages"}
     for part in heads.launch_parts(spec):
         unused = left_out.get(part, ())
-        own = {name: buffer for name, buffer in {**buffers, **norms}.items() if name not in unused}
+        bindings = {name: buffer for name, buffer in {**buffers, **norms}.items() if name not in unused}
         arguments = (cache, spec, build.calls.places, part)
-        launches.append(build.launch(heads.prepare_heads, arguments, sizes, own))
+        launches.append(build.launch(heads.prepare_heads, arguments, sizes, bindings))
     return launches
 
 
@@ -144,7 +144,7 @@ def _latent_attention(
     split: Buffers = {"queries": "queries", "plain": "plain", "query": "query", **table}
     launches.append(build.launch(latent_heads.split_queries, (spec, places), {"n": "n"}, split))
     norm = build.norm(f"{base}.kv_a_norm", RmsNorm(mixer.eps), mixer.latent)
-    kept: Buffers = {
+    cache_buffers: Buffers = {
         "latents": "latents",
         "pages": f"pages.{index}",
         **table,
@@ -152,7 +152,7 @@ def _latent_attention(
     }
     arguments = (cache, spec, norm, places)
     appended: dict[str, Expression] = {"n": "n", "pages_count": "pages"}
-    launches.append(build.launch(latent_heads.append_latent, arguments, appended, kept))
+    launches.append(build.launch(latent_heads.append_latent, arguments, appended, cache_buffers))
     launches.append(_head_product(build, f"{base}.k_b.weight", rows, ("plain", "query"), mixer.cached))
     launches += _attend(build, index, layer, rows)
     launches.append(_head_product(build, f"{base}.v_b.weight", rows, ("attended", "values"), 0))

@@ -68,9 +68,9 @@ def expert_launches(
         choices["correction"] = f"{base}.router.correction"
     before = [*router, build.launch(expert_choice.route, (block,), {"n": "n"}, choices)]
     mixture = _Mixture(build, base, norm_name, layer, rows)
-    own, adding = mixture.prompt() if rows is None else mixture.decode()
+    routed, adding = mixture.prompt() if rows is None else mixture.decode()
     shared, added = mixture.shared()
-    return [*before, *own, *shared], [*adding, *added, *mixture.after()]
+    return [*before, *routed, *shared], [*adding, *added, *mixture.after()]
 
 
 class _Mixture:

@@ -32,17 +32,18 @@ class GpuDecoder:
         calls, emitter, config = build.calls, build.emitter, build.config
         self._buffers()
         rows = rows_per_workgroup(calls.decode_rows)
-        decode = {own: calls.decode_rows if own == rows[-1] else own for own in rows}
+        decode = {count: calls.decode_rows if count == rows[-1] else count for count in rows}
         emitter.function(
-            "decode", {own: ({"n": most, "f": FORKS}, self._trunk(own)) for own, most in decode.items()}
+            "decode", {count: ({"n": most, "f": FORKS}, self._trunk(count)) for count, most in decode.items()}
         )
         prompt = {"n": calls.sizes["n"], "t": calls.sizes["t"]}
         emitter.function("prefill", {0: (prompt, self._trunk(None))})
         rows = rows_per_workgroup(calls.logit_rows)
-        head = {own: calls.logit_rows if own == rows[-1] else own for own in rows}
+        head = {count: calls.logit_rows if count == rows[-1] else count for count in rows}
         emitter.function("select", {0: ({"q": calls.logit_rows}, [self._select()])})
         emitter.function(
-            "head", {own: ({"q": most}, [self._select(), *self._head(own)]) for own, most in head.items()}
+            "head",
+            {count: ({"q": most}, [self._select(), *self._head(count)]) for count, most in head.items()},
         )
         self.emit_choice()
         tensors = quant.stored_parameters(parameters(config), build.scheme)
@@ -84,9 +85,9 @@ class GpuDecoder:
         for name, count in columns.items():
             emitter.buffer(name, ("mul", "n", 4 * count))
         tiles = [
-            evaluate(most_tiles(own, "n"), build.calls.sizes)
-            for own in {layer.feed_forward for layer in config.layers}
-            if isinstance(own, Experts)
+            evaluate(most_tiles(block, "n"), build.calls.sizes)
+            for block in {layer.feed_forward for layer in config.layers}
+            if isinstance(block, Experts)
         ]
         if tiles:
             emitter.buffer("tiles", 12 * max(tiles))

@@ -118,9 +118,9 @@ class LaunchBuilder:
         """Returns the description of the product with the parameter `name`. bias: the parameter that holds
         its bias, if it is not named like the weight; options: further fields of the ProductSpec.
         """
-        own, param = quant.scheme_for(self.scheme, name), self.params[name]
+        storage, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
-        form = stored_as(own.format) if param.matrix else PLAIN[quant.plain_dtype(param, own)]
+        form = stored_as(storage.format) if param.matrix else PLAIN[quant.plain_dtype(param, storage)]
         spec = ProductSpec(rows, columns, form)
         bias = bias or bias_of(name)
         if bias in self.params:

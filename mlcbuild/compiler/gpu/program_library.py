@@ -63,7 +63,7 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
 def memory(program: Program, limits: Limits) -> LibraryMemory:
     """Returns how much memory a GPU program's buffers take on a device, for each kind of buffer."""
     buffers = program.buffer_bytes(limits.pages)
-    cache = sum(buffers[name] for name, own in program.buffers.items() if own.kind == "cache")
+    cache = sum(buffers[name] for name, buffer in program.buffers.items() if buffer.kind == "cache")
     return LibraryMemory(
         weights=sum(program.param_bytes().values()),
         kv_page=cache // limits.pages,

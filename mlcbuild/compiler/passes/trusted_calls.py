@@ -37,10 +37,10 @@ def _lean(function: Function) -> Function:
     public = "global_symbol" in (function.attrs or {})
     checked = {param for param in function.params if public and not isinstance(param.ty, relax.TupleType)}
     bindings = [binding for block in function.body.blocks for binding in block.bindings]
-    kept = [binding for binding in bindings if not _needless(binding.value, checked)]
-    if not any(_reads_heap(binding.value, checked) for binding in kept):
-        kept = _without_heap(kept)
-    block = relax.BindingBlock(_used(kept, function.body.body))
+    remaining = [binding for binding in bindings if not _needless(binding.value, checked)]
+    if not any(_reads_heap(binding.value, checked) for binding in remaining):
+        remaining = _without_heap(remaining)
+    block = relax.BindingBlock(_used(remaining, function.body.body))
     body = relax.SeqExpr([block], function.body.body)
     lean = Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
     normalized: Function = relax.BlockBuilder().normalize(lean)
@@ -90,10 +90,10 @@ def _codes(arguments: Sequence[Expr]) -> list[int]:
 def _used(bindings: Sequence[Binding], result: Expr) -> list[Binding]:
     """Returns the bindings of a function without tuples and tuple fields that nothing reads."""
     read = {result}
-    kept: list[Binding] = []
+    remaining: list[Binding] = []
     for binding in reversed(bindings):
         if isinstance(binding.value, relax.TupleGetItem | relax.Tuple) and binding.var not in read:
             continue
-        kept.append(binding)
+        remaining.append(binding)
         read.update(relax.analysis.free_vars(binding.value))
-    return kept[::-1]
+    return remaining[::-1]

@@ -61,8 +61,8 @@ class Decoder:
         """Returns name within the layer -> parameter, for the layer with this number. The parameter itself
         has its name in the whole model.
         """
-        own = layer_parameters(self.config.layers[layer], self.config.hidden_size)
-        return {param.name: replace(param, name=f"layers.{layer}.{param.name}") for param in own}
+        layer_params = layer_parameters(self.config.layers[layer], self.config.hidden_size)
+        return {param.name: replace(param, name=f"layers.{layer}.{param.name}") for param in layer_params}
 
     def attributes(self) -> dict[str, object]:
         """Returns the attributes of a function, which make the planner reserve every buffer, results

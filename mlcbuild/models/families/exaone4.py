@@ -34,7 +34,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     else:
         kinds = every(fields.integer("sliding_window_pattern", 4), common.count)
     windows = layer_windows(fields, kinds, window)
-    rotated = [window is None or own is not None for own in windows]
+    rotated = [window is None or size is not None for size in windows]
     return common.of(unrotated(windowed(layer, windows), rotated))
 
 

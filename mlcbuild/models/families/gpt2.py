@@ -51,7 +51,7 @@ FAMILY = Family(
             "embed.weight": ("transformer.wte.weight",),
             "position.weight": ("transformer.wpe.weight",),
             **{f"norm.{kind}": (f"transformer.ln_f.{kind}",) for kind in KINDS},
-            **{f"{own}.{kind}": (f"{_ALL[own]}.{kind}",) for own in _ALL for kind in KINDS},
+            **{f"{norm}.{kind}": (f"{_ALL[norm]}.{kind}",) for norm in _ALL for kind in KINDS},
         },
         layers="transformer.h.",
         transposed=tuple(f"{name}.weight" for name in _PARTS),

@@ -38,7 +38,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     fields.ignore(("anyres_pooling_size", "num_media_embeds", "output_router_logits", "skip_cls_token"))
     experts = Experts(count, 1, size, common.feed_forward.activation, shared_size=size)
     pairs = zip(dense.layers, chosen, strict=True)
-    layers = tuple(replace(layer, feed_forward=replace(experts, chosen=own)) for layer, own in pairs)
+    layers = tuple(replace(layer, feed_forward=replace(experts, chosen=count)) for layer, count in pairs)
     return replace(dense, layers=layers)
 
 

@@ -30,8 +30,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _bundle(name: str) -> Path:
     """Returns the only bundle at a path; the path itself if there is not exactly one, which is reported
     later."""
-    here = directories(Path(name))
-    return here[0] if len(here) == 1 else Path(name)
+    bundles = directories(Path(name))
+    return bundles[0] if len(bundles) == 1 else Path(name)
 
 
 if __name__ == "__main__":

@@ -239,10 +239,10 @@ class Grammars:
         """Returns the compiled constraint, from the cache if possible, or an error message if it cannot be
         compiled."""
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
+            cached = self._kept.get(key)
+            if cached is not None:
                 self._kept.move_to_end(key)
-                return kept
+                return cached
             waiting = self._compiling.get(key)
             if waiting is None:
                 mine = self._compiling[key] = Future()
@@ -305,8 +305,8 @@ class Grammars:
         matcher = guidance.matcher(tokenizer, grammar)
         if fault := guidance.beginning(matcher):
             return reason(fault)
-        taken = outcome.bytes + sys.getsizeof(grammar) + GROWTH
-        return Compiled(matcher, self._ends, taken, partial(self._forget, key))
+        used_bytes = outcome.bytes + sys.getsizeof(grammar) + GROWTH
+        return Compiled(matcher, self._ends, used_bytes, partial(self._forget, key))
 
     @cached_property
     def _trials(self) -> Trials[Compiled]:

@@ -104,8 +104,8 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
         if not count.isdecimal() or int(count) < 1:
             raise SetupError(f"TVM_NUM_THREADS is '{count}', which is not a number of at least 1")
         # Loading a second copy of the library would end a process that has imported tvm.
-        there = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
-        _loaded.append(None if there else _load(library.find_runtime(path, manifest)))
+        is_loaded = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
+        _loaded.append(None if is_loaded else _load(library.find_runtime(path, manifest)))
     return int(os.environ["TVM_NUM_THREADS"])
 
 

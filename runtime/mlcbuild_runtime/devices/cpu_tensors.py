@@ -117,8 +117,8 @@ class MaskTensors:
         if block is None:
             array = np.empty((max(1, size[0]), abi.MASK_BITS + size[1]), np.int32)[: size[0]]
             block = self._blocks[size] = [row.data for row in array], tvm_ffi.from_dlpack(array)
-        for own, (row, mask) in zip(block[0], masks, strict=True):
-            own[abi.MASK_ROW], own[abi.MASK_BITS :] = row, mask.data
+        for words, (row, mask) in zip(block[0], masks, strict=True):
+            words[abi.MASK_ROW], words[abi.MASK_BITS :] = row, mask.data
         return block[1]
 
 
@@ -157,11 +157,11 @@ class StepInputs:
         return self._masks.tensor(masks)
 
     def sampling(self, params: Sequence[SamplingRow]) -> SamplingTensors:
-        own = self._sampling.get(len(params))
-        if own is None:
-            own = self._sampling[len(params)] = SamplingTensors(len(params))
-        own.params[:] = params
-        return own
+        tensors = self._sampling.get(len(params))
+        if tensors is None:
+            tensors = self._sampling[len(params)] = SamplingTensors(len(params))
+        tensors.params[:] = params
+        return tensors
 
     def loop(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int

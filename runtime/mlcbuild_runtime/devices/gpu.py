@@ -71,8 +71,10 @@ def _check_interface(file: Path, program: Program) -> None:
     )
     missing = [name for names, present in parts for name in names if name not in present]
     if missing or "n" not in program.functions["decode"][-1].sizes:
-        what = ", ".join(missing) or "the rows of decode"
-        raise BundleError(f"{file}: a program that computes text needs {what}; build the bundle again")
+        missing_words = ", ".join(missing) or "the rows of decode"
+        raise BundleError(
+            f"{file}: a program that computes text needs {missing_words}; build the bundle again"
+        )
 
 
 class GpuExecutor:
@@ -105,21 +107,21 @@ class GpuExecutor:
         return f"GPU {self.device.name}"
 
     def step(self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> StepOutput:
-        tokens, kept = list[int](), list[Floats]()
+        tokens, rows_of_logits = list[int](), list[Floats]()
         several = len(step.rows) > self._logit_rows or self._passes(step)[1:]
         for first, last in self._passes(step):
             numbers = [number for number, row in enumerate(step.rows) if first <= row < last]
             for begin in range(0, len(numbers), self._logit_rows) or (0,):
-                own = numbers[begin : begin + self._logit_rows]
-                rows = [step.rows[number] - first for number in own]
+                part = numbers[begin : begin + self._logit_rows]
+                rows = [step.rows[number] - first for number in part]
                 calls = self._prepare(step, (first, last), rows, begin > 0)
-                own_masks = [(own.index(row), mask) for row, mask in masks if row in own]
-                tokens += self._draw(calls, [sampling_params[number] for number in own], own_masks)
+                own_masks = [(part.index(row), mask) for row, mask in masks if row in part]
+                tokens += self._draw(calls, [sampling_params[number] for number in part], own_masks)
                 if several:
-                    kept.append(self._read_logits(len(own)))
+                    rows_of_logits.append(self._read_logits(len(part)))
         if several:
-            whole = np.concatenate(kept)
-            return StepOutput(tokens, lambda: whole)
+            all_logits = np.concatenate(rows_of_logits)
+            return StepOutput(tokens, lambda: all_logits)
         return StepOutput(tokens, lambda: self._read_logits(len(step.rows)))
 
     def _passes(self, step: ModelStep) -> list[tuple[int, int]]:
@@ -210,14 +212,14 @@ class GpuExecutor:
         greedy = all(row[0] == 0 for row in sampling_params)
         if greedy and len(step.tokens) <= self._mask_rows:
             return self._greedy_steps(step, following)
-        done, params = list[list[int]](), list(sampling_params)
+        sampled, params = list[list[int]](), list(sampling_params)
         for numbers in [*following.random_numbers, None]:
-            done.append(self.step(step, params).tokens)
-            if numbers is None or self.interrupted or _ends(done[-1], following):
+            sampled.append(self.step(step, params).tokens)
+            if numbers is None or self.interrupted or _ends(sampled[-1], following):
                 break
-            step = next_step(step, done[-1])
-            params = [(*own[:-1], number) for own, number in zip(params, numbers, strict=True)]
-        return done
+            step = next_step(step, sampled[-1])
+            params = [(*row[:-1], number) for row, number in zip(params, numbers, strict=True)]
+        return sampled
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
         """Executes decode steps with greedy sampling, and returns for each step the token of each sequence.
@@ -226,16 +228,16 @@ class GpuExecutor:
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
         calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]
-        done = list[list[int]]()
-        while len(done) < count and not (done and self.interrupted):
-            more = 1 if self.interrupted else min(_SUBMIT, count - len(done))
+        sampled = list[list[int]]()
+        while len(sampled) < count and not (sampled and self.interrupted):
+            more = 1 if self.interrupted else min(_SUBMIT, count - len(sampled))
             self.device.run(calls * more)
-            history = self.device.read("history", len(done) * self._mask_rows, more * self._mask_rows)
+            history = self.device.read("history", len(sampled) * self._mask_rows, more * self._mask_rows)
             for tokens in history.reshape(more, -1)[:, :rows].tolist():
-                done.append(tokens)
+                sampled.append(tokens)
                 if _ends(tokens, following):
-                    return done
-        return done
+                    return sampled
+        return sampled
 
     def guided_steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
@@ -256,7 +258,7 @@ class GpuExecutor:
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
         host_sampling.apply_masks(logits, masks)
-        return [host_sampling.draw(row, own) for row, own in zip(logits, sampling_params, strict=True)]
+        return [host_sampling.draw(row, params) for row, params in zip(logits, sampling_params, strict=True)]
 
     def interrupt(self) -> None:
         self.interrupted = True

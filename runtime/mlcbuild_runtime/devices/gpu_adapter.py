@@ -70,7 +70,7 @@ def choose(name: str | None = None) -> Any:
 
 def limits(adapter: Any) -> DeviceLimits:
     """Returns the limits of a GPU adapter. Offsets stay multiples of 256, which every device accepts."""
-    values = {own: int(adapter.limits[name]) for name, own in _LIMITS.items() if name in adapter.limits}
+    values = {field: int(adapter.limits[name]) for name, field in _LIMITS.items() if name in adapter.limits}
     return DeviceLimits(**values, alignment=GUARANTEED.alignment)
 
 

@@ -19,7 +19,7 @@ class InputBlock:
     """The memory block with the int32 inputs of a call, which one call after the other fills."""
 
     def __init__(self, program: Program, page_size: int) -> None:
-        (buffer,) = (own for own in program.buffers.values() if own.kind == "inputs")
+        (buffer,) = (candidate for candidate in program.buffers.values() if candidate.kind == "inputs")
         self._words = np.zeros(evaluate(buffer.size, program.sizes) // 4, np.int32)
         self._starts = {name: section.start for name, section in program.inputs.items()}
         self._page_size = page_size

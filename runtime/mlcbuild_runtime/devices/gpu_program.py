@@ -154,8 +154,8 @@ class DeviceProgram:
         prepared = [self._ready(name, sizes) for name, sizes in calls]
         encoder = self.device.create_command_encoder()
         compute = encoder.begin_compute_pass()
-        for own in prepared:
-            for (pipeline, group, _), (x, y) in zip(own.steps, own.grids, strict=True):
+        for call in prepared:
+            for (pipeline, group, _), (x, y) in zip(call.steps, call.grids, strict=True):
                 if x and y:
                     compute.set_pipeline(pipeline)
                     compute.set_bind_group(0, group)
@@ -168,12 +168,12 @@ class DeviceProgram:
         """Returns the variant of a function for a call of these sizes, with its uniforms and grids set."""
         variant = self.program.variant(function, sizes)
         place = self.program.functions[function].index(variant)
-        own = self._prepared.get((function, place))
-        if own is None:
-            own = self._prepared[function, place] = self._prepare(variant)
-        if own.sizes != sizes:
-            self._set_sizes(own, sizes)
-        return own
+        call = self._prepared.get((function, place))
+        if call is None:
+            call = self._prepared[function, place] = self._prepare(variant)
+        if call.sizes != sizes:
+            self._set_sizes(call, sizes)
+        return call
 
     def _prepare(self, variant: CallVariant) -> _Prepared:
         usage = self._wgpu.BufferUsage.UNIFORM | self._wgpu.BufferUsage.COPY_DST
@@ -187,31 +187,31 @@ class DeviceProgram:
             ranges = [
                 {"buffer": self._buffers[use.name], "offset": use.offset, "size": max(4, -(-size // 4) * 4)}
                 for use, size in zip(
-                    launch.uses, (evaluate(own.size, scalars) for own in shader.bindings), strict=True
+                    launch.uses, (evaluate(binding.size, scalars) for binding in shader.bindings), strict=True
                 )
             ]
             words = shader.uniforms + 1
             ranges.append({"buffer": uniforms, "offset": _RECORD * index, "size": 4 * words})
             group = self.device.create_bind_group(
                 layout=pipeline.get_bind_group_layout(0),
-                entries=[{"binding": place, "resource": own} for place, own in enumerate(ranges)],
+                entries=[{"binding": place, "resource": resource} for place, resource in enumerate(ranges)],
             )
             steps.append((pipeline, group, Struct(f"<{words}I")))
         return _Prepared(variant, uniforms, steps)
 
-    def _set_sizes(self, own: _Prepared, sizes: Mapping[str, int]) -> None:
+    def _set_sizes(self, call: _Prepared, sizes: Mapping[str, int]) -> None:
         sizes = dict(sizes)
-        block, grids = bytearray(_RECORD * max(1, len(own.steps))), []
-        for index, launch in enumerate(own.variant.launches):
+        block, grids = bytearray(_RECORD * max(1, len(call.steps))), []
+        for index, launch in enumerate(call.variant.launches):
             shader = self.program.kernels[launch.kernel]
             scalars = scalar_values(shader, launch, {**sizes, "pages": self.pages})
             x, y = (evaluate(extent, scalars) for extent in shader.grid)
             values = [scalars[name] for name in shader.scalars[: shader.uniforms]]
-            own.steps[index][2].pack_into(block, _RECORD * index, *values, max(0, x - 1))
+            call.steps[index][2].pack_into(block, _RECORD * index, *values, max(0, x - 1))
             grids.append((x, y))
-        self.queue.write_buffer(own.uniforms, 0, bytes(block))
+        self.queue.write_buffer(call.uniforms, 0, bytes(block))
         self.uniform_uploads += 1
-        own.sizes, own.grids = sizes, grids
+        call.sizes, call.grids = sizes, grids
 
     def _guarded(self, action: Any) -> Any:
         """Runs `action` and returns its result. Raises EngineError if the device fails, for example because

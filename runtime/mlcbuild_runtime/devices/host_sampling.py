@@ -48,8 +48,8 @@ def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float 
     if params.top_p < 1:
         order = np.argsort(-weights, kind="stable")
         sums = np.cumsum(weights[order])
-        kept = int(np.searchsorted(sums, params.top_p * (sums[-1] if total is None else total))) + 1
-        weights[weights < weights[order[min(kept, len(order)) - 1]]] = 0.0
+        kept_count = int(np.searchsorted(sums, params.top_p * (sums[-1] if total is None else total))) + 1
+        weights[weights < weights[order[min(kept_count, len(order)) - 1]]] = 0.0
     sums = np.cumsum(weights)
     return min(int(np.searchsorted(sums, params.random * sums[-1], side="right")), len(sums) - 1)
 

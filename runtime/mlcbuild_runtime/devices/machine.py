@@ -36,10 +36,12 @@ def refusal(target: Machine) -> str | None:
             f"the bundle holds an '{target.output}' to be linked elsewhere, not a library that can be loaded"
         )
     system = processors.system(target.triple)
-    here = f"{processors.family(platform.machine())} on {_SYSTEMS.get(sys.platform, sys.platform)}"
-    there = f"{processors.family(target.architecture)} on {_NO_SYSTEM if system == 'none' else system}"
-    if here != there:
-        return f"the bundle is for {there} ({target.triple}), but this machine is {here}"
+    this_machine = f"{processors.family(platform.machine())} on {_SYSTEMS.get(sys.platform, sys.platform)}"
+    target_machine = (
+        f"{processors.family(target.architecture)} on {_NO_SYSTEM if system == 'none' else system}"
+    )
+    if this_machine != target_machine:
+        return f"the bundle is for {target_machine} ({target.triple}), but this machine is {this_machine}"
     present = processors.present()
     missing = missing_features(target, present) if present is not None else []
     if missing:

@@ -232,8 +232,12 @@ class Prices:
         """Returns the cost of verifying one draft token, as the number of target tokens that could be
         computed in the same time.
         """
-        plain, whole = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
-        extra = drafted * self._GUESS if plain is None or whole is None else max(0.0, whole / plain - 1)
+        undrafted_time, drafted_time = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
+        extra = (
+            drafted * self._GUESS
+            if undrafted_time is None or drafted_time is None
+            else max(0.0, drafted_time / undrafted_time - 1)
+        )
         return extra * batch / drafted
 
     def best(self, batch: int, most: int) -> int:
@@ -254,7 +258,7 @@ class Prices:
         """Returns the fraction of a step's time that draft tokens on branches add; infinite without
         measurements. It is at least the fraction that as many tokens in the draft itself would add.
         """
-        plain, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
-        if plain is None or longer is None:
+        undrafted_time, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
+        if undrafted_time is None or longer is None:
             return math.inf
-        return max(0.0, (self._time(batch, drafted, branched) or longer) / plain - 1)
+        return max(0.0, (self._time(batch, drafted, branched) or longer) / undrafted_time - 1)

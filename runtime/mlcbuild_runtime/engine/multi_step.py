@@ -41,7 +41,7 @@ def guided(executor: Executor, sequences: List[Sequence], count: int, until: flo
         continues = _advance(sequences, result)
         if not continues or executor.interrupted or time.perf_counter() > until:
             return
-        inputs = [own for sequence in sequences if (own := sequence.next_input()) is not None]
+        inputs = [following for sequence in sequences if (following := sequence.next_input()) is not None]
         if len(inputs) < len(sequences):  # A separate step then reports the error.
             return
         result = steps.send(inputs)

@@ -82,9 +82,9 @@ class Pages:
             return None
         while len(self._free) < count:
             self._forget(self._victim())
-        taken = [self._free.pop() for _ in range(count)]
-        self.reached = max(self.reached, 1 + max(taken, default=-1))
-        return taken
+        allocated = [self._free.pop() for _ in range(count)]
+        self.reached = max(self.reached, 1 + max(allocated, default=-1))
+        return allocated
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
         """Puts the first pages of a sequence, whose contents are identified by `keys`, into the prefix tree.
@@ -171,11 +171,11 @@ class PageKeys:
         """Prepares the keys of a sequence's pages. `prompt`: number of tokens of the prompt."""
         self._prompt, self._made = prompt, list[Key]()
 
-    def of(self, tokens: Sequence[int], length: int, page_size: int, own: int) -> Sequence[Key]:
+    def of(self, tokens: Sequence[int], length: int, page_size: int, answer_key: int) -> Sequence[Key]:
         """Returns the page keys of the pages that the first `length` tokens fill. Keys returned earlier never
-        change. own: a negative number that no other sequence has.
+        change. answer_key: a negative number that no other sequence has.
         """
         for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
             block = tuple(tokens[end - page_size : end])
-            self._made.append((own, *block) if end > self._prompt else block)
+            self._made.append((answer_key, *block) if end > self._prompt else block)
         return self._made[: length // page_size]

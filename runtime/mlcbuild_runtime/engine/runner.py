@@ -163,8 +163,12 @@ class Runner:
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
         """Records in the schedule that the keys and values of the tokens of `inputs` are in the KV cache."""
-        prompts = [(s, own) for (s, _), own in zip(parts, inputs, strict=True) if prompt and s.prefilling]
-        self.counters.prompt_tokens += sum(len(own.tokens) for _, own in prompts)
+        prompts = [
+            (s, step_input)
+            for (s, _), step_input in zip(parts, inputs, strict=True)
+            if prompt and s.prefilling
+        ]
+        self.counters.prompt_tokens += sum(len(step_input.tokens) for _, step_input in prompts)
         for sequence, count in parts:
             self.schedule.computed(sequence, count - len(sequence.draft.tokens))
         if prompts:

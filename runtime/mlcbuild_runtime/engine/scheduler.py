@@ -123,21 +123,21 @@ class Schedule:
         for place, branch in enumerate(branches):
             begin, size = len(sequence.tokens) + branch.start, self._page_size
             branch.shared = begin // size
-            own = self.pages.take(-(-(begin + len(branch.tokens)) // size) - branch.shared)
-            if own is None:
+            branch_pages = self.pages.take(-(-(begin + len(branch.tokens)) // size) - branch.shared)
+            if branch_pages is None:
                 del branches[place:]
                 return
-            branch.pages = own
+            branch.pages = branch_pages
 
     def prune(self, sequence: Sequence) -> None:
         """Frees the pages of a draft tree except those of its accepted path; no keys or values are copied."""
         draft = sequence.draft
         if not draft.branches:
             return
-        trunk, own = sequence.pages, [page for branch in draft.branches for page in branch.pages]
+        trunk, branch_pages = sequence.pages, [page for branch in draft.branches for page in branch.pages]
         accepted = draft_tree.path_pages(trunk, draft.branches, draft.best_path)
-        kept = set(accepted)
-        self.pages.release([page for page in (*trunk, *own) if page not in kept])
+        accepted_pages = set(accepted)
+        self.pages.release([page for page in (*trunk, *branch_pages) if page not in accepted_pages])
         draft.branches, draft.best_path, sequence.pages = [], 0, accepted
         # The draft model has computed the draft, but no branch.
         common = sum(old == new for old, new in zip(trunk, accepted, strict=False))
@@ -176,11 +176,11 @@ class Schedule:
         # At least one token must be computed, because the next one is sampled from its logits.
         shared = self.pages.share(sequence.keys(self._page_size, len(sequence.tokens) - 1))
         needed = max(0, -(-len(sequence.tokens) // self._page_size) - len(shared))
-        own = self.pages.take(needed) if needed + len(self.active) <= self.pages.available else None
-        if own is None:
+        new_pages = self.pages.take(needed) if needed + len(self.active) <= self.pages.available else None
+        if new_pages is None:
             self.pages.release(shared)
             return False
-        sequence.pages = shared + own
+        sequence.pages = shared + new_pages
         sequence.length = len(shared) * self._page_size
         sequence.draft.cached = min(sequence.length, len(sequence.request.prompt))
         if sequence.cached is None:

@@ -166,19 +166,19 @@ class Sequence:
 
         A row is SKIP where its token depends on the tokens of other rows: `consume` samples it.
         """
-        sampler, draft, own = self.sampler, self.draft, 1 + self.draft.size
+        sampler, draft, row_count = self.sampler, self.draft, 1 + self.draft.size
         sampler.mask = None
         last = self.length + count - len(draft.tokens) == len(self.tokens) and self.request.max_tokens
-        if own == 1 and last and self._plain:
+        if row_count == 1 and last and self._plain:
             return [sampler.params(self.answered)]
-        rows = count if self.request.prompt_logprobs and self.prefilling else own
+        rows = count if self.request.prompt_logprobs and self.prefilling else row_count
         if not last or self.request.sampling.adjusts:
             return [SKIP] * rows
         params = [sampler.first_params(self.answered)]
         if draft.tokens and not sampler.constrained:
             depths = (depth for _, depth in draft_tree.rows(draft.tokens, draft.branches))
             params = [sampler.params(self.answered + depth) for depth in depths]
-        return [SKIP] * (rows - own) + params + [SKIP] * (own - len(params))
+        return [SKIP] * (rows - row_count) + params + [SKIP] * (row_count - len(params))
 
     def random_numbers(self, count: int) -> list[float]:
         """Returns the random numbers of `count` tokens after the next one."""

@@ -192,9 +192,9 @@ class Models:
         if name is None:
             return self.entries[0]
         if not isinstance(name, str) or name not in self._by_name:
-            here = ", ".join(f"'{other}'" for other in self._by_name)
+            served_names = ", ".join(f"'{other}'" for other in self._by_name)
             raise RequestError(
-                f"the model {name!r} is not here: this server has {here}",
+                f"the model {name!r} is not here: this server has {served_names}",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -220,13 +220,13 @@ class Models:
         if len(self.entries) > 1:
             self._make_room(chosen.memory)
         executor, tokenizer = untrusted.load(entry.path, self._threads, chosen.pages)
-        own = replace(
+        options = replace(
             self._options,
             name=entry.names[0],
             max_batch=chosen.max_batch,
             prefill_chunk=chosen.prefill_chunk,
         )
-        engine = Engine(executor, tokenizer, own)
+        engine = Engine(executor, tokenizer, options)
         if self._draining:
             engine.drain()
         entry.manifest, entry.chosen, entry.error = manifest, chosen, None

@@ -327,7 +327,7 @@ def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other:
     """
     sizes = model.manifest.vocab_size, draft.manifest.vocab_size
     for token in range(max(sizes)):
-        names = [own.vocabulary.token_name(token) for own in (tokenizer, other)]
+        names = [each.vocabulary.token_name(token) for each in (tokenizer, other)]
         if names[0] != names[1] or (names[0] and token >= min(sizes)):
             return (
                 f"token {token} is {names[1]!r} there and {names[0]!r} here, with vocabularies of {sizes[1]}"

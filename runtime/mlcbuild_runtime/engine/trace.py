@@ -70,9 +70,9 @@ class Trace:
     def _event(self, phase: str, name: str, at: float | None = None, **more: object) -> None:
         moment = (time.perf_counter() if at is None else at) - self._start
         event = {"ph": phase, "name": name, "cat": "engine", "ts": round(1e6 * moment, 1)}
-        whole = event | {"pid": _PROCESS, "tid": _ENGINE}
-        whole |= {key: value for key, value in more.items() if value is not None}
-        line = json.dumps(whole, separators=(",", ":"))
+        complete_event = event | {"pid": _PROCESS, "tid": _ENGINE}
+        complete_event |= {key: value for key, value in more.items() if value is not None}
+        line = json.dumps(complete_event, separators=(",", ":"))
         with self._lock:
             if self._out.closed:
                 return

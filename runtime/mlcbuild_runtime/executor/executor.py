@@ -148,9 +148,9 @@ def guided_by_step(
     params = list(sampling_params)
     while True:
         inputs = yield executor.step(step, params, masks)
-        step = next_step(step, [own.token for own in inputs])
-        params = [(*row[:-1], own.random_number) for row, own in zip(params, inputs, strict=True)]
-        masks = [(row, own.mask) for row, own in enumerate(inputs) if own.mask is not None]
+        step = next_step(step, [following.token for following in inputs])
+        params = [(*row[:-1], following.random_number) for row, following in zip(params, inputs, strict=True)]
+        masks = [(row, following.mask) for row, following in enumerate(inputs) if following.mask is not None]
 
 
 def forward(executor: Executor, step: ModelStep) -> Floats:

@@ -49,9 +49,9 @@ def load(
     manifest = bundle.read(path)
     device = manifest.machine.device
     if device not in LOADERS:
-        here = ", ".join(f"'{name}'" for name in LOADERS)
+        devices = ", ".join(f"'{name}'" for name in LOADERS)
         raise BundleError(
-            f"{path}: the bundle is for the device '{device}', but this runtime has only {here}: build a"
+            f"{path}: the bundle is for the device '{device}', but this runtime has only {devices}: build a"
             " bundle for one of these"
         )
     check(path, manifest)

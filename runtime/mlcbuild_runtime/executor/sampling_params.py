@@ -67,8 +67,8 @@ class Sampling:
 
     @cached_property
     def adjusts(self) -> bool:
-        plain = self.frequency_penalty == self.presence_penalty == 0 and self.repetition_penalty == 1
-        return not plain or bool(self.bias) or self.min_tokens > 0
+        has_no_penalty = self.frequency_penalty == self.presence_penalty == 0 and self.repetition_penalty == 1
+        return not has_no_penalty or bool(self.bias) or self.min_tokens > 0
 
     @property
     def greedy(self) -> bool:
@@ -77,12 +77,14 @@ class Sampling:
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
         """Returns the values of a SamplingRow without its last column, the random number."""
-        plain = abi.SamplingParams(inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0)
+        greedy = abi.SamplingParams(
+            inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0
+        )
         if self.greedy:
-            return plain[:-1]
+            return greedy[:-1]
         scale = min(max(1 / self.temperature, 1 / _MAX_INVERSE_TEMPERATURE), _MAX_INVERSE_TEMPERATURE)
         drop = log(self.min_p) / scale if self.min_p else -inf
-        return plain._replace(
+        return greedy._replace(
             inverse_temperature=scale, logit_drop=drop, top_p=self.top_p, top_k=float(self.top_k)
         )[:-1]
 
@@ -165,9 +167,9 @@ def logprobs(logits: Floats, token: int, count: int) -> Score:
     They are computed before temperature and filters, as in OpenAI's API.
     """
     most = logits.max()
-    whole = float(most) + log(np.exp(logits - most).sum(dtype=np.float64))
-    own, *others = (Logprob(i, float(logits[i]) - whole) for i in (token, *_likely(logits, count)))
-    return own, tuple(others)
+    log_sum = float(most) + log(np.exp(logits - most).sum(dtype=np.float64))
+    chosen, *others = (Logprob(i, float(logits[i]) - log_sum) for i in (token, *_likely(logits, count)))
+    return chosen, tuple(others)
 
 
 def _likely(logits: Floats, count: int) -> list[int]:

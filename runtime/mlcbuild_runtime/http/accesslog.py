@@ -92,8 +92,8 @@ def _finish(event: Event | None) -> str | None:
 
 def record(scope: Scope) -> AccessRecord:
     """Returns the access-log record of a request; without an access log, one that is never written."""
-    own = scope.get(_SCOPE)
-    return own if isinstance(own, AccessRecord) else AccessRecord()
+    record_of_request = scope.get(_SCOPE)
+    return record_of_request if isinstance(record_of_request, AccessRecord) else AccessRecord()
 
 
 Form = Literal["json", "text"]
@@ -134,8 +134,8 @@ class AccessLog:
             return
         requested_id = Headers(scope=scope).get("x-request-id", "")
         id, came = requested_id if _ID.fullmatch(requested_id) else uuid.uuid4().hex, datetime.now(UTC)
-        own, status = AccessRecord(), 0
-        scope[_SCOPE] = own
+        entry, status = AccessRecord(), 0
+        scope[_SCOPE] = entry
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -156,7 +156,7 @@ class AccessLog:
                     "method": scope["method"],
                     "path": scope["path"],
                     "status": status or None,
-                    **own.fields(),
+                    **entry.fields(),
                 }
             )
 

@@ -68,8 +68,8 @@ def site_files(bundle: Path) -> dict[str, Path]:
             f" '{manifest.machine.device}': add webgpu to the recipe's targets"
         )
     root = Path(str(files("mlcbuild_runtime"))) / "browser"
-    own = sorted(path for path in root.rglob("*") if path.suffix in _PAGE)
-    paths = {path.relative_to(root).as_posix(): path for path in own}
+    page_files = sorted(path for path in root.rglob("*") if path.suffix in _PAGE)
+    paths = {path.relative_to(root).as_posix(): path for path in page_files}
     return paths | {f"{BUNDLE}/{name}": bundle / name for name in sorted((form.MANIFEST, *manifest.files))}
 
 

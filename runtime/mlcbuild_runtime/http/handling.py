@@ -59,10 +59,10 @@ class RequestHandling:
             if not self._access.lenient or table is None:
                 yield body
                 return
-            kept, dropped = without_unknown(translated(body), table)
+            supported, dropped = without_unknown(translated(body), table)
             if dropped:
                 log.warning("%s: dropped fields: %s", path, ", ".join(name[:60] for name in dropped[:20]))
-            yield kept
+            yield supported
 
     async def prepared(
         self,

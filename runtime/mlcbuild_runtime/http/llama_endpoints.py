@@ -41,13 +41,13 @@ class LlamaEndpoints:
     async def completion(self, request: Request) -> Response:
         with ExitStack() as use:
             async with self._requests.body(request) as body:
-                own = llama_completion.completion_body(body)
-                engine = await self._requests.engine(own, use)
-                job = await self._requests.prepared(request, service.completion, engine, own)
-                if "max_tokens" not in own:  # OpenAI's default length is short.
+                completion = llama_completion.completion_body(body)
+                engine = await self._requests.engine(completion, use)
+                job = await self._requests.prepared(request, service.completion, engine, completion)
+                if "max_tokens" not in completion:  # OpenAI's default length is short.
                     requests = tuple(replace(each, max_tokens=None) for each in job.requests)
                     job = replace(job, requests=requests)
-                output = LlamaOutput(job, engine.name, own)
+                output = LlamaOutput(job, engine.name, completion)
             answers = self._requests.submit(request, engine, job.requests, job.stream)
             if job.stream:
                 return EventStream(answers, _lines(answers, output), use.pop_all())

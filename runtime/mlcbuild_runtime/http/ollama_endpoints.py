@@ -91,12 +91,14 @@ class OllamaEndpoints:
                 engine = await self._engine(body, use)
                 context = engine.manifest.limits.context_window
                 has_template = bool(engine.tokenizer.template.source)
-                own = await run_in_threadpool(ollama_request.generate_body, body, context, has_template)
+                translated = await run_in_threadpool(
+                    ollama_request.generate_body, body, context, has_template
+                )
                 if not body.get("prompt"):
                     return JSONResponse(_loaded(engine, body, {"response": ""}))
-                prepare = service.chat if "messages" in own else service.completion
-                job = await self._requests.prepared(request, prepare, engine, own)
-                if "max_tokens" not in own:  # Text completions have OpenAI's short default.
+                prepare = service.chat if "messages" in translated else service.completion
+                job = await self._requests.prepared(request, prepare, engine, translated)
+                if "max_tokens" not in translated:  # Text completions have OpenAI's short default.
                     job = replace(
                         job, requests=tuple(replace(each, max_tokens=None) for each in job.requests)
                     )
@@ -141,8 +143,8 @@ class OllamaEndpoints:
             engine = await self._engine(body, use)
             if not texts:
                 return [], engine.name, 0
-            own: dict[str, Json] = {"input": texts, "dimensions": dimensions}
-            job = await run_in_threadpool(embeddings.job, engine, own, truncate)
+            translated: dict[str, Json] = {"input": texts, "dimensions": dimensions}
+            job = await run_in_threadpool(embeddings.job, engine, translated, truncate)
             last_events = []
             for wave in job.waves():
                 answers = self._requests.submit(request, engine, wave)
@@ -175,5 +177,5 @@ async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[s
 def _loaded(engine: Engine, body: Mapping[str, Json], empty: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the answer to a request without a prompt, by which clients load and unload models."""
     reason = "unload" if body.get("keep_alive") in (0, "0", "0s") else "load"
-    own: dict[str, Json] = {"model": engine.name, "created_at": moment(), **empty}
-    return {**own, "done": True, "done_reason": reason}
+    document: dict[str, Json] = {"model": engine.name, "created_at": moment(), **empty}
+    return {**document, "done": True, "done_reason": reason}

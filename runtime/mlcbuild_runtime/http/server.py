@@ -88,12 +88,16 @@ def create_app(
 
 def _others(server: _Server) -> list[Route]:
     """Returns the endpoints of other servers' APIs: Ollama's, llama.cpp's, and OpenAI's without /v1."""
-    plain = [
+    without_prefix = [
         Route(route.path.removeprefix("/v1"), route.endpoint, methods=[*(route.methods or ())])
         for route in _routes(server, keys=False)
         if route.path.startswith("/v1/")
     ]
-    return [*plain, *LlamaEndpoints(server.requests).routes(), *OllamaEndpoints(server.requests).routes()]
+    return [
+        *without_prefix,
+        *LlamaEndpoints(server.requests).routes(),
+        *OllamaEndpoints(server.requests).routes(),
+    ]
 
 
 def _routes(server: _Server, keys: bool) -> list[Route]:
@@ -172,11 +176,11 @@ class _Server:
         return JSONResponse(error_document(error), status, headers=headers)
 
     async def health(self, _request: Request) -> Response:
-        states, whole = self._models.states(), self._models.state()
-        body: dict[str, object] = {"status": "ok" if whole.alive else "stopped"}
-        body |= {"model": self._models.entries[0].names[0], **asdict(whole)}
+        states, total = self._models.states(), self._models.state()
+        body: dict[str, object] = {"status": "ok" if total.alive else "stopped"}
+        body |= {"model": self._models.entries[0].names[0], **asdict(total)}
         body["models"] = {name: asdict(state) for name, state in states.items()}
-        return JSONResponse(body, status_code=200 if whole.alive else 503)
+        return JSONResponse(body, status_code=200 if total.alive else 503)
 
     async def live(self, _request: Request) -> Response:
         alive = self._models.state().alive
@@ -254,9 +258,9 @@ class _Server:
                 engine = await self.requests.engine(body, use)
                 job = await self.requests.prepared(request, service.chat, engine, call.body(before))
             del body
-            output, kept = begun(engine.name, job, call, before)
+            output, entry = begun(engine.name, job, call, before)
             answers = self.requests.submit(request, engine, job.requests, job.stream)
-            documents = self._making(answers, output, kept, job.stream)
+            documents = self._making(answers, output, entry, job.stream)
             if job.stream:
                 lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)
                 return EventStream(answers, lines, use.pop_all())
@@ -290,7 +294,7 @@ class _Server:
             return JSONResponse({"input_tokens": len(job.requests[0].prompt)})
 
     async def _making(
-        self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept, stream: bool
+        self, answers: AsyncAnswers, output: ResponseOutput, entry: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
         """Yields the events of a response of /v1/responses, and stores the response at its end if the request
         requires it. Without a stream, which would report an error, the error is raised.
@@ -306,7 +310,7 @@ class _Server:
                 for document in output.events(event):
                     yield document
             if output.document["store"]:
-                self._history.keep(kept)
+                self._history.keep(entry)
         finally:
             self._history.end(output)
 

@@ -63,8 +63,8 @@ class Sites:
                     status=403,
                 )
         for origin in origins:
-            own = origin.partition("://")[2].lower() in [host.lower() for host in hosts]
-            if not own and not {"*", origin} & self._origins:
+            is_same_host = origin.partition("://")[2].lower() in [host.lower() for host in hosts]
+            if not is_same_host and not {"*", origin} & self._origins:
                 return RequestError(
                     f"a page of {describe(origin)} may not use this server: start it with --cors for that"
                     " origin, or with --api-key",

@@ -78,8 +78,8 @@ class MarkedSyntax:
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
         """Returns text -> token, for the marks that are special tokens."""
-        own = {} if call.toolbox is None else self.form.tokens
-        return {**own, **({} if self.thinking is None else self.thinking.tokens)}
+        call_tokens = {} if call.toolbox is None else self.form.tokens
+        return {**call_tokens, **({} if self.thinking is None else self.thinking.tokens)}
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
         """Returns the constraint that the text of an answer must match, None for no constraint. Raises

@@ -137,12 +137,12 @@ def _messages(where: str, message: Json) -> list[Json]:
                     param=f"{where}.content[{i}]",
                     code="unsupported_block",
                 )
-    own: dict[str, Json] = {"role": role, "content": text}
+    converted: dict[str, Json] = {"role": role, "content": text}
     if thought:
-        own["reasoning_content"] = thought
+        converted["reasoning_content"] = thought
     if calls:
-        own["tool_calls"] = calls
-    return results if results and not text else [*results, own]
+        converted["tool_calls"] = calls
+    return results if results and not text else [*results, converted]
 
 
 def _text(where: str, content: Json) -> str:

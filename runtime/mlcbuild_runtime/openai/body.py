@@ -120,11 +120,11 @@ def _check_values(value: Json, where: str) -> None:
 def _check_depth(body: Json) -> None:
     level: list[Json] = [body]
     for _ in range(MAX_DEPTH):
-        inside: list[Json] = []
+        children: list[Json] = []
         for item in level:
             parts = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-            inside += [part for part in parts if isinstance(part, dict | list)]
-        level = inside
+            children += [part for part in parts if isinstance(part, dict | list)]
+        level = children
         if not level:
             return
     raise ValueError(f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other")
@@ -300,5 +300,5 @@ def checked_text(where: str, text: str) -> str:
 
 
 def wrong(key: str, rule: str, value: Json) -> RequestError:
-    what = "it is missing" if value is None else f"found {describe(value)}"
-    return RequestError(f"{key} must be {rule}; {what}", param=key)
+    finding = "it is missing" if value is None else f"found {describe(value)}"
+    return RequestError(f"{key} must be {rule}; {finding}", param=key)

@@ -247,8 +247,8 @@ class Reply:
 
     def _chat_logprob(self, event: Event) -> Json:
         assert event.logprob is not None
-        own = self._token(event.logprob)
-        return own | {"top_logprobs": [self._token(item) for item in event.alternatives]}
+        document = self._token(event.logprob)
+        return document | {"top_logprobs": [self._token(item) for item in event.alternatives]}
 
     def _token(self, item: Logprob) -> dict[str, Json]:
         data = self._vocabulary.token_bytes(item.token)
@@ -260,7 +260,7 @@ class Reply:
         tops: list[Json] = [self._top(score) for score in event.prompt]
         return {
             "tokens": [self._name(token) for token in prompt.tokens],
-            "token_logprobs": [None, *(own.logprob for own, _ in event.prompt)],
+            "token_logprobs": [None, *(chosen.logprob for chosen, _ in event.prompt)],
             "top_logprobs": [None, *tops],
             "text_offset": list(prompt.offsets),
         }
@@ -269,9 +269,9 @@ class Reply:
         """Returns name -> log-probability, for a token and its alternatives. Of two tokens with equal names
         the likelier one is kept.
         """
-        own, others = score
+        chosen, others = score
         by_name: dict[str, Json] = {}
-        for item in (*others, own):
+        for item in (*others, chosen):
             by_name.setdefault(self._name(item.token), item.logprob)
         return by_name
 

@@ -51,13 +51,15 @@ def _composed(schema: Json, part: bool = False) -> Iterator[str]:
         yield from _composed(value, inside or beside)
 
 
-def _closed(schema: Mapping[str, Json], composed: frozenset[str], path: str, whole: bool) -> dict[str, Json]:
+def _closed(
+    schema: Mapping[str, Json], composed: frozenset[str], path: str, is_complete: bool
+) -> dict[str, Json]:
     """Returns the closed form of the JSON schema at `path`, a JSON pointer. composed: targets of references
-    in parts; whole: True if the schema alone describes its value.
+    in parts; is_complete: True if the schema alone describes its value.
     """
     new = dict(schema)
     for key, value in schema.items():
-        inner = whole and "properties" not in schema
+        inner = is_complete and "properties" not in schema
         if key in _MAPS and isinstance(value, dict):
             new[key] = {
                 name: _part(item, composed, f"{path}/{key}/{name}", True) for name, item in value.items()
@@ -71,7 +73,7 @@ def _closed(schema: Mapping[str, Json], composed: frozenset[str], path: str, who
             new[key] = [_part(item, composed, f"{path}/{key}/{i}", False) for i, item in enumerate(value)]
     named, required = schema.get("properties"), schema.get("required", [])
     if (
-        whole
+        is_complete
         and path not in composed
         and isinstance(named, dict)
         and not _OPEN & schema.keys()
@@ -82,5 +84,5 @@ def _closed(schema: Mapping[str, Json], composed: frozenset[str], path: str, who
     return new
 
 
-def _part(value: Json, composed: frozenset[str], path: str, whole: bool) -> Json:
-    return _closed(value, composed, path, whole) if isinstance(value, dict) else value
+def _part(value: Json, composed: frozenset[str], path: str, is_complete: bool) -> Json:
+    return _closed(value, composed, path, is_complete) if isinstance(value, dict) else value

@@ -66,51 +66,51 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns a body with only this server's fields. Raises RequestError for fields that contradict each
     other.
     """
-    own: dict[str, Json] = {key: value for key, value in body.items() if value is not None}
+    fields: dict[str, Json] = {key: value for key, value in body.items() if value is not None}
     for key, allowed in NEUTRAL.items():
-        if key in own and _is_among(own[key], allowed):
-            del own[key]
+        if key in fields and _is_among(fields[key], allowed):
+            del fields[key]
     for key, name in RENAMED.items():
-        if key in own:
-            value = own.pop(key)
-            if name in own and own[name] != value:
+        if key in fields:
+            value = fields.pop(key)
+            if name in fields and fields[name] != value:
                 raise RequestError(f"{key} and {name} mean the same: send one of them", param=key)
-            own[name] = value
+            fields[name] = value
     for key, number in UNSET.items():
-        if _is_among(own.get(key), (number,)):
-            del own[key]
+        if _is_among(fields.get(key), (number,)):
+            del fields[key]
             if key == "top_k":
-                own[key] = 0  # 0 means all tokens, whatever the bundle's default is
-    match own.get("thinking"):
+                fields[key] = 0  # 0 means all tokens, whatever the bundle's default is
+    match fields.get("thinking"):
         case {"type": "enabled" | "disabled" as kind}:
-            own.setdefault("enable_thinking", kind == "enabled")
-            del own["thinking"]
-    return _with_format(own)
+            fields.setdefault("enable_thinking", kind == "enabled")
+            del fields["thinking"]
+    return _with_format(fields)
 
 
 def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed)
 
 
-def _with_format(own: dict[str, Json]) -> dict[str, Json]:
-    """Returns the fields with any other server's field for a format replaced by `response_format`. own: the
-    translated fields.
+def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
+    """Returns the fields with any other server's field for a format replaced by `response_format`. fields:
+    the translated fields.
     """
-    stated = {key: own.pop(key) for key in (*_GUIDED, "json_schema") if key in own}
-    match own.get("structured_outputs"):
+    stated = {key: fields.pop(key) for key in (*_GUIDED, "json_schema") if key in fields}
+    match fields.get("structured_outputs"):
         case dict() as outputs:
-            del own["structured_outputs"]
+            del fields["structured_outputs"]
             stated |= {
                 f"structured_outputs.{key}": value for key, value in outputs.items() if value is not None
             }
     if not stated:
-        return own
-    if len(stated) > 1 or "response_format" in own:
-        names = ", ".join([*stated, *(["response_format"] if "response_format" in own else [])])
+        return fields
+    if len(stated) > 1 or "response_format" in fields:
+        names = ", ".join([*stated, *(["response_format"] if "response_format" in fields else [])])
         raise RequestError(f"{names} state several formats: send one", param=next(iter(stated)))
     ((key, value),) = stated.items()
-    own["response_format"] = _format(key, value)
-    return own
+    fields["response_format"] = _format(key, value)
+    return fields
 
 
 def _format(key: str, value: Json) -> Json:
@@ -149,12 +149,12 @@ def _schema(key: str, value: Json) -> Json:
 
 def without_unknown(body: Mapping[str, Json], table: Table) -> tuple[dict[str, Json], list[str]]:
     """Returns (body without the fields that the table lacks or does not support, names of these fields)."""
-    kept, dropped = dict[str, Json](), list[str]()
+    supported, dropped = dict[str, Json](), list[str]()
     for key, value in body.items():
         field = table.get(key)
         allowed = field.schema.get("enum") if field is not None and field.neutral else None
         if field is None or (isinstance(allowed, list) and value is not None and value not in allowed):
             dropped.append(key)
         else:
-            kept[key] = value
-    return kept, dropped
+            supported[key] = value
+    return supported, dropped

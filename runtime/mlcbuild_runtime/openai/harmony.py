@@ -128,11 +128,11 @@ class HarmonyReader:
                 break
 
     def _read_header(self) -> Iterator[CallPiece]:
-        begun, held = self._held.lstrip("\n"), self._held
+        begun, buffered = self._held.lstrip("\n"), self._held
         if self._is_first and not any(mark.startswith(begun[: len(mark)]) for mark in _BEGINNINGS):
             self._kind = "text"  # the model left its format
             return
-        header, mark, rest = held.partition(_MESSAGE)
+        header, mark, rest = buffered.partition(_MESSAGE)
         if not mark:
             return
         self._held, self._is_first = rest, False
@@ -144,16 +144,17 @@ class HarmonyReader:
             self._kind = "reasoning" if f"{_CHANNEL}analysis" in header else "text"
 
     def _read_body(self, last: bool) -> Iterator[CallPiece]:
-        held = self._held
-        places = [(place, mark) for mark in _ENDS if (place := held.find(mark)) >= 0]
+        buffered = self._held
+        places = [(place, mark) for mark in _ENDS if (place := buffered.find(mark)) >= 0]
         if places:
             place, mark = min(places)
-            body, self._held = held[:place], held[place + len(mark) :]
+            body, self._held = buffered[:place], buffered[place + len(mark) :]
         else:
             keep = next(
-                (n for n in range(len(held)) if any(m.startswith(held[n:]) for m in _ENDS)), len(held)
+                (n for n in range(len(buffered)) if any(m.startswith(buffered[n:]) for m in _ENDS)),
+                len(buffered),
             )
-            body, self._held = (held, "") if last else (held[:keep], held[keep:])
+            body, self._held = (buffered, "") if last else (buffered[:keep], buffered[keep:])
         if body:
             yield self._piece(body)
         if places:

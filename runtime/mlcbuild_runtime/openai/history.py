@@ -60,15 +60,15 @@ class History:
         self._running: dict[str, tuple[ResponseOutput, Callable[[], None]]] = {}
         self._bytes, self._max_kept, self._max_bytes = 0, max_kept, max_bytes
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, entry: Kept) -> None:
         """Stores a response that has ended, and drops the least recently used responses if all together are
         too large.
         """
         # The items before are shared with the responses that this one continues.
-        text = json.dumps([kept.document, kept.items])
+        text = json.dumps([entry.document, entry.items])
         values = text.count(",") + text.count("[") + text.count("{")
-        size = max(len(text), VALUE_BYTES * values) + 8 * len(kept.before)
-        self._kept[str(kept.document["id"])] = kept, size
+        size = max(len(text), VALUE_BYTES * values) + 8 * len(entry.before)
+        self._kept[str(entry.document["id"])] = entry, size
         self._bytes += size
         while self._kept and (len(self._kept) > self._max_kept or self._bytes > self._max_bytes):
             _, (_, gone) = self._kept.popitem(last=False)

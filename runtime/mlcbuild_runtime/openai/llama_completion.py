@@ -41,10 +41,10 @@ def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the body of /v1/completions that means the same as a body of /completion. Raises RequestError
     for an invalid field.
     """
-    own = translated(body)
-    unknown = {key: value for key, value in own.items() if key not in api.COMPLETION or key in _OWN[:2]}
+    fields = translated(body)
+    unknown = {key: value for key, value in fields.items() if key not in api.COMPLETION or key in _OWN[:2]}
     RequestBody(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
-    return own
+    return fields
 
 
 class LlamaOutput:

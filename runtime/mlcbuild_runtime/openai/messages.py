@@ -129,17 +129,17 @@ def _message(where: str, message: Json) -> Message:
     text = content_text(f"{where}.content", content)
     # `developer` is OpenAI's newer name of `system`, which templates do not have.
     name = "system" if role == "developer" else str(role)
-    plain: dict[str, Json] = {"role": name, "content": text}
+    simplified: dict[str, Json] = {"role": name, "content": text}
     if calls:
         if not isinstance(calls, list):
             raise wrong(f"{where}.tool_calls", "a list of calls", calls)
-        plain["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+        simplified["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     if role == "assistant" and message.get("reasoning_content"):
         reasoning = message["reasoning_content"]
-        plain["reasoning_content"] = content_text(f"{where}.reasoning_content", reasoning)
+        simplified["reasoning_content"] = content_text(f"{where}.reasoning_content", reasoning)
         if not (calls and text):  # gpt-oss's name for it; its template refuses both beside calls
-            plain["thinking"] = plain["reasoning_content"]
-    return {**plain, **_origin(where, message)} if role == "tool" else plain
+            simplified["thinking"] = simplified["reasoning_content"]
+    return {**simplified, **_origin(where, message)} if role == "tool" else simplified
 
 
 def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
@@ -168,9 +168,9 @@ def _call(where: str, call: Json) -> Json:
     value, as chat templates expect them. Raises RequestError, naming the place.
     """
     fields = call if isinstance(call, dict) else {}
-    plain = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
+    is_function = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
     match call:
-        case {"function": {"name": str(name), "arguments": str(text)}} if plain:
+        case {"function": {"name": str(name), "arguments": str(text)}} if is_function:
             try:
                 arguments = parse_json(text.encode() or b"{}", f"{where}.function.arguments")
             except ValueError:

@@ -133,7 +133,7 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
     """Returns the fields that Ollama's chat requests and text requests have in common, under OpenAI's names.
     context: number of tokens of the model's context.
     """
-    own: dict[str, Json] = {"stream": fields.boolean("stream", default=True)}
+    common: dict[str, Json] = {"stream": fields.boolean("stream", default=True)}
     options = RequestBody(_named(fields.object("options")), OPTIONS)
     window = options.integer("num_ctx")
     if window is not None and window > context:
@@ -144,23 +144,23 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
         )
     for name in _SAME:
         if options.get(name) is not None:
-            own[name] = options.get(name)
+            common[name] = options.get(name)
     if options.integer("top_k") == -1:
-        own["top_k"] = 0
+        common["top_k"] = 0
     if (penalty := options.get("repeat_penalty")) is not None:
-        own["repetition_penalty"] = penalty
+        common["repetition_penalty"] = penalty
     if (count := options.integer("num_predict")) is not None and count > 0:
-        own["max_tokens"] = count
+        common["max_tokens"] = count
     match fields.get("format"):
         case None | "":
             pass
         case "json":
-            own["response_format"] = {"type": "json_object"}
+            common["response_format"] = {"type": "json_object"}
         case dict() as schema:
-            own["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+            common["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         case other:
             raise wrong("format", '"json" or a JSON schema', other)
-    return own
+    return common
 
 
 def _named(options: Mapping[str, Json]) -> dict[str, Json]:
@@ -241,19 +241,19 @@ def _message(where: str, message: Json, calls: _OpenCalls) -> Json:
             param=f"{where}.images",
             code="unsupported_field",
         )
-    own: dict[str, Json] = {"role": role, "content": fields.get("content") or ""}
+    converted: dict[str, Json] = {"role": role, "content": fields.get("content") or ""}
     if role == "tool":
-        own["tool_call_id"] = _answered(fields, calls)
+        converted["tool_call_id"] = _answered(fields, calls)
     elif role == "assistant":
-        own["reasoning_content"] = fields.get("thinking")
+        converted["reasoning_content"] = fields.get("thinking")
         listed = fields.get("tool_calls") or []
         if not isinstance(listed, list):
             raise wrong(f"{where}.tool_calls", "a list of calls", listed)
         if listed:
-            own["tool_calls"] = [
+            converted["tool_calls"] = [
                 _call(f"{where}.tool_calls[{i}]", call, calls) for i, call in enumerate(listed)
             ]
-    return own
+    return converted
 
 
 def _call(where: str, call: Json, calls: _OpenCalls) -> Json:

@@ -77,8 +77,12 @@ class OllamaOutput:
             more = part.get("tool_calls")
             calls += more if isinstance(more, list) else []
             last = document
-        own: dict[str, Json] = {"content": content, "thinking": thinking or None, "tool_calls": calls or None}
-        return last | self._piece(**own) | {"done": True}
+        remaining: dict[str, Json] = {
+            "content": content,
+            "thinking": thinking or None,
+            "tool_calls": calls or None,
+        }
+        return last | self._piece(**remaining) | {"done": True}
 
     def _piece(self, content: Json = "", thinking: Json = None, tool_calls: Json = None) -> Document:
         shared: Document = {"model": self._model, "created_at": moment()}

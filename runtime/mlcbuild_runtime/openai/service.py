@@ -69,10 +69,10 @@ class CompletionJob:
 
 def check_model(running: Engine, name: Json) -> None:
     """Raises RequestError (404) if `name` is not this model's name; null matches every model."""
-    here = running.name
-    if name is not None and name != here:
+    served_name = running.name
+    if name is not None and name != served_name:
         raise RequestError(
-            f"the model {name!r} is not here: this server has '{here}'",
+            f"the model {name!r} is not here: this server has '{served_name}'",
             param="model",
             code="model_not_found",
             status=404,

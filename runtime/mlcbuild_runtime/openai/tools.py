@@ -234,8 +234,8 @@ def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
         before = form.literal(f"{form.tags.before}{key}{form.tags.middle}")
         texts = schema.get("enum") if isinstance(schema, dict) else None
         if key not in text_parameters(tool):
-            own = {**schema, **shared} if isinstance(schema, dict) else bool(schema)
-            value = f"%json {schema_text(own)} {form.literal(form.tags.after)}"
+            parameter_schema = {**schema, **shared} if isinstance(schema, dict) else bool(schema)
+            value = f"%json {schema_text(parameter_schema)} {form.literal(form.tags.after)}"
         elif isinstance(texts, list):
             chosen = " | ".join(form.literal(str(text)) for text in texts)
             value = f"({chosen}) {form.literal(form.tags.after)}"
@@ -282,13 +282,13 @@ def documents(box: Toolbox) -> list[Json]:
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
     """Returns messages for a template without support for tools: the tools, calls and results become text."""
-    plain: list[Message] = []
+    as_text: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:
         content, calls = message["content"], message.get("tool_calls")
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id"), "the tool")
-            plain.append({"role": "user", "content": f"Result of {name}: {content}"})
+            as_text.append({"role": "user", "content": f"Result of {name}: {content}"})
         elif isinstance(calls, list):
             written = []
             for call in calls:
@@ -297,15 +297,15 @@ def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> li
                 names[call["id"]] = name
                 written.append(form.write(name, call["function"]["arguments"]))
             text = "\n".join([*([content] if isinstance(content, str) and content else []), *written])
-            plain.append({"role": message["role"], "content": text})
+            as_text.append({"role": message["role"], "content": text})
         else:
-            plain.append(message)
+            as_text.append(message)
     if box is None:
-        return plain
+        return as_text
     instructions = _instructions(box, form)
-    if plain and plain[0]["role"] == "system":
-        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
-    return [{"role": "system", "content": instructions}, *plain]
+    if as_text and as_text[0]["role"] == "system":
+        return [{"role": "system", "content": f"{as_text[0]['content']}\n\n{instructions}"}, *as_text[1:]]
+    return [{"role": "system", "content": instructions}, *as_text]
 
 
 def _instructions(box: Toolbox, form: Form) -> str:

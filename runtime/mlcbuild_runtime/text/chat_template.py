@@ -146,9 +146,9 @@ def failed(reason: str) -> RequestError:
 def one_line(text: str) -> str:
     """Returns up to 300 characters of a text as one line, without control characters that a terminal would
     obey."""
-    plain = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
-    plain = " ".join(plain.split())
-    return plain if len(plain) <= 300 else f"{plain[:297]}..."
+    printable = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
+    printable = " ".join(printable.split())
+    return printable if len(printable) <= 300 else f"{printable[:297]}..."
 
 
 def check_text(options: Mapping[str, Json]) -> None:

@@ -149,7 +149,7 @@ def limit_memory(more: int) -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
-        here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        present_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = here + more if most == resource.RLIM_INFINITY else min(here + more, most)
+        limit = present_bytes + more if most == resource.RLIM_INFINITY else min(present_bytes + more, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))

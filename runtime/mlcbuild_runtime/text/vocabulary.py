@@ -186,8 +186,8 @@ class PieceVocabulary:
         """Returns text -> token, for the special tokens that are split off before SentencePiece encodes the
         rest of a text.
         """
-        own = {self.token_name(token): token for token in self._special}
-        return own | {content: token for token, (content, _) in self._added.items()}
+        special = {self.token_name(token): token for token in self._special}
+        return special | {content: token for token, (content, _) in self._added.items()}
 
     def encode(self, text: str, special: bool) -> list[int]:
         tokens: list[int] = []

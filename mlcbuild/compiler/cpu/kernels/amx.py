@@ -222,10 +222,10 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
         instruction("tilerelease")
 
 
-def _part(number: Expr, parts: Expr, whole: Expr) -> tuple[Expr, Expr]:
-    """Returns (first item, number of items) of part `number` when `whole` items are divided into `parts`
+def _part(number: Expr, parts: Expr, total: Expr) -> tuple[Expr, Expr]:
+    """Returns (first item, number of items) of part `number` when `total` items are divided into `parts`
     parts of nearly equal size."""
-    first, after = (T.truncdiv((number + i) * whole, parts) for i in range(2))
+    first, after = (T.truncdiv((number + i) * total, parts) for i in range(2))
     return T.bind(first), T.bind(after - first)
 
 
@@ -308,9 +308,9 @@ def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
         move("tilestored64", number, task.sums, corner, 4 * BLOCK)
 
 
-def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
+def _start(sums: Buffer, line: Expr, fresh: Expr | None) -> None:
     """Emits code that fills the four tile registers of sums with zeros if `fresh`, or else loads the sums
-    from memory. held: the first line of them in memory."""
+    from memory. line: the first line of them in memory."""
 
     def zero() -> None:
         for number in range(4):
@@ -323,7 +323,7 @@ def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
         with T.Then():
             zero()
         with T.Else():
-            for number, corner in enumerate(_corners(held)):
+            for number, corner in enumerate(_corners(line)):
                 move("tileloadd64", number, sums, corner, 4 * BLOCK)
 
 

@@ -364,8 +364,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
     sums = registers(1, PAGE)[0]
     for part in range(0, PAGE, narrow.lanes):
         narrow.store(sums, narrow.load(task.denominator, vector, part), part)
-    whole = Floats(task.spec.isa, PAGE)
-    return whole.fold(whole.load(sums, 0), lambda a, b: a + b)
+    page_floats = Floats(task.spec.isa, PAGE)
+    return page_floats.fold(page_floats.load(sums, 0), lambda a, b: a + b)
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:

@@ -60,8 +60,8 @@ class AttentionKernel:
     @property
     def has_prompt_variant(self) -> bool:
         """Returns True if the kernel has a variant for rows of prompts, which rounds to bfloat16."""
-        plain = not (self.alibi or self.sinks or self.heads.latent)
-        return self.rounded and self.isa.amx and self.heads.dim % 32 == 0 and plain
+        has_plain_scores = not (self.alibi or self.sinks or self.heads.latent)
+        return self.rounded and self.isa.amx and self.heads.dim % 32 == 0 and has_plain_scores
 
     @property
     def fallback(self) -> str | None:
@@ -104,8 +104,8 @@ class AttentionKernel:
         row.
         """
         limit = max(1, self.registers // (2 * self.tile))
-        whole = self.heads.value_dim // self.values.lanes
-        return max(count for count in range(1, limit + 1) if whole % count == 0)
+        vectors = self.heads.value_dim // self.values.lanes
+        return max(count for count in range(1, limit + 1) if vectors % count == 0)
 
     @property
     def block(self) -> int:
@@ -221,8 +221,8 @@ def plan(call: Call) -> Expr:
             edge = T.bind((lowest + part) * PART)
             begin = T.Select(few, T.max(oldest, edge), oldest)
             stop = T.Select(few, T.min(newest, edge + PART - 1), newest)
-            kept = T.Select(few, line + part * rows + offset, -1)
-            for i, value in enumerate((sequence, start + offset, count, begin, stop, end, kept)):
+            partial_line = T.Select(few, line + part * rows + offset, -1)
+            for i, value in enumerate((sequence, start + offset, count, begin, stop, end, partial_line)):
                 T.buffer_store(call.plan, value, [at[0], i])
             T.buffer_store(at, at[0] + 1, [0])
     return T.bind(T.Cast("int64", at[0]))

@@ -73,8 +73,8 @@ class ExpertGate:
 
 
 def _expert(choices: Buffer, chosen: int, pair: Expr) -> Expr:
-    own = choices[T.truncdiv(pair, i64(chosen)), T.truncmod(pair, i64(chosen))]
-    return T.bind(T.Cast("int64", own))
+    expert = choices[T.truncdiv(pair, i64(chosen)), T.truncmod(pair, i64(chosen))]
+    return T.bind(T.Cast("int64", expert))
 
 
 def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
@@ -95,8 +95,8 @@ def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
                 weight = floats.spread(T.bind(choices[row, spec.chosen + choice]))
                 with T.serial(hidden // floats.lanes) as k:
                     at = k * floats.lanes
-                    own = T.bind(floats.load(bias, expert, at))
-                    floats.store(x, floats.fma(own, weight, floats.load(x, row, at)), row, at)
+                    bias_values = T.bind(floats.load(bias, expert, at))
+                    floats.store(x, floats.fma(bias_values, weight, floats.load(x, row, at)), row, at)
 
         with built.body():
             over_rows(rows, SERIAL_ROWS, one_row)

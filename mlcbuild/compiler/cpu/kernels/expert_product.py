@@ -155,9 +155,9 @@ class _Weighted:
         """Emits the addition of `lanes` results of a pair to the pair's row from `column` on. row: the number
         of the pair.
         """
-        own, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
-        weight = T.bind(self.choices[own, self.chosen + choice])
-        self.output.store(own, column, values * splat(weight, lanes), lanes, first)
+        target_row, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
+        weight = T.bind(self.choices[target_row, self.chosen + choice])
+        self.output.store(target_row, column, values * splat(weight, lanes), lanes, first)
 
 
 def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
@@ -167,14 +167,14 @@ def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
     order = T.alloc_buffer((pairs,), "int32")
 
     def expert(pair: Expr) -> Expr:
-        own = choices[T.truncdiv(pair, i64(chosen)), T.truncmod(pair, i64(chosen))]
-        return T.bind(T.Cast("int64", own))
+        number = choices[T.truncdiv(pair, i64(chosen)), T.truncmod(pair, i64(chosen))]
+        return T.bind(T.Cast("int64", number))
 
     with T.serial(0, i64(count)) as e:
         T.buffer_store(nexts, T.int32(0), [e])
     with T.serial(0, pairs) as pair:
-        own = expert(pair)
-        T.buffer_store(nexts, nexts[own] + 1, [own])
+        chosen_expert = expert(pair)
+        T.buffer_store(nexts, nexts[chosen_expert] + 1, [chosen_expert])
     used, place = register(i64(0), 1, "int64"), register(T.int32(0), 1, "int32")
     with T.serial(0, i64(count)) as e:
         rows = T.bind(nexts[e])
@@ -186,9 +186,9 @@ def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
             place.set(place.value + rows)
     T.buffer_store(starts, place.value, [used.value])
     with T.serial(0, pairs) as pair:
-        own = expert(pair)
-        T.buffer_store(order, T.Cast("int32", pair), [nexts[own]])
-        T.buffer_store(nexts, nexts[own] + 1, [own])
+        chosen_expert = expert(pair)
+        T.buffer_store(order, T.Cast("int32", pair), [nexts[chosen_expert]])
+        T.buffer_store(nexts, nexts[chosen_expert] + 1, [chosen_expert])
     return _Plan(experts, starts, order, T.bind(used.value))
 
 
@@ -211,8 +211,8 @@ def _product(
         lines = T.alloc_buffer((rows, float_product.packed(form).stride), "float32")
         call = float_product.FloatCall(form, tuple(weights), output, rows)
 
-        def float_tile(expert: Expr, tile: Expr, own: Sequence[Expr], places: Sequence[Expr]) -> None:
-            float_product.stream_tile(replace(call, first=expert * linear.n), lines, tile, own, places)
+        def float_tile(expert: Expr, tile: Expr, x_rows: Sequence[Expr], places: Sequence[Expr]) -> None:
+            float_product.stream_tile(replace(call, first=expert * linear.n), lines, tile, x_rows, places)
 
         batch, width = float_product.streamed_batch(form), linear.isa.stream_rows
         part = _Part(float_tile, -(-linear.n // width), width, (1, batch))
@@ -221,14 +221,14 @@ def _product(
     records = T.alloc_buffer((rows, matrix.records.stride), "int32")
     whole = int8_product.Int8Call(matrix, tuple(weights), output, ready, records, rows)
 
-    def int8_tile(expert: Expr, tile: Expr, own: Sequence[Expr], places: Sequence[Expr]) -> None:
-        int8_product.stream_tile(replace(whole, first=expert * matrix.tiles), tile, own, places)
+    def int8_tile(expert: Expr, tile: Expr, x_rows: Sequence[Expr], places: Sequence[Expr]) -> None:
+        int8_product.stream_tile(replace(whole, first=expert * matrix.tiles), tile, x_rows, places)
 
     part = _Part(int8_tile, matrix.tiles, TILE_ROWS, (1, most // 2, most))
     return lambda row: quantize_row(matrix.records, ready(row), records, row), part
 
 
-def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_pair: bool) -> None:
+def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by_pair: bool) -> None:
     """Emits the product of the rows of each expert with each tile of the expert's matrix. by_pair: True if x
     has one row for each pair (row, chosen expert).
     """
@@ -237,7 +237,7 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_p
         place, tile = (T.bind(cut(number, i64(part.tiles))) for cut in (T.truncdiv, T.truncmod))
         _rows(plan, part, place, tile, lambda pair: pair if by_pair else T.truncdiv(pair, i64(stack.chosen)))
 
-    shared(plan.used * part.tiles, taken, unit, _fixed(plan, stack))
+    shared(plan.used * part.tiles, counter, unit, _fixed(plan, stack))
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
@@ -248,7 +248,7 @@ def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
 
 
 def _scatter(
-    stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, out: tuple[Buffer, Expr, bool]
+    stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, out: tuple[Buffer, Expr, bool]
 ) -> None:
     """Emits the products of all experts, a part of the columns at a time, and adds their results to the rows
     of `out`. out: (buffer, number of its rows, True if it starts with zeros).
@@ -264,7 +264,7 @@ def _scatter(
         with T.serial(0, plan.used) as place, T.serial(0, stop - start) as tile:
             _rows(plan, part, place, T.bind(start + tile), lambda pair: pair)
 
-    shared(parts, taken, unit, _fixed(plan, stack))
+    shared(parts, counter, unit, _fixed(plan, stack))
 
 
 def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:

@@ -194,8 +194,8 @@ class FloatCall:
     def row(self, row: Expr) -> Expr:
         """Returns the index of a weight row. A row beyond the end is replaced by the last one, and its
         results are not stored."""
-        own = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
-        return own if self.first is None else self.first + own
+        bounded = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
+        return bounded if self.first is None else self.first + bounded
 
 
 def _one_row(call: FloatCall, lines: Buffer) -> None:
@@ -230,7 +230,7 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
     (buffer, row of x)."""
     x, line = source
     order = packed(form)
-    whole = form.k // (form.lanes * form.planes)
+    full_blocks = form.k // (form.lanes * form.planes)
 
     def pack_lane(block: Expr, lane: Expr, checked: bool) -> None:
         total: Expr = f32(0)
@@ -238,7 +238,7 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
             k = form.start(block) + lane * form.lane_step + plane * form.plane_step
             value = x[line, k]
             if checked:
-                fresh = T.And(k >= whole * form.lanes * form.planes, k < form.k)
+                fresh = T.And(k >= full_blocks * form.lanes * form.planes, k < form.k)
                 value = T.if_then_else(fresh, value, f32(0))
 
             total = total + value
@@ -248,11 +248,11 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
             place = block * order.step + form.planes * form.lanes + lane
             T.buffer_store(lines, total * f32(-form.offset), [row, place])
 
-    if whole:
-        with T.serial(0, i64(whole)) as block, T.serial(0, i64(form.lanes)) as lane:
+    if full_blocks:
+        with T.serial(0, i64(full_blocks)) as block, T.serial(0, i64(form.lanes)) as lane:
             pack_lane(block, lane, False)
-    if whole < form.blocks:
-        with T.serial(i64(whole), i64(form.blocks)) as block, T.serial(0, i64(form.lanes)) as lane:
+    if full_blocks < form.blocks:
+        with T.serial(i64(full_blocks), i64(form.blocks)) as block, T.serial(0, i64(form.lanes)) as lane:
             pack_lane(block, lane, True)
 
 

@@ -129,11 +129,11 @@ def _cache(form: LatentAppend, call: _Call, row: Expr, slot: Expr) -> None:
         at = k * floats.lanes
         value = floats.load(call.tokens, row, at)
         floats.store(line, value if call.bias is None else value + floats.load(call.bias, at), 0, at)
-    whole = norm.floats
+    norm_floats = norm.floats
     norm.row(
-        lambda at: whole.load(line, 0, at),
+        lambda at: norm_floats.load(line, 0, at),
         (call.weight, None),
-        lambda at, value: whole.store(line, value, 0, at),
+        lambda at, value: norm_floats.store(line, value, 0, at),
     )
     shared = line, T.int64(0), T.int64(spec.latent)
     _rotate(form, call, row, shared, shared)
@@ -149,8 +149,8 @@ def _query(form: LatentAppend, call: _Call, row: Expr, head: Expr) -> None:
     with T.serial(spec.latent // floats.lanes) as k:
         at = k * floats.lanes
         floats.store(call.queries, floats.load(call.absorbed, row, head * spec.latent + at), row, start + at)
-    own = T.bind(head * spec.query_dim + spec.head_dim)
-    _rotate(form, call, row, (call.own, row, own), (call.queries, row, start + spec.latent))
+    column = T.bind(head * spec.query_dim + spec.head_dim)
+    _rotate(form, call, row, (call.own, row, column), (call.queries, row, start + spec.latent))
 
 
 def _rotate(

@@ -34,8 +34,8 @@ def masked(isa: ISA) -> PrimFunc:
             size = some.lanes
             word = T.bind(masks[mask, MASK_BITS + at // MASK_WORD] >> T.Cast("int32", at % MASK_WORD))
             bits = (splat(word, size) >> span(T.int32(0), size)) & i32(1, size)
-            kept = T.Select(bits != i32(0, size), some.load(logits, row, at), infinity(-1, size))
-            some.store(logits, kept, row, at)
+            masked_logits = T.Select(bits != i32(0, size), some.load(logits, row, at), infinity(-1, size))
+            some.store(logits, masked_logits, row, at)
 
         with building.body():
             parts = T.bind((width + (PART - 1)) // PART)
@@ -43,9 +43,9 @@ def masked(isa: ISA) -> PrimFunc:
                 mask, first = T.bind(index // parts), T.bind(index % parts * PART)
                 row = T.bind(T.Cast("int64", masks[mask, MASK_ROW]))
                 size = T.bind(T.min(T.int64(PART), width - first))
-                whole = T.bind(size // lanes)
-                with T.serial(whole) as k:
+                full_vectors = T.bind(size // lanes)
+                with T.serial(full_vectors) as k:
                     vector(mask, row, T.bind(first + k * lanes), floats)
-                with T.serial(size - whole * lanes) as rest:
-                    vector(mask, row, T.bind(first + whole * lanes + rest), scalar)
+                with T.serial(size - full_vectors * lanes) as rest:
+                    vector(mask, row, T.bind(first + full_vectors * lanes + rest), scalar)
     return building.func

@@ -71,12 +71,12 @@ class Norm:
         """
         one, step = self.floats, self.floats.lanes
         parts = 4 if self.size % (4 * step) == 0 else 1
-        whole = Floats(self.isa, parts * step)
-        sums = registers(1, whole.lanes)[0]
-        whole.store(sums, whole.constant(0.0), 0)
-        with T.serial(self.size // whole.lanes) as k:
+        wide_floats = Floats(self.isa, parts * step)
+        sums = registers(1, wide_floats.lanes)[0]
+        wide_floats.store(sums, wide_floats.constant(0.0), 0)
+        with T.serial(self.size // wide_floats.lanes) as k:
             for part in range(parts):
-                value = T.bind(read(k * whole.lanes + part * step))
+                value = T.bind(read(k * wide_floats.lanes + part * step))
                 one.store(sums, one.fma(value, value, one.load(sums, part * step)), part * step)
         partial_sums = [one.load(sums, part * step) for part in range(parts)]
         mean = one.fold(sum(partial_sums[1:], partial_sums[0]), lambda a, b: a + b) * one.scalar.constant(

@@ -158,8 +158,8 @@ class Activated:
     @property
     def name(self) -> str:
         bias = f"bias_{_short(self.dtype)}_" if self.dtype else ""
-        own = f"_{_short(self.scalars)}" if self.scalars else ""
-        return f"{bias}{self.activation}{own}_plain_"
+        scalars = f"_{_short(self.scalars)}" if self.scalars else ""
+        return f"{bias}{self.activation}{scalars}_plain_"
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
         arguments = [argument("up", (m, k), "float32")]
@@ -173,12 +173,14 @@ class Activated:
         (up, *rest), floats = arguments, Floats.dividing(self.isa, self.inner)
         bias = rest.pop(0) if self.dtype else None
         line = scratch((1, self.inner))
-        own = xielu_factors(floats, rest[0]) if self.scalars else None
+        factors = xielu_factors(floats, rest[0]) if self.scalars else None
         with T.serial(self.inner // floats.lanes) as k:
             at = k * floats.lanes
             value = floats.load(up, row, at)
             value = T.bind(value + floats.load(bias, at) if bias is not None else value)
-            active = activate(floats, self.activation, value) if own is None else xielu(floats, own, value)
+            active = (
+                activate(floats, self.activation, value) if factors is None else xielu(floats, factors, value)
+            )
             floats.store(line, active, 0, at)
         return line, T.int64(0)
 

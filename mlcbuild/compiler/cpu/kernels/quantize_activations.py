@@ -149,7 +149,7 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
     """Emits code that quantizes a float32 row into row `row` of `records`. source: (buffer, row)."""
     x, line = source
     lanes = form.isa.lanes
-    whole = form.k // GROUP
+    full_groups = form.k // GROUP
     most = register(i32(0), 1, "int32") if form.powers else None
 
     def quantize(group: Expr, read: Callable[[int], Expr]) -> None:
@@ -157,16 +157,16 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
         if most is not None:
             most.set(T.max(most.value, largest))
 
-    if whole:
-        with T.serial(0, i64(whole)) as group:
+    if full_groups:
+        with T.serial(0, i64(full_groups)) as group:
             quantize(group, lambda v: x[line, span(group * GROUP + v * lanes, lanes)])
-    if whole < form.groups:
+    if full_groups < form.groups:
         tail = T.alloc_buffer((GROUP,), "float32")
         for v in range(0, GROUP, lanes):
             T.buffer_store(tail, f32(0, lanes), [span(v, lanes)])
         with T.serial(0, i64(form.k % GROUP)) as i:
-            T.buffer_store(tail, x[line, whole * GROUP + i], [i])
-        quantize(i64(whole), lambda v: tail[span(v * lanes, lanes)])
+            T.buffer_store(tail, x[line, full_groups * GROUP + i], [i])
+        quantize(i64(full_groups), lambda v: tail[span(v * lanes, lanes)])
     if most is not None:
         start = T.if_then_else(most.value > i32(_TOO_LARGE), i32(_NAN), i32(0))
         T.buffer_store(records, start, [row, form.groups * form.step])
@@ -187,14 +187,14 @@ def _quantize_group(
     scale, factor = _power(largest) if form.powers else _quotient(largest)
     inverse = splat(factor, lanes)
     rounder, bits = f32(_ROUNDER, lanes), i32(_ROUNDER_BITS, lanes)
-    whole = [T.bind(T.reinterpret(ints, fma(value, inverse, rounder, lanes)) - bits) for value in values]
-    count = len(whole) // form.halves
-    parts = [whole[i : i + count] for i in range(0, len(whole), count)]
+    integers = [T.bind(T.reinterpret(ints, fma(value, inverse, rounder, lanes)) - bits) for value in values]
+    count = len(integers) // form.halves
+    parts = [integers[i : i + count] for i in range(0, len(integers), count)]
     totals = [intrinsic("int32", "llvm.vector.reduce.add", _tree(part, lambda a, b: a + b)) for part in parts]
     if form.sums:
         totals = [T.bind(total) for total in totals]
     first = group * form.step
-    for v, quantized in enumerate(whole):
+    for v, quantized in enumerate(integers):
         _store_quads(form, records, row, first + v * (lanes // 4) * form.dot.parts, quantized)
     T.buffer_store(records, scale, [row, form.place(group, 0)])
     for half, total in enumerate(totals):

@@ -170,8 +170,8 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
             at = vectors.span(i * PAGE + first, by_token)
             token = vectors.span(T.Cast("int32", first), by_token)
             new, old = (pages[layer, page, 0, head, at] for page in (source, target))
-            kept = T.Select(token < vectors.splat(tokens, by_token), new, old)
-            T.buffer_store(pages, kept, [layer, target, 0, head, at])
+            merged = T.Select(token < vectors.splat(tokens, by_token), new, old)
+            T.buffer_store(pages, merged, [layer, target, 0, head, at])
         with T.serial(tokens) as row, T.serial(heads.dim // by_value) as part:
             at = vectors.span(row * heads.dim + part * by_value, by_value)
             T.buffer_store(pages, pages[layer, source, 1, head, at], [layer, target, 1, head, at])
@@ -193,11 +193,11 @@ def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, fir
     `start` on. weights: buffers of the norm's weight and bias; first: index of the first element of them that
     applies.
     """
-    whole = norm.floats
+    norm_floats = norm.floats
     norm.row(
-        lambda at: whole.load(token.qkv, token.row, start + at),
+        lambda at: norm_floats.load(token.qkv, token.row, start + at),
         weights,
-        lambda at, value: whole.store(token.qkv, value, token.row, start + at),
+        lambda at, value: norm_floats.store(token.qkv, value, token.row, start + at),
         first,
     )
 

@@ -120,8 +120,8 @@ class _Picks:
             total.set(total.value + share)
 
         _each(spec.count, raise_to)
-        whole = T.bind(f32(1) / total.value)
-        _each(spec.count, lambda e: T.buffer_store(logits, logits[row, e] * whole, [row, e]))
+        inverse_total = T.bind(f32(1) / total.value)
+        _each(spec.count, lambda e: T.buffer_store(logits, logits[row, e] * inverse_total, [row, e]))
 
     def _drop_groups(self) -> None:
         """Emits code that excludes all experts from the choice except those of the groups with the largest
@@ -129,7 +129,7 @@ class _Picks:
         """
         router = self.spec.router
         size = self.spec.count // router.groups
-        sums, kept = scratch((router.groups,)), scratch((router.groups,))
+        sums, kept_groups = scratch((router.groups,)), scratch((router.groups,))
 
         def add_up(group: Expr) -> None:
             first, second = register(f32(_LEAST), 1), register(f32(_LEAST), 1)
@@ -142,15 +142,15 @@ class _Picks:
             _each(size, look)
             score = first.value if router.group_by_largest else first.value + second.value
             T.buffer_store(sums, score, [group])
-            T.buffer_store(kept, f32(0), [group])
+            T.buffer_store(kept_groups, f32(0), [group])
 
         def keep(_: Expr) -> None:
             place = self._largest(sums, router.groups)
             T.buffer_store(sums, f32(_LEAST), [place])
-            T.buffer_store(kept, f32(1), [place])
+            T.buffer_store(kept_groups, f32(1), [place])
 
         def drop(e: Expr) -> None:
-            with T.If(kept[T.truncdiv(e, i64(size))] == f32(0)), T.Then():
+            with T.If(kept_groups[T.truncdiv(e, i64(size))] == f32(0)), T.Then():
                 T.buffer_store(self.left, f32(_LEAST), [e])
 
         _each(router.groups, add_up)
@@ -209,15 +209,15 @@ class _Picks:
         count = self.spec.chosen
 
         def place(number: Expr) -> None:
-            own, rank = T.bind(self.picked[number]), register(i64(0), 1, "int64")
-            _each(count, lambda other: self._count(rank, other, number, own))
-            T.buffer_store(choices, own, [row, rank.value])
+            expert, rank = T.bind(self.picked[number]), register(i64(0), 1, "int64")
+            _each(count, lambda other: self._count(rank, other, number, expert))
+            T.buffer_store(choices, expert, [row, rank.value])
             T.buffer_store(choices, self.picked[count + number], [row, count + rank.value])
 
         _each(count, place)
 
-    def _count(self, rank: Register, other: Expr, number: Expr, own: Expr) -> None:
+    def _count(self, rank: Register, other: Expr, number: Expr, expert: Expr) -> None:
         value = T.bind(self.picked[other])
-        before = T.Or(value < own, T.And(value == own, other < number))
+        before = T.Or(value < expert, T.And(value == expert, other < number))
         with T.If(before), T.Then():
             rank.set(rank.value + 1)

@@ -78,11 +78,11 @@ def _look(row: Row, first: Expr) -> None:
     logit. first: the first block.
     """
     row.fill_tail()
-    plain = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
+    is_unfiltered = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
     with T.serial(T.min(T.int64(TASK), row.blocks - first)) as number:
         block = T.bind(first + number)
         row.each(block, lambda source: _peak(row, block, source))
-        with T.If(plain), T.Then():
+        with T.If(is_unfiltered), T.Then():
             highest = row.top(block)
             row.each(
                 block, lambda source: sum_block(row, block, lambda at: _weighed(row, source, at, highest))
@@ -163,8 +163,8 @@ def _drawn(row: Row, least: Expr) -> Expr:
         def vector(at: Expr) -> None:
             logit, floats = T.bind(source.load(row.floats, at)), row.floats
             weight = T.bind(row.weight(floats, logit, highest))
-            kept = T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
-            floats.store(sums, kept, at)
+            kept_weight = T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
+            floats.store(sums, kept_weight, at)
 
         row.vectors(vector)
 

@@ -102,9 +102,11 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
                 def vector(at: Expr) -> Expr:
                     logit = T.bind(source.load(floats, at))
                     weight = T.bind(row.weight(floats, logit, most))
-                    kept = T.bind(T.Select(logit >= floats.spread(least), weight, floats.constant(0.0)))
-                    floats.store(room, kept, block * BLOCK + at)
-                    return kept
+                    kept_weight = T.bind(
+                        T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
+                    )
+                    floats.store(room, kept_weight, block * BLOCK + at)
+                    return kept_weight
 
                 sum_block(row, block, vector)
 
@@ -123,9 +125,9 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 
             def restrict(source: LogitBlock) -> None:
                 def vector(at: Expr) -> Expr:
-                    kept = source.load(floats, at) >= floats.spread(least)
+                    is_kept = source.load(floats, at) >= floats.spread(least)
                     weight = floats.load(room, block * BLOCK + at)
-                    return T.bind(T.Select(kept, weight, floats.constant(0.0)))
+                    return T.bind(T.Select(is_kept, weight, floats.constant(0.0)))
 
                 sum_block(row, block, vector)
 
@@ -203,8 +205,8 @@ def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
                         if room is not None:
                             value = T.bind(floats.load(room, block * BLOCK + at))
                         for mid, parts in zip(mids, sums, strict=True):
-                            kept = T.Select(logit >= floats.spread(mid), value, floats.constant(0.0))
-                            parts[half].set(parts[half].value + kept)
+                            kept_value = T.Select(logit >= floats.spread(mid), value, floats.constant(0.0))
+                            parts[half].set(parts[half].value + kept_value)
 
             with T.If(row.top(block) >= mids[0]), T.Then():
                 row.each(block, add)
@@ -269,9 +271,9 @@ def _narrow(
     with T.While(T.And(bounds.divides(mid.value), going.value < _LIMITED)):
         tried, total = T.bind(mid.value), register(f32(0, lanes), lanes)
         with T.serial(vectors) as k:
-            kept = floats.load(buffer, *index, k * lanes) >= floats.spread(tried)
+            is_kept = floats.load(buffer, *index, k * lanes) >= floats.spread(tried)
             value = floats.load(weights[0], k * lanes) if weights else floats.constant(1.0)
-            total.set(total.value + T.Select(kept, value, floats.constant(0.0)))
+            total.set(total.value + T.Select(is_kept, value, floats.constant(0.0)))
         measured = T.Cast("float64", floats.fold(total.value, lambda a, b: a + b)) + bounds.above.value
         bounds.settle(tried, T.bind(measured >= goal), T.bind(measured < goal))
         mid.set(bounds.middle)

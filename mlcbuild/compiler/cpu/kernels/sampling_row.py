@@ -84,12 +84,12 @@ class Row:
         return T.bind(self.tops[self.row, block])
 
     def fill_tail(self) -> None:
-        whole = T.bind(self.width // BLOCK * BLOCK)
-        with T.If(whole < self.width), T.Then():
+        full_width = T.bind(self.width // BLOCK * BLOCK)
+        with T.If(full_width < self.width), T.Then():
             with T.serial(BLOCK) as at:
                 T.buffer_store(self.tail, infinity(-1), [at])
-            with T.serial(self.width - whole) as at:
-                T.buffer_store(self.tail, self.logits[0, self.row, whole + at], [at])
+            with T.serial(self.width - full_width) as at:
+                T.buffer_store(self.tail, self.logits[0, self.row, full_width + at], [at])
 
     def each(self, block: Expr, emit: Callable[[LogitBlock], None]) -> None:
         """Emits code for one block of a row of logits, whose index is `block`. It calls `emit` twice, once

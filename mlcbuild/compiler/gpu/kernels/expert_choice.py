@@ -114,10 +114,12 @@ class _Choice:
             covering(count, tx, WORKGROUP, lambda e: put(self._scores, sigmoid(logits[row, e]), e))
             barrier()
             return
-        own = local(1)
-        put(own, number(LOWEST), 0)
-        covering(count, tx, WORKGROUP, lambda e: put(own, T.max(own[0], logits[row, e]), 0))
-        put(self._sums, own[0], tx)
+        thread_largest = local(1)
+        put(thread_largest, number(LOWEST), 0)
+        covering(
+            count, tx, WORKGROUP, lambda e: put(thread_largest, T.max(thread_largest[0], logits[row, e]), 0)
+        )
+        put(self._sums, thread_largest[0], tx)
         reduce_tree(self._sums, tx, WORKGROUP, T.max)
         largest = bind(self._sums[0])
         barrier()
@@ -131,11 +133,11 @@ class _Choice:
         """Returns the rank of value `index` among `count` values: the number of larger values and of equal
         ones with a lower index.
         """
-        own, rank = bind(values[index]), local(1, "int32")
+        value_here, rank = bind(values[index]), local(1, "int32")
         put(rank, T.int32(0), 0)
         with T.serial(count) as other:
             value = bind(values[other])
-            before = T.Or(value > own, T.And(value == own, other < index))
+            before = T.Or(value > value_here, T.And(value == value_here, other < index))
             with when(before):
                 put(rank, rank[0] + 1, 0)
         return bind(rank[0])
@@ -222,19 +224,19 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
             counts = k.shared(spec.count, "int32")
 
             def count_own(e: Value) -> None:
-                own = local(1, "int32")
-                put(own, T.int32(0), 0)
+                count = local(1, "int32")
+                put(count, T.int32(0), 0)
                 with T.serial(choices) as choice, when(routes[choice] == e):
-                    put(own, own[0] + 1, 0)
-                put(counts, own[0], e)
+                    put(count, count[0] + 1, 0)
+                put(counts, count[0], e)
 
             def place_own(e: Value) -> None:
                 at, tile = _sums_before(counts, e)
-                own = bind(counts[e])
-                with T.serial((own + TILE - 1) // TILE) as index:
+                count = bind(counts[e])
+                with T.serial((count + TILE - 1) // TILE) as index:
                     put(tiles, e, tile[0] + index, 0)
                     put(tiles, at[0] + index * TILE, tile[0] + index, 1)
-                    put(tiles, T.min(own - index * TILE, TILE), tile[0] + index, 2)
+                    put(tiles, T.min(count - index * TILE, TILE), tile[0] + index, 2)
                 with T.serial(choices) as choice, when(routes[choice] == e):
                     put(order, choice, at[0])
                     put(at, at[0] + 1, 0)
@@ -258,9 +260,9 @@ def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
     put(total, T.int32(0), 0)
     put(tiles, T.int32(0), 0)
     with T.serial(expert) as other:
-        own = bind(counts[other])
-        put(total, total[0] + own, 0)
-        put(tiles, tiles[0] + (own + TILE - 1) // TILE, 0)
+        count = bind(counts[other])
+        put(total, total[0] + count, 0)
+        put(tiles, tiles[0] + (count + TILE - 1) // TILE, 0)
     return total, tiles
 
 

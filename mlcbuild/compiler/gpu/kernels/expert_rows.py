@@ -47,11 +47,11 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
         routes, first = k.buffer("routes", (choices,), "int32"), k.scalar("first")
         with k.launch(shape.threads, shape.groups_of_outputs, "choices") as (bx, choice, tx):
             expert = bind(routes[choice])
-            own = bind(T.max(T.min(expert - first, experts.count - 1), 0))
+            matrix = bind(T.max(T.min(expert - first, experts.count - 1), 0))
             block = RowBlock(x, bind(choice // experts.chosen), 1, n)
             norm = None if vectors is None else RowsNorm.of(k, vectors, block, tx)
             outputs = shape.outputs(bx, tx)
-            matrix_rows = [bind(own * shape.rows + row) for row in shape.matrix_rows(outputs)]
+            matrix_rows = [bind(matrix * shape.rows + row) for row in shape.matrix_rows(outputs)]
             sums = shape.sums(buffers.matrix, matrix_rows, Factors(block, norm, spec.inputs), tx)
             inside = T.And(expert >= first, expert < first + experts.count)
             target = Outputs(choice, 1, inside, outputs, bind(expert * shape.rows))
@@ -81,9 +81,9 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
                 with when(T.And(expert >= first, expert < first + experts.count)):
                     matrix_rows = [bind((expert - first) * shape.rows + at) for at in local_rows]
                     factors = Factors(RowBlock(x, choice, 1, choices), None, spec.inputs)
-                    own = shape.sums(buffers.matrix, matrix_rows, factors, tx)
+                    products = shape.sums(buffers.matrix, matrix_rows, factors, tx)
                     for index, output in enumerate(outputs):
-                        value = own[index]
+                        value = products[index]
                         if buffers.bias is not None:  # Only one lane adds it.
                             at = bind(expert * shape.rows + T.min(output, spec.outputs - 1))
                             bias = buffers.bias[at]
@@ -105,7 +105,7 @@ def expert_gemm(name: str, spec: ProductSpec, experts: ExpertsSpec, per_row: int
         first = k.scalar("first")
         with k.launch(THREADS, -(-spec.outputs // TILE), "tile_count") as (bx, by, tx):
             expert, start, used = (bind(tiles[by, index]) for index in range(3))
-            own = bind(T.max(T.min(expert - first, experts.count - 1), 0))
+            matrix = bind(T.max(T.min(expert - first, experts.count - 1), 0))
             inside = bind(T.And(expert >= first, expert < first + experts.count))
 
             def choice(line: Value) -> Value:
@@ -116,7 +116,7 @@ def expert_gemm(name: str, spec: ProductSpec, experts: ExpertsSpec, per_row: int
                 choice,
                 lambda line: T.And(inside, line < used),
                 lambda line, column: x[bind(choice(line) // per_row), column],
-                bind(own * spec.outputs),
+                bind(matrix * spec.outputs),
                 bind(expert * spec.outputs),
             )
             multiply_tile(k, buffers, rows, (bx, tx))

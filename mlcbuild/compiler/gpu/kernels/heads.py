@@ -94,8 +94,8 @@ def prepare_heads(
             if pages is not None:
                 slot = bind(block[inputs.slots + row])
                 with when(T.Not(head.is_query)):
-                    own = place - cache.heads
-                    at = (own // cache.kv_heads, own % cache.kv_heads, slot)
+                    index = place - cache.heads
+                    at = (index // cache.kv_heads, index % cache.kv_heads, slot)
                     cache.append(pages, result, at, tx)
     return k
 
@@ -175,13 +175,13 @@ class _Head:
         if self._spec.span != "head":
             queries = bind(T.min(self._place, cache.heads - 1) * dim)
             keys = bind(T.min(T.max(self._place - cache.heads, 0), cache.kv_heads - 1) * dim)
-        own = bind(T.Select(self.is_query, queries, keys))
+        first_element = bind(T.Select(self.is_query, queries, keys))
 
         def normalize(column: Value) -> None:
             value = bind(vector[column])
             normed = bind((value if mean is None else value - mean) * root)
             if norms[0] is norms[1]:
-                query = key = norms[0].scaled(normed, bind(own + column))
+                query = key = norms[0].scaled(normed, bind(first_element + column))
             else:
                 query = norms[0].scaled(normed, bind(queries + column))
                 key = norms[1].scaled(normed, bind(keys + column))

@@ -75,13 +75,13 @@ def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBui
         n = k.size("n")
         queries, block = k.buffer("queries", (n, spec.heads * spec.query_dim)), inputs.declare(k)
         table = k.buffer("table", (spec.rows, spec.rope_dim))
-        plain = k.buffer("plain", (n, spec.heads * spec.head_dim))
+        unrotated = k.buffer("plain", (n, spec.heads * spec.head_dim))
         query = k.buffer("query", (n, spec.heads * spec.cached))
         with k.launch(WORKGROUP, spec.heads, "n") as (head, row, tx):
             position, first = bind(block[inputs.positions + row]), bind(head * spec.query_dim)
 
             def copy(index: Value) -> None:
-                put(plain, queries[row, first + index], row, head * spec.head_dim + index)
+                put(unrotated, queries[row, first + index], row, head * spec.head_dim + index)
 
             def rotate(index: Value) -> None:
                 start = first + spec.head_dim

@@ -154,32 +154,32 @@ class _Chosen:
 
     def __init__(self, k: KernelBuilder, threads: int = CHOOSERS) -> None:
         self._threads = threads
-        self._own = local(2, "int32")
+        self._best = local(2, "int32")
         self.keys, self.tokens = k.shared(threads, "int32"), k.shared(threads, "int32")
-        put(self._own, T.int32(_SMALLEST), 0)
-        put(self._own, T.int32(0), 1)
+        put(self._best, T.int32(_SMALLEST), 0)
+        put(self._best, T.int32(0), 1)
 
     def consider(self, value: Value, token: Value) -> None:
         """Emits code that compares the key of another logit (`value`) and its token with the stored ones. The
         tokens of one thread must come in ascending order.
         """
-        with when(value > self._own[0]):
-            put(self._own, value, 0)
-            put(self._own, token, 1)
+        with when(value > self._best[0]):
+            put(self._best, value, 0)
+            put(self._best, token, 1)
 
     def reduce(self, tx: Value) -> None:
         """Emits the reduction over the workgroup's threads, which leaves the result at index 0. tx: the
         thread's index."""
         keys, tokens = self.keys, self.tokens
-        put(keys, self._own[0], tx)
-        put(tokens, self._own[1], tx)
+        put(keys, self._best[0], tx)
+        put(tokens, self._best[1], tx)
         barrier()
         step = self._threads // 2
         while step:
             bounded = bind(T.min(tx + step, self._threads - 1))
-            other, own = bind(keys[bounded]), bind(keys[tx])
+            other, current = bind(keys[bounded]), bind(keys[tx])
             first, second = bind(tokens[tx]), bind(tokens[bounded])
-            better = bind(T.Or(other > own, T.And(other == own, second < first)))
+            better = bind(T.Or(other > current, T.And(other == current, second < first)))
             barrier()
             with when(T.And(tx < step, better)):
                 put(keys, other, tx)
@@ -202,9 +202,9 @@ def candidates(name: str, vocab: int) -> KernelBuilder:
         logits = k.buffer("logits", (q, vocab), "int32")
         top = k.buffer("top", (q, 2 + 2 * CANDIDATES), "int32")
         with k.launch(CHOOSERS, "q") as (row, _, tx):
-            counts, reals, own = k.shared(CHOOSERS, "int32"), k.shared(CHOOSERS), local(1, "int32")
+            counts, reals, thread_count = k.shared(CHOOSERS, "int32"), k.shared(CHOOSERS), local(1, "int32")
             real, low = local(1), local(1, "int32")
-            line = _Line(logits, vocab, row, tx, counts, own)
+            line = _Line(logits, vocab, row, tx, counts, thread_count)
             maximum = line.maximum()
             put(real, number(0), 0)
             line.each(lambda _, bits: put(real, real[0] + T.exp(T.reinterpret("float32", bits) - maximum), 0))
@@ -228,7 +228,7 @@ class _Line:
     tx: Value
     """Index, within its workgroup, of the thread for which code is emitted."""
     counts: Value  # int32, one count per thread, in shared memory
-    own: Value  # int32, of one thread
+    thread_count: Value  # int32, of one thread
 
     def each(self, body: Callable[[Value, Value], None]) -> None:
         """Emits a loop over those logits of the row that belong to the running thread. body: function of
@@ -241,9 +241,9 @@ class _Line:
 
     def maximum(self) -> Value:
         """Emits a search for the largest logit of the row, and returns it."""
-        put(self.own, T.int32(_SMALLEST), 0)
-        self.each(lambda _, bits: put(self.own, T.max(self.own[0], key(bits)), 0))
-        put(self.counts, self.own[0], self.tx)
+        put(self.thread_count, T.int32(_SMALLEST), 0)
+        self.each(lambda _, bits: put(self.thread_count, T.max(self.thread_count[0], key(bits)), 0))
+        put(self.counts, self.thread_count[0], self.tx)
         _reduce(self.counts, self.tx, CHOOSERS, T.max)
         largest = bind(self.counts[0])
         barrier()
@@ -254,18 +254,18 @@ class _Line:
         """Emits code that writes to `low` the largest key that at least CANDIDATES logits reach, bit by bit
         from the highest.
         """
-        own, tx = self.own, self.tx
+        thread_count, tx = self.thread_count, self.tx
         put(low, T.int32(_SMALLEST), 0)
         with T.serial(32) as bit:
             probe = bind(low[0] + T.Cast("int32", T.shift_left(T.uint32(1), T.Cast("uint32", 31 - bit))))
-            put(own, T.int32(0), 0)
+            put(thread_count, T.int32(0), 0)
 
             def count(_: Value, bits: Value) -> None:
                 with when(key(bits) >= probe):
-                    put(own, own[0] + 1, 0)
+                    put(thread_count, thread_count[0] + 1, 0)
 
             self.each(count)
-            put(self.counts, own[0], tx)
+            put(self.counts, thread_count[0], tx)
             _reduce(self.counts, tx, CHOOSERS, lambda left, right: left + right)
             enough = bind(self.counts[0] >= CANDIDATES)
             barrier()
@@ -276,20 +276,20 @@ class _Line:
         """Emits code that writes candidates to `top`: first those above the threshold `low`, then those at
         it, in the order of threads.
         """
-        own, at = local(1, "int32"), local(1, "int32")
+        thread_count, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)
         for above in (True, False):
-            put(own, T.int32(0), 0)
+            put(thread_count, T.int32(0), 0)
 
             def chosen(bits: Value, above: bool = above) -> Value:
                 return key(bits) > low[0] if above else key(bits) == low[0]
 
             def count(_: Value, bits: Value) -> None:
                 with when(chosen(bits)):
-                    put(own, own[0] + 1, 0)
+                    put(thread_count, thread_count[0] + 1, 0)
 
             self.each(count)
-            put(self.counts, own[0], self.tx)
+            put(self.counts, thread_count[0], self.tx)
             barrier()
             put(at, start, 0)
             total = local(1, "int32")

@@ -161,13 +161,13 @@ def row_sum(sums: Value, tx: Value, columns: Value | int, value: Callable[[Value
     array in shared memory with one number per thread; tx: the thread; value: function from a column to a
     number.
     """
-    own = local(1)
-    put(own, number(0), 0)
+    partial = local(1)
+    put(partial, number(0), 0)
     with T.serial((columns + WORKGROUP - 1) // WORKGROUP) as step:
         column = bind(step * WORKGROUP + tx)
         with when(column < columns):
-            put(own, own[0] + bind(value(column)), 0)
-    put(sums, own[0], tx)
+            put(partial, partial[0] + bind(value(column)), 0)
+    put(sums, partial[0], tx)
     reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
     return bind(sums[0])
 

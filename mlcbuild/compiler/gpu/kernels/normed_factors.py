@@ -70,9 +70,9 @@ class AddedRows:
         index of the four columns.
         """
         sums, last = [], self.rows.columns - 1
-        for offset, (value, own) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
+        for offset, (value, added) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
             factor = self.vectors.factor(bind(T.min(column * CHUNK + offset, last)))
-            normed = own * self.roots[index]
+            normed = added * self.roots[index]
             normed = normed if factor is None else normed * factor
             sums.append(bind(value + (normed if self.scale == 1 else normed * exact(self.scale))))
         return sums
@@ -128,16 +128,16 @@ class RowsNorm:
         """Emits code that computes the statistics of a block's rows, and returns the norm. tx: the thread."""
         spec = vectors.spec
         roots, means = local(block.count), local(block.count) if spec.is_centred else None
-        own, sums, chunks = local(1), k.shared(WORKGROUP), -(-spec.columns // CHUNK)
+        partial, sums, chunks = local(1), k.shared(WORKGROUP), -(-spec.columns // CHUNK)
 
         def total(row: Value, term: Callable[[Value, Value], Value]) -> Value:
-            put(own, number(0), 0)
+            put(partial, number(0), 0)
             with T.serial(-(-chunks // WORKGROUP)) as step:
                 column = bind(step * WORKGROUP + tx)
                 with when(column < chunks):
                     for index, value in enumerate(block.chunk(row, column)):
-                        put(own, term(value, column * CHUNK + index) + own[0], 0)
-            put(sums, own[0], tx)
+                        put(partial, term(value, column * CHUNK + index) + partial[0], 0)
+            put(sums, partial[0], tx)
             reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
             result = bind(sums[0])
             barrier()
@@ -196,20 +196,23 @@ class Factors:
         return pairs
 
     def chunk(
-        self, own: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
+        self, row: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
     ) -> list[Value]:
         """Returns four values of a row of the block from `column` on, with the norm's weights and biases
-        applied. own: index of the row; norm: the result of `of_norm`.
+        applied. row: index of the row; norm: the result of `of_norm`.
         """
-        values = self.block.chunk(own, column)
+        values = self.block.chunk(row, column)
         if norm is None or self.norm is None:
             return values
         if self.norm.means is not None:
-            values = [(value - self.norm.means[own]) * self.norm.roots[own] for value in values]
+            values = [(value - self.norm.means[row]) * self.norm.roots[row] for value in values]
         values = [v if f is None else v * f for v, (f, _) in zip(values, norm, strict=True)]
         values = [bind(v if shift is None else v + shift) for v, (_, shift) in zip(values, norm, strict=True)]
         if self.columns % GROUP == 0 or self.norm.means is None:
             return values
         # Beyond its columns a matrix holds arbitrary numbers. x is 0 there, but x minus its mean is not.
-        inside = [column * CHUNK + index < self.columns for index in range(CHUNK)]
-        return [bind(T.Select(own, v, number(0))) for own, v in zip(inside, values, strict=True)]
+        is_inside_row = [column * CHUNK + index < self.columns for index in range(CHUNK)]
+        return [
+            bind(T.Select(is_inside, v, number(0)))
+            for is_inside, v in zip(is_inside_row, values, strict=True)
+        ]

@@ -167,7 +167,7 @@ class _HeadGroup:
     reduced: Value
     places: Value
     """The page of each token of a tile, in shared memory."""
-    own: Value
+    thread_scores: Value
     """Attention scores of the token for which this thread is responsible, one for each head of the group."""
     sums: Value
     """Weighted sums of values, [head, part of its dimensions]; each thread computes every 64th dimension."""
@@ -185,7 +185,7 @@ class _HeadGroup:
             scores=k.shared(count * WORKGROUP),
             reduced=k.shared(WORKGROUP),
             places=k.shared(WORKGROUP, "int32"),
-            own=local(count),
+            thread_scores=local(count),
             sums=local(count * parts),
             state=local(2 * count),
         )
@@ -224,30 +224,30 @@ class _HeadGroup:
         """
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
-            put(self.own, number(0), g)
+            put(self.thread_scores, number(0), g)
         with when(visible):
             page, key = bind(self.places[self.tx]), cache.place(0, self.kv_head, token % PAGE)
             with T.serial(cache.words) as word:
                 values = cache.pair(pages, page, key + word)
                 for g in range(self.count):
-                    total = self.own[g]
+                    total = self.thread_scores[g]
                     for index, value in enumerate(values):
                         column = g * cache.head_dim + word * len(values) + index
                         total = self.query[column] * value + total
-                    put(self.own, total, g)
+                    put(self.thread_scores, total, g)
         for g in range(self.count):
-            score = bind(self.spec.score(self.own[g], slopes[g], token, position))
-            put(self.own, either(visible, score, number(LOWEST)), g)
+            score = bind(self.spec.score(self.thread_scores[g], slopes[g], token, position))
+            put(self.thread_scores, either(visible, score, number(LOWEST)), g)
 
     def soften(self, g: int, visible: Value) -> None:
         """Emits code that turns the scores of head `g` into weights (softmax), and rescales the sums so far.
         visible: condition that the query sees the thread's token.
         """
-        put(self.reduced, self.own[g], self.tx)
+        put(self.reduced, self.thread_scores[g], self.tx)
         reduce_tree(self.reduced, self.tx, WORKGROUP, T.max)
         largest = bind(T.max(self.state[2 * g], self.reduced[0]))
         factor = bind(T.exp(self.state[2 * g] - largest))
-        weight = bind(either(visible, T.exp(self.own[g] - largest), number(0)))
+        weight = bind(either(visible, T.exp(self.thread_scores[g] - largest), number(0)))
         put(self.scores, weight, g * WORKGROUP + self.tx)
         barrier()
         put(self.reduced, weight, self.tx)

@@ -253,23 +253,23 @@ def _group_sums(
                 [bind(code) for code in matrix.chunk(words[place], row, group, index)]
                 for place, row in enumerate(matrix_rows)
             ]
-            with T.serial(count) as own:
-                values = factors.chunk(own, column, norm)
+            with T.serial(count) as x_row:
+                values = factors.chunk(x_row, column, norm)
                 for place in range(width):
-                    total = part[own * width + place]
+                    total = part[x_row * width + place]
                     for code, value in zip(codes[place], values, strict=True):
                         total = code * value + total
-                    put(part, total, own * width + place)
+                    put(part, total, x_row * width + place)
                 if totals is not None:
-                    put(totals, totals[own] + (values[0] + values[1] + values[2] + values[3]), own)
-        with T.serial(count) as own:
+                    put(totals, totals[x_row] + (values[0] + values[1] + values[2] + values[3]), x_row)
+        with T.serial(count) as x_row:
             for place, of_row in enumerate(scales):
-                at = own * width + place
+                at = x_row * width + place
                 value = part[at]
                 if of_row:
                     scale, minimum = of_row[run]
                     value = value * scale
-                    value = value if minimum is None else value + totals[own] * minimum
+                    value = value if minimum is None else value + totals[x_row] * minimum
                 put(sums, sums[at] + value, at)
 
 

@@ -106,7 +106,7 @@ class _QueryTile:
     [key, dimension].
     """
     reduced: Value
-    own: Value
+    thread_scores: Value
     sums: Value
     state: Value
     """For one row of a tile, the running maximum of attention scores and the sum of weights."""
@@ -149,8 +149,8 @@ class _QueryTile:
             flat = bind(index * _TILE_THREADS + self.tx)
             other, column = bind(flat // KEYS), bind(part * KEYS + flat % KEYS)
             inside = bind(column < dim)
-            own = value(other, bind(T.min(column, dim - 1)))
-            put(tile, T.Select(inside, own, number(0)), other * _STRIDE + flat % KEYS)
+            element = value(other, bind(T.min(column, dim - 1)))
+            put(tile, T.Select(inside, element, number(0)), other * _STRIDE + flat % KEYS)
 
     def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
         """Emits the dot products of the query row that a thread computes with the keys of a tile. query:
@@ -159,7 +159,7 @@ class _QueryTile:
         """
         first, count = self.place
         for index in range(_OWN):
-            put(self.own, number(0), index)
+            put(self.thread_scores, number(0), index)
         with T.serial(-(-self.spec.cache.head_dim // KEYS)) as part:
             self._fill(self.left, part, lambda row, column: query(first + T.min(row, count - 1), column))
             self._fill(self.right, part, lambda key, column: keys.number(0, base + key, column))
@@ -168,7 +168,7 @@ class _QueryTile:
                 value = bind(self.left[self.line * _STRIDE + column])
                 for index in range(_OWN):
                     key = self.right[(self.tx % 4 + 4 * index) * _STRIDE + column]
-                    put(self.own, value * key + self.own[index], index)
+                    put(self.thread_scores, value * key + self.thread_scores[index], index)
             barrier()
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
@@ -180,15 +180,15 @@ class _QueryTile:
         for index in range(_OWN):
             token = bind(base + self.tx % 4 + 4 * index)
             visible.append(bind(T.And(token <= position, token > position - window)))
-            score = bind(self.spec.score(self.own[index], slope, token, position))
-            put(self.own, either(visible[-1], score, number(LOWEST)), index)
-        largest = self.own[0]
+            score = bind(self.spec.score(self.thread_scores[index], slope, token, position))
+            put(self.thread_scores, either(visible[-1], score, number(LOWEST)), index)
+        largest = self.thread_scores[0]
         for index in range(1, _OWN):
-            largest = T.max(largest, self.own[index])
+            largest = T.max(largest, self.thread_scores[index])
         largest = self._of_row(largest, self.state[0], T.max)
         factor, total = bind(T.exp(self.state[0] - largest)), number(0)
         for index in range(_OWN):
-            weight = bind(either(visible[index], T.exp(self.own[index] - largest), number(0)))
+            weight = bind(either(visible[index], T.exp(self.thread_scores[index] - largest), number(0)))
             put(self.weights, weight, self.line * _STRIDE + self.tx % 4 + 4 * index)
             total = total + weight
         total = self._of_row(total, number(0), lambda left, right: left + right)

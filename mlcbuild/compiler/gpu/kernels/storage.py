@@ -337,12 +337,12 @@ class RowsOf:
     def chunk(self, row: Value, column: Value) -> list[Value]:
         """Returns the numbers of columns 4 * column to 4 * column + 3, with 0 beyond the row."""
         if self.columns % CHUNK == 0:
-            whole = self.columns // CHUNK
-            vector = bind(self.values[row, T.min(column, whole - 1)])
+            full_chunks = self.columns // CHUNK
+            vector = bind(self.values[row, T.min(column, full_chunks - 1)])
             values = [lane(vector, index) for index in range(CHUNK)]
-            if whole % (GROUP // CHUNK) == 0:
+            if full_chunks % (GROUP // CHUNK) == 0:
                 return values
-            return [bind(T.Select(column < whole, value, number(0))) for value in values]
+            return [bind(T.Select(column < full_chunks, value, number(0))) for value in values]
         return [
             bind(
                 T.Select(

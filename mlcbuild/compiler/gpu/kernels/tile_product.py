@@ -89,11 +89,11 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
         _load_weights(buffers.matrix, right, (tile.matrix, bind(bx * TILE), spec.outputs), (step, tx))
         barrier()
         with T.serial(DEPTH) as column:
-            own = [bind(left[column * TILE + tx // _ACROSS * _SIDE + i]) for i in range(_SIDE)]
+            left_values = [bind(left[column * TILE + tx // _ACROSS * _SIDE + i]) for i in range(_SIDE)]
             other = [bind(right[column * TILE + tx % _ACROSS * _SIDE + i]) for i in range(_SIDE)]
             for i in range(_SIDE):
                 for j in range(_SIDE):
-                    put(sums, own[i] * other[j] + sums[i * _SIDE + j], i * _SIDE + j)
+                    put(sums, left_values[i] * other[j] + sums[i * _SIDE + j], i * _SIDE + j)
         barrier()
     for i in range(_SIDE):
         line = bind(tx // _ACROSS * _SIDE + i)
