@@ -53,7 +53,9 @@ def stir(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def first_letter(params: Params, inputs: Inputs, out: Path) -> None:
-    """Keeps so little of its input that most changes of it do not show."""
+    """Action for tests: writes only the first letter of its input, so that most changes of the input leave
+    its result unchanged.
+    """
     (out / "letter.txt").write_text((inputs["of"] / "text.txt").read_text()[:1])
 
 
@@ -68,7 +70,7 @@ def files(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def names(params: Params, inputs: Inputs, out: Path) -> None:
-    """Lists the files of its inputs."""
+    """Action for tests: writes the names of the files of its inputs to names.txt."""
     results = [f"{a}/{p.relative_to(d)}" for a, d in inputs.items() for p in d.rglob("*") if p.is_file()]
     (out / "names.txt").write_text("\n".join(sorted(results)))
 
@@ -95,7 +97,7 @@ def random(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def fail(params: Params, inputs: Inputs, out: Path) -> None:
-    """Ends in the way that params.how names."""
+    """Action for tests: fails in the way that params["how"] names, such as an exception or a signal."""
     how = params["how"]
     sys.stdout.write("a line before the end\n")
     sys.stdout.flush()
@@ -206,14 +208,16 @@ def slow_progress(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def memory(params: Params, inputs: Inputs, out: Path) -> None:
-    """Holds params.bytes bytes."""
+    """Action for tests: allocates params["bytes"] bytes of memory."""
     held = bytearray(int(str(params["bytes"])))
     held[::4096] = b"x" * len(held[::4096])
     (out / "size.txt").write_text(str(len(held)))
 
 
 def grow(params: Params, inputs: Inputs, out: Path) -> None:
-    """Keeps params.bytes bytes after its end, and writes its process id."""
+    """Action for tests: leaks params["bytes"] bytes of memory, so that the worker process grows, and writes
+    its process id.
+    """
     _kept.append(b"x" * int(str(params["bytes"])))
     (out / "pid.txt").write_text(str(os.getpid()))
 

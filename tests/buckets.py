@@ -86,7 +86,7 @@ class Server:
     home: Path
 
     def bucket(self, name: str) -> str:
-        """Returns a new bucket; the URL of a remote in it."""
+        """Creates a bucket, and returns the URL of a remote in it."""
         import obstore
 
         signed = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=5))
@@ -95,7 +95,9 @@ class Server:
         return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
 
     def warm(self) -> None:
-        """Has the server make the pools that it makes when they are first needed, which takes long."""
+        """Makes the server create its storage pools in advance, which takes long when they are first
+        needed.
+        """
         import obstore
 
         self.bucket("warm")
@@ -120,7 +122,7 @@ class Server:
         return sorted(str(item["name"]) for item in json.loads(listed))
 
     def admin(self, *arguments: str, program: str = "radosgw-admin") -> bytes:
-        """Returns what radosgw-admin, or ceph, prints."""
+        """Runs radosgw-admin or ceph, and returns its standard output."""
         environment = {**os.environ, "CEPH_CONF": str(self.home / "ceph.conf")}
         command = [program, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, timeout=200, check=True).stdout

@@ -91,7 +91,9 @@ def nginx(
 
 
 def free_port() -> int:
-    """Returns one that stays free until a server takes it: systems give those from 32768 on to clients."""
+    """Returns a TCP port below 32768 that is free: systems give ports from 32768 on to clients, so it stays
+    free until a server binds it.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as actual, suppress(OSError):
@@ -100,7 +102,7 @@ def free_port() -> int:
 
 
 def until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits as long as a loaded machine may take."""
+    """Waits until a server accepts connections on a port, as long as that may take on a loaded machine."""
     end = time.monotonic() + 200
     while time.monotonic() < end:
         with socket.socket() as probe:
@@ -121,7 +123,7 @@ def usual(handler: Handler) -> bool:
 
 @dataclass
 class Cache:
-    """A cache in memory, and what went over its wire."""
+    """A shared cache in memory behind an HTTP server, with a record of the requests that it received."""
 
     url: str = ""
     content: dict[str, bytes] = field(default_factory=dict)
@@ -196,7 +198,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class _Server(http.server.ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients leave early here."""
+        """Ignores errors of connections, because clients in these tests disconnect early."""
 
 
 @contextmanager

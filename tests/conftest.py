@@ -52,7 +52,7 @@ KINDS = (
 
 
 def kind(reason: str) -> str:
-    """Returns what a skipped test needs, in general."""
+    """Returns the kind of thing that a skipped test lacks, such as "a GPU", by the reason for skipping."""
     return next((name for name, pattern in KINDS if re.search(pattern, reason)), "something else")
 
 
@@ -138,7 +138,9 @@ def registry_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[regist
 
 @pytest.fixture
 def s3_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Credentials for the server, and none of the user who runs the tests."""
+    """Sets the environment variables with credentials of the S3 server of the tests, and removes those of the
+    user who runs the tests.
+    """
     for name in os.environ:
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)

@@ -32,7 +32,7 @@ MODULE = (
 
 
 def available() -> bool:
-    """Returns whether this machine can run BASE's code."""
+    """Returns True if this machine can run code for the processor BASE."""
     needed = next(isa for isa in ISAS if isa.name == "avx2").features
     return set(needed) <= (processors.present() or frozenset())
 
@@ -76,13 +76,17 @@ def _indexes(numbers: Iterable[int]) -> str:
 
 
 def _every(step: int, start: int, count: int, source: str, kind: str = "i32") -> str:
-    """Returns elements start, start + step, ... of a vector of count * step."""
+    """Returns LLVM IR that selects the elements start, start + step, ... of a vector of count * step
+    elements.
+    """
     whole = f"<{count * step} x {kind}>"
     return f"shufflevector {whole} {source}, {whole} poison, {_indexes(range(start, count * step, step))}"
 
 
 def _dot(lanes: int, first: str) -> str:
-    """Returns each lane plus four products of bytes: `first` extends one of the two, the other is signed."""
+    """Returns LLVM IR that adds four products of bytes to each int32 lane. first: how bytes of the first
+    operand are extended; those of the second are signed.
+    """
     wide = f"<{4 * lanes} x i32>"
     sums = "".join(
         f"  %e{j} = {_every(4, j, lanes, '%p')}\n  %s{j + 1} = add <{lanes} x i32> %s{j}, %e{j}\n"

@@ -159,7 +159,9 @@ def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> 
 
 
 def _paired(values: Floats, heads: int) -> Floats:
-    """Returns rows i and i + dim/2 of each head side by side, as rotations of neighbours want them."""
+    """Returns a matrix whose rows are reordered: rows i and i + dim/2 of each head follow each other, as
+    rotary embeddings of neighbouring dimensions require.
+    """
     halves = values.reshape(heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 

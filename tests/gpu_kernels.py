@@ -22,7 +22,7 @@ Make = Callable[..., KernelBuilder]
 
 
 def sizes(shader: Shader, scalars: Mapping[str, int]) -> list[int]:
-    """Returns the bytes of each binding of a kernel, padded to whole words."""
+    """Returns the size in bytes of each binding of a kernel, in order, rounded up to a multiple of 4."""
     return [-(-evaluate(binding.size, scalars) // 4) * 4 for binding in shader.bindings]
 
 
@@ -96,7 +96,7 @@ def opencl() -> Any:
 def on_opencl(
     make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
 ) -> dict[str, NDArray[Any]]:
-    """Does what on_adapter does, through OpenCL."""
+    """Executes a kernel through OpenCL; parameters and result are those of `on_adapter`."""
     context = opencl()
     import pyopencl as cl
 

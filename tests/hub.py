@@ -49,7 +49,9 @@ class Repo:
     """File name -> its fault; None: the fault of queries about the repository."""
 
     def fault(self, name: str | None, *kinds: str) -> Fault | None:
-        """Returns the fault of a file if it is one of `kinds`, used up by one."""
+        """Returns the fault of a file if its kind is one of `kinds`, and counts one use of it; None
+        otherwise.
+        """
         reply = self.faults.get(name)
         if reply is None or reply.kind not in kinds or reply.times <= 0:
             return None
@@ -111,7 +113,7 @@ class Hub:
         self.thread.join()
 
     def add(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """Returns a new commit on a branch; returns it."""
+        """Adds a commit to a branch of a repository, and returns its hash."""
         names = json.dumps([[name, git_oid(data)] for name, data in sorted(files.items())])
         actual = self.repos.setdefault(repo, Repo())
         commit = hashlib.sha1(f"{repo} {len(actual.commits)} {names}".encode()).hexdigest()

@@ -38,11 +38,15 @@ TARGETS: Mapping[str, Target] = {
 }
 """A target for each instruction set."""
 DISTINCT = tuple(name for name in TARGETS if name not in ("avxvnni", "i8mm"))
-"""Instruction sets without avxvnni and i8mm, which are avx2 and neon but for int8 products."""
+"""Instruction sets without avxvnni and i8mm, whose kernels differ from those of avx2 and neon only in int8
+products.
+"""
 
 
 MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}
-"""LLVM makes calls of these from plain loops and expects them in every process, the last one on macOS."""
+"""Functions that LLVM may call in place of plain loops; it expects every process to have them (the last one
+on macOS only).
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ def symbol(function: tvm.tirx.PrimFunc) -> str:
 
 
 def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
-    """Returns the argument that tells a kernel of two ways whether its rows are a prompt's."""
+    """Returns the `prompt` argument of a kernel that has a variant for rows of prompts; no argument for other
+    kernels.
+    """
     return [int(prompt)] if any(param.name == "prompt" for param in function.params) else []
 
 
@@ -110,8 +116,9 @@ _MADE: dict[str, Module] = {}
 
 
 def once(name: str, make: Callable[[], Module]) -> Module:
-    """Returns what `make` gives, made once in a process: pytest and imports know a file of tests by two
-    names, so a cache in one would be two."""
+    """Returns the result of `make`, which is called once in a process. pytest and imports know a test file by
+    two names, so a cache inside such a file would exist twice.
+    """
     if name not in _MADE:
         _MADE[name] = make()
     return _MADE[name]
@@ -126,7 +133,9 @@ def libraries_called(asm: str) -> set[str]:
 
 
 def weights(rng: np.random.Generator, scheme: Storage, n: int, k: int) -> tuple[tuple[Tensor, ...], Floats]:
-    """Returns tensors in stored order of a gaussian matrix, and the matrix they stand for."""
+    """Returns (stored tensors of a matrix of gaussian weights, in their order; the float32 matrix that they
+    represent).
+    """
     matrix = rng.standard_normal((n, k)).astype(np.float32)
     if scheme.bits == 0:
         plain = matrix.astype(scheme.dtype)
@@ -190,7 +199,7 @@ def _groups(x: Tensor) -> Floats:
 
 
 def _ratios(x: Tensor) -> Floats:
-    """Returns each value of a group over the group's scale, -127 .. 127."""
+    """Returns each value divided by the scale of its group: numbers from -127 to 127."""
     groups = _groups(x)
     largest = np.abs(groups).max(-1, keepdims=True)
     return groups * 127 / np.where(largest > 0, largest, 1)

@@ -40,8 +40,9 @@ FAKETIME = next(
 
 
 def records(store: Path) -> dict[str, object]:
-    """Returns key -> which files with which bytes, of a store or of a remote; how long a step took may
-    differ."""
+    """Returns key -> files and digests of each record in a store or a remote, without the durations of steps,
+    which may differ.
+    """
     actual = (path for path in (store / "ac").rglob("*") if path.is_file())
     first = {path.name: json.loads(path.read_bytes().partition(b"\n")[0]) for path in actual}
     return {key: (line["files"], line["tree"]) for key, line in first.items()}
@@ -52,7 +53,9 @@ def blobs(store: Path) -> set[str]:
 
 
 def faults(place: Path) -> list[str]:
-    """Returns what is wrong with the store and the remote below `place`."""
+    """Returns messages about all damage in the store and the remote below `place`; empty if both are
+    sound.
+    """
     results = []
     if (place / "store" / "store.json").exists():
         report = verify(Store(place / "store"))
@@ -185,7 +188,7 @@ def children(parent: int) -> list[int]:
 def kill_many(
     place: Path, count: int, seed: int, output: Callable[[str], None] = lambda _: None
 ) -> Counter[str]:
-    """Kills `count` processes in rounds; what was killed, by kind."""
+    """Kills `count` processes in rounds, and returns kind of process -> number of those that were killed."""
     site = Site(place, seed)
     while site.kills.total() < count:
         site.clear()

@@ -115,7 +115,7 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class Golden:
-    """A tiny checkpoint, and what transformers makes of it."""
+    """A tiny checkpoint, and the logits that transformers computes with it."""
 
     config: ModelConfig
     weights: dict[str, Array]
@@ -138,7 +138,9 @@ def golden(variant: str) -> Golden:
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """Returns tensors, bfloat16 as float32, and metadata."""
+    """Reads a safetensors file. Returns (tensor name -> array, bfloat16 converted to float32; metadata of the
+    file).
+    """
     data = path.read_bytes()
     base = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:base])
@@ -162,7 +164,7 @@ def compiled(
     context_window: int = 128,
     max_batch: int = 4,
 ) -> Path:
-    """Returns directory with the library of a model, compiled once in a run of the tests."""
+    """Returns the directory with the library of a model, which is compiled once in a run of the tests."""
     limits: dict[str, Json] = {"context_window": context_window, "prefill_chunk": 64}
     limits["max_batch"] = max_batch
     params: dict[str, Json] = {
@@ -224,7 +226,7 @@ class Session:
         self.free = [int(page) for page in order]
 
     def _grow(self, sequence: int, count: int) -> range:
-        """Returns room for `count` more tokens; their positions."""
+        """Allocates pages for `count` more tokens of a sequence, and returns the tokens' positions."""
         start = self.lengths.get(sequence, 0)
         self.lengths[sequence] = start + count
         pages = self.pages.setdefault(sequence, [])

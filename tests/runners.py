@@ -28,7 +28,7 @@ class Runner:
     home: Path
     project: Path
     shared: Path
-    """Where artifacts and the cache of the service are."""
+    """Directory in which the simulated service keeps artifacts and its cache."""
     variables: dict[str, str] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     """The output of the shells."""
@@ -70,7 +70,9 @@ class Runner:
 
 
 def value(expression: str, context: Mapping[str, Json]) -> Json:
-    """Returns literals, dotted names, fromJSON(...), !x, and one comparison."""
+    """Returns the value of an expression of a GitHub workflow: literals, dotted names, fromJSON(...), !x, and
+    one comparison.
+    """
     text = expression.strip()
     if match := re.fullmatch(r"(\S+) (==|!=|>) (.+)", text):
         left, right = value(match[1], context), value(match[3], context)
@@ -101,7 +103,9 @@ def filled(item: Json, context: Mapping[str, Json]) -> Json:
 
 
 def run_job(job: Json, runner: Runner, context: dict[str, Json]) -> dict[str, str]:
-    """Runs a job's steps; its outputs. A failed step ends it, but for steps with always()."""
+    """Runs the steps of a job and returns the job's outputs. After a failed step, only steps with always()
+    are run.
+    """
     files = {name: runner.home / name for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")}
     for path in files.values():
         path.parent.mkdir(parents=True, exist_ok=True)

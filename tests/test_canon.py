@@ -101,7 +101,7 @@ def test_trees_that_differ_have_different_digests(one: list[Entry], other: list[
 
 
 def test_golden_digests() -> None:
-    """A change here rebuilds everything that anybody has stored."""
+    """The digests of some values are fixed: if one changes, every stored result of every user is rebuilt."""
     entries = [Entry("b.txt", "22" * 32, 2), Entry("a/c.bin", "11" * 32, 10**12)]
     assert canon.tree_digest(entries) == GOLDEN["tree"]
     assert canon.salt({"a.py": "00" * 32}, {"tool": "1.2"}) == GOLDEN["salt"]

@@ -97,7 +97,9 @@ targets: [x86-64-v3]
 
 
 def test_a_format_is_in_the_keys_of_its_weights_and_libraries_only(tmp_path: Path) -> None:
-    """Overrides count."""
+    """The file of a format is in the keys of weights and libraries with this format, also if only an override
+    uses it, and in no others.
+    """
     holders: dict[str, set[str]] = {name: set() for name in format_names()}
     for step in build(load(project(tmp_path, SCHEMES)), Lock({})).graph.steps():
         files = {name for module in step_modules(step) for name in code_files(module)}

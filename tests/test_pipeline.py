@@ -33,7 +33,7 @@ def built(directory: Path, text: str, lock: Lock | None = None) -> Pipeline:
 
 
 def kinds(created: Pipeline) -> Counter[str]:
-    """Returns steps by the first part of their names."""
+    """Returns kind of step (the first part of a step's name) -> steps."""
     return Counter(step.name.partition("/")[0] for step in created.graph.steps())
 
 

@@ -49,7 +49,7 @@ DOCUMENTS = (
     "mlcbuild/README.md",
 )
 PATIENCE = 120
-"""Seconds for one command."""
+"""Maximum seconds that one command of a guide may take."""
 
 ELSEWHERE = {
     ("recipes/README.md", "yaml"): (
@@ -199,7 +199,7 @@ class Tour:
     checkout: Path
     port: int
     printed: str = ""
-    """By the block before."""
+    """The output of the commands in the block before."""
 
     def take(self, block: Block) -> None:
         kind, _, rest = block.mark.partition(" ")
@@ -225,7 +225,7 @@ class Tour:
         return Path(printed.strip()) / path
 
     def _expect(self, output: str, command: str) -> int:
-        """Runs a command; what it prints must be as stated. Returns its exit code."""
+        """Runs a command, asserts that its output is the stated one, and returns its exit code."""
         command, output = (text.replace("8000", str(self.port)) for text in (command, output))
         background = command.endswith("&")
         printed, code = self.shell.run(command, pattern(output) if background else None)

@@ -113,7 +113,9 @@ def test_a_server_that_wants_a_key(url: str, capsys: Out) -> None:
 
 
 def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
-    """Prompts of any length up to twice the context."""
+    """Prompts of up to twice the context are sent; those that the server refuses are counted by kind of error
+    and reported.
+    """
     long = ("--prompt-tokens", "uniform:10,1100", "--requests", "12", "--warmup", "0", "--json")
     stdout, stderr = bench(capsys, 0, url, "--api-key", "key", "--tokens", "2", *long)
     (actual,) = json.loads(stdout)["loads"]
@@ -160,7 +162,9 @@ def stream(*documents: object, done: bool = True) -> bytes:
 
 
 def patience(answer: bytes | None) -> str:
-    """Returns seconds: few only where nothing comes; a busy machine is slow."""
+    """Returns the timeout in seconds: short only for servers that never answer, since a busy machine is
+    slow.
+    """
     return "1.0" if answer is None else "60"
 
 
@@ -193,7 +197,9 @@ def test_bad_servers(answer: bytes | None, error: str, capsys: Out) -> None:
 
 
 def test_a_server_that_counts_nothing(capsys: Out) -> None:
-    """Pieces of text are counted then; a word is taken for a token."""
+    """For a server that reports no usage, pieces of text count as tokens of the answer, and words as tokens
+    of the prompt.
+    """
     answers = [MODELS, plain(b"{}"), stream({"choices": [{"text": ""}]}, SAID, SAID, SAID)]
     with scripted(answers) as url:
         stdout, _ = bench(capsys, 0, url, "--warmup", "0", "--requests", "1", "--json")
@@ -292,7 +298,9 @@ def test_a_bundle_that_cannot_be_measured(tiny_bundles: Path, tmp_path: Path, ca
     "script", sorted(path.name for path in (ROOT / "ci" / "bench").iterdir() if path.is_file())
 )
 def test_the_scripts_for_long_measurements_start(script: str) -> None:
-    """All that they import is there: they run by hand only."""
+    """The scripts for long measurements, which are run by hand, can at least be imported and print their
+    help.
+    """
     command = [sys.executable, str(ROOT / "ci" / "bench" / script), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr

@@ -72,7 +72,7 @@ class Run:
 
 
 def trees(store: Path) -> dict[str, bytes]:
-    """Returns key -> the first line of each record: which files with which bytes."""
+    """Returns key of a record -> its first line, which states the files and their digests."""
     return {
         path.name: path.read_bytes().partition(b"\n")[0]
         for path in (store / "ac").rglob("*")
@@ -175,8 +175,9 @@ def test_a_source_that_workers_see_is_read_in_place(two: Cluster, tmp_path: Path
 def lose(
     two: Cluster, run: Run, place: Path, do: Callable[[subprocess.Popen[bytes]], None]
 ) -> tuple[StepResult, list[str]]:
-    """Returns a step that waits on the first worker that gets it; `do` is done to that worker. The result of
-    the step, and the workers that it ran on."""
+    """Runs a step that waits on the first worker which gets it, and calls `do` for that worker. Returns
+    (result of the step, workers that it ran on).
+    """
     note = place / "note"
     params = {"note": str(note), "gate": str(place / "gate")}
     step = Step("held", "tests.actions:hold_once", params, {}, needs=("mortal",))

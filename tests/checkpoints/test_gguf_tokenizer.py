@@ -94,7 +94,7 @@ def byte_level() -> Original:
 
 
 def byte_level_metadata(original: Original, pre: str) -> Metadata:
-    """Returns what a converter writes for a tokenizer.json, and 5 unused tokens."""
+    """Returns the GGUF metadata that a converter writes for a tokenizer.json, with 5 unused tokens."""
     document = json.loads(original.to_str())
     tokens = sorted(original.get_vocab(), key=original.get_vocab().__getitem__)
     types = [NORMAL] * len(tokens)
@@ -128,7 +128,9 @@ def split(expression: str) -> Any:
 
 
 def words_of(pre: str) -> tuple[Any, Any]:
-    """Returns the pre-tokenizer of the original model, and its normalizer, of the library's own parts."""
+    """Returns (pre-tokenizer, normalizer) of the original model, built from the parts of the library
+    tokenizers.
+    """
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -200,7 +202,7 @@ def test_an_unused_token_has_no_text(byte_level: Original, tmp_path: Path) -> No
 
 
 def pieces_metadata(model: bytes, kind: str) -> Metadata:
-    """Returns what a converter writes for a tokenizer.model."""
+    """Returns the GGUF metadata that a converter writes for a tokenizer.model."""
     from sentencepiece import SentencePieceProcessor
 
     pieces = SentencePieceProcessor(model_proto=model)
@@ -231,7 +233,9 @@ def pieces_metadata(model: bytes, kind: str) -> Metadata:
 
 @pytest.fixture(scope="module")
 def pieces() -> Mapping[bool, bytes]:
-    """Returns True if a space is added at the start -> a SentencePiece BPE model that was trained here."""
+    """Returns a mapping: whether a space is added at the start of a text -> a SentencePiece BPE model that
+    was trained here.
+    """
     from sentencepiece import SentencePieceTrainer
 
     trained = {}

@@ -42,7 +42,7 @@ def rows(tensor: Tensor, step: int) -> NDArray[np.float32]:
 
 
 def distance(own: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Returns the largest difference in units of the last place."""
+    """Returns the largest difference between two float32 arrays, in units of the last place."""
     return float((np.abs(own.astype(np.float64) - other) / np.spacing(np.abs(other))).max())
 
 

@@ -36,7 +36,9 @@ def recipe(tmp_path: Path, tiny_bundles: Path) -> Path:
 
 
 def forget(store: Path, *patterns: str) -> set[str]:
-    """Removes the records of steps from a store, as a fresh runner lacks them; the names of what went."""
+    """Removes the records of steps from a store, as a new CI runner lacks them, and returns the names of
+    these steps.
+    """
     gone = set()
     for path in (store / "ac").rglob("*"):
         if path.is_file():

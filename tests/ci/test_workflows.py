@@ -39,7 +39,9 @@ def inputs(**values: object) -> dict[str, Any]:
 
 
 def run_workflow(runners: tuple[Runner, Runner], **values: object) -> list[dict[str, Any]]:
-    """Runs it as GitHub would, jobs of the matrix on the two runners in turn; the matrix."""
+    """Runs a workflow as GitHub does, with the jobs of the matrix on two runners in turn, and returns the
+    matrix.
+    """
     jobs, context = WORKFLOW["jobs"], {"inputs": inputs(**values), "secrets": {"environment": ""}}
     context["needs"] = {"plan": {"outputs": run_job(jobs["plan"], runners[0], context)}}
     entries: list[dict[str, Any]] = []

@@ -112,7 +112,9 @@ def attending(case: Case, target: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences as (length before, new rows), with their pages."""
+    """The sequences of one call, each as (length before the call, number of new rows), with their pages of
+    the KV cache.
+    """
 
     parts: tuple[tuple[int, int], ...]
     pages: tuple[tuple[int, ...], ...]
@@ -139,7 +141,7 @@ def turned(x: Reals, angles: Reals) -> Reals:
 
 
 def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Reals:
-    """Returns one query at the position of the last key."""
+    """Returns the attention output of one query at the position of the last key, computed in float64."""
     scores: Reals = keys @ query * case.heads[2] ** -0.5
     if case.softcap:
         scores = case.softcap * np.tanh(scores / case.softcap)
@@ -151,7 +153,7 @@ def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Real
 
 
 class World:
-    """Random inputs of one case, and what the kernels must make of them."""
+    """Random inputs of one case, and the results that the kernels must compute from them, in float64."""
 
     def __init__(self, case: Case, parts: Sequence[tuple[int, int]], seed: int) -> None:
         self.case, self.heads = case, shape(case)
@@ -233,8 +235,9 @@ class World:
         prompt: int | None,
         columns: int = 0,
     ) -> Array:
-        """Runs an attention kernel that `attend` calls. columns: those of the result, where there are more
-        than are needed."""
+        """Runs the given attention kernel on rows and returns its result. columns: number of columns of the
+        result tensor, if it has more than the heads need.
+        """
         batch, heads = self.batch, self.heads
         counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
         indexes = [
@@ -291,7 +294,9 @@ def test_append_then_attend(case: Case, target: str) -> None:
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
-    """Bit by bit: alone or with others, one row at a time or a few at once."""
+    """A sequence's results have the same bits whether it is computed alone or with others, one row at a time
+    or a few at once.
+    """
     target = next(target for other, target in PAIRS if other == case)
     world = World(case, [(20, 1), (250, 16), (129, 1)], 8)
     world.append(target, world.rows(lambda before, new: range(before)))
@@ -306,7 +311,7 @@ def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
 def prompts(
     case: Case, parts: Sequence[tuple[int, int]], seed: int
 ) -> tuple[World, list[tuple[int, int]], Array]:
-    """Returns a world whose old rows are in the cache, its new rows and their queries."""
+    """Returns (a World whose old rows are in the cache, its new rows, the queries of these rows)."""
     world = World(case, parts, seed)
     old = world.rows(lambda before, new: range(before))
     if old:
@@ -333,7 +338,9 @@ def test_prompts_on_tile_registers(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ROUNDED[:2], ids=str)
 def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
-    """Bit by bit: in one step, in the company of others, in chunks, or row by row."""
+    """A prompt's results have the same bits in one step, beside other sequences, in chunks, and row by
+    row.
+    """
     kernelbench.need(presets.resolve(AMX))
     world, rows, queries = prompts(case, [(20, 1), (50, 100), (129, 3)], 8)
     together = world.attend(AMX, queries, rows, prompt=1)
@@ -389,7 +396,9 @@ def test_append_touches_its_layer_and_slots_only() -> None:
 @pytest.mark.parametrize("target", RUNNABLE)
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_forks_copy_what_a_page_begins_with(case: Case, target: str) -> None:
-    """Rows of the same call, too; what branches have put behind it stays; forks follow one another."""
+    """Copies of pages include rows that the same call has written, keep later tokens of the destination page,
+    and are made one after the other.
+    """
     for tokens in range(1, PAGE):
         worlds = [World(case, [(0, tokens), (tokens, PAGE - tokens), (tokens, 0)], 8) for _ in range(2)]
         rows = worlds[0].rows(lambda before, new: range(before, before + new))

@@ -25,7 +25,9 @@ def test_the_runtime_counts_on_what_kernels_do() -> None:
 
 
 def test_every_number_is_done_once() -> None:
-    """Whatever part of them has its core beforehand, in a kernel of several loops, again and again."""
+    """Each iteration is executed exactly once, whatever part of them is assigned statically, in a kernel with
+    several loops that runs repeatedly.
+    """
     kernelbench.need(kernelbench.TARGETS["portable"])
     percents = (0, 75, 92, 100)
 
@@ -58,7 +60,9 @@ def test_every_number_is_done_once() -> None:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has one core: none can wait for another")
 def test_nobody_waits_for_a_core_that_has_other_things_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core that has number 47 of 64 sleeps there: of the last quarter it does nothing."""
+    """The core that executes iteration 47 of 64 sleeps in it; other cores execute the whole last quarter,
+    which is assigned dynamically.
+    """
     kernelbench.need(kernelbench.TARGETS["portable"])
 
     def body() -> None:

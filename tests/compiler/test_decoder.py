@@ -187,7 +187,9 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
     [("x86-64-v4-vnni", {"step_prefill"}), ("x86-64-v4-amx", set())],
 )
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
-    """All others keep each row, and so does who takes rows as tiles."""
+    """Only the last layer of a prompt drops rows that need no logits, and only if rows are not stored as
+    tiles.
+    """
     decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], presets.resolve(target)), Limits(64, 32, 2))
     created = {
         name.name_hint: function

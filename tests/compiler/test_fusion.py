@@ -67,7 +67,7 @@ def gelu(x: Floats) -> Floats:
 
 
 def made_ready(name: str, inputs: list[Tensor]) -> Floats:
-    """Returns what the source makes of its arguments."""
+    """Returns the rows of x that a row source computes from its arguments, float32 [m, k]."""
     x = inputs[0].astype(np.float64)
     if name == "norm":
         normed: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
@@ -112,7 +112,9 @@ def test_fused_product(isa: str, scheme: str, name: str) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tanh"]) -> None:
-    """Two products: of the first, [gate; up], what the gate makes is handed to the second as bfloat16."""
+    """The first of two products, with [gate; up], passes its gated results to the second one as bfloat16
+    tiles.
+    """
     target, scheme, (hidden, inner) = TARGETS["avx512amx"], SCHEMES["q4a8_1"], (96, 352)
     kernelbench.need(target)
     isa, rng = isa_for(target), np.random.default_rng(9)
@@ -144,7 +146,9 @@ def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tan
 
 @each_isa
 def test_a_row_is_the_same_in_every_company(isa: str) -> None:
-    """Few rows give what each gives alone, bit by bit: what is fused does not depend on the batch."""
+    """A few rows have the same bits as each row alone: fused prologues and epilogues do not depend on the
+    batch.
+    """
     kernelbench.need(TARGETS[isa])
     rng, fused = np.random.default_rng(7), function(isa, "q4a8_1", "norm")
     stored, _ = kernelbench.weights(rng, SCHEMES["q4a8_1"], N, K)

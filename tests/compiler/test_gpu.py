@@ -36,7 +36,7 @@ if EVERY:
 
 
 def worst(logits: Floats, expected: Floats) -> float:
-    """Returns the largest difference as a share of the range of logits."""
+    """Returns the largest difference between two arrays of logits, as a fraction of their range."""
     return float(np.abs(logits - expected).max() / (expected.max() - expected.min()))
 
 

@@ -48,7 +48,9 @@ def test_every_token_is_the_most_likely_one(scheme: str, tiny_bundles: Path) -> 
 
 
 def check(bundle: Path, scheme: quant.Storage, prompt: list[int], near: float) -> float:
-    """Decodes to the end of the context; the share of tokens that are the reference's own first choice."""
+    """Decodes greedily to the end of the context, and returns the fraction of tokens that are also the
+    reference's most likely ones.
+    """
     done = subprocess.run(
         [sys.executable, "-c", DECODE, str(bundle), json.dumps(prompt)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:])},

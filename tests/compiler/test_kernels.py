@@ -105,8 +105,9 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
 
 @each_product
 def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int, int]) -> None:
-    """Bit by bit, up to 16 rows, and any number where the kernel is told of prompts: what shares a step,
-    drafts too, must not change an answer."""
+    """A row has the same bits with up to 16 others, or with any number if the kernel has a variant for
+    prompts: rows that share a step, drafts too, must not change an answer.
+    """
     kernelbench.need(TARGETS[isa])
     rng = np.random.default_rng(2)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
@@ -137,7 +138,7 @@ def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:
 
 @each_int8_isa
 def test_zero_rows_of_x_stay_zero(isa: str) -> None:
-    """A group of zeros has no scale: nothing is divided by it."""
+    """Rows of zeros give zeros: a group of zeros has the scale 0, by which nothing may be divided."""
     kernelbench.need(TARGETS[isa])
     stored, _ = kernelbench.weights(np.random.default_rng(3), SCHEMES["q4a8_1"], 320, 576)
     created = kernel(product(isa, "q4a8_1", (320, 576)), Fusion())
@@ -258,7 +259,9 @@ def test_equal_products_share_one_kernel() -> None:
 
 @pytest.mark.parametrize(("isa", "other"), SAME.items())
 def test_kernels_with_floats_are_the_same(isa: str, other: str) -> None:
-    """So those of `other` are run for both: see DISTINCT."""
+    """Kernels with float32 products are the same programs for both instruction sets, so that running those of
+    `other` tests both: see DISTINCT.
+    """
 
     def programs(name: str) -> list[str]:
         floats = [case for case in CASES if not SCHEMES[case[0]].activation_bits]

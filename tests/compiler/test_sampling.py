@@ -60,7 +60,9 @@ class Way:
 
 
 def kept(logits: Floats, way: Way, slack: float) -> Reals:
-    """Returns what each token weighs, by the definitions of the filters; `slack` is given to shares."""
+    """Returns the weight of each token after the filters, computed in float64 by their definitions; 0 if the
+    token is excluded. slack: tolerance of the comparison with top_p.
+    """
     wide = logits.astype(np.float64)
     weights: Reals = np.exp((wide - wide.max()) / way.temperature)
     if 0 < way.top_k < len(wide):
@@ -75,8 +77,9 @@ def kept(logits: Floats, way: Way, slack: float) -> Reals:
 
 
 def misses(logits: Floats, way: Way, token: int) -> float:
-    """Returns how far the way's number lies from the token's part of all probability: less than nothing is
-    inside."""
+    """Returns the distance of the row's random number from the interval of probabilities that belongs to the
+    token; negative if it lies inside.
+    """
     best = math.inf
     for slack in (0, -EXACT, EXACT):  # another one where a token lies at the edge of a filter
         weights = kept(logits, way, slack)
@@ -116,7 +119,7 @@ def check(isa: str, logits: Floats, way: Way) -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A rule by which a random row of logits is made."""
+    """A rule by which a random row of logits is generated."""
 
     size: int
     spread: float
@@ -187,7 +190,7 @@ def test_a_row_is_the_same_among_others_and_wherever_it_lies(isa: str) -> None:
 @two_isas
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
 def test_rows_that_are_not_numbers(isa: str, value: float) -> None:
-    """Wherever in the row, and for this row only."""
+    """A NaN anywhere in a row makes that row's token invalid, and no other row's."""
     kernelbench.need(TARGETS[isa])
     plain = Drawn(700, 1.0, False, 0.0, 1).logits
     for way in (Way(), Way(0.0), Way(top_p=0.5), Way(top_k=5)):
@@ -264,7 +267,7 @@ def test_other_architectures(target: Target) -> None:
 
 
 def test_threads_do_not_show() -> None:
-    """One and two of them give the same tokens."""
+    """The sampled tokens are the same with one and with two threads."""
     code = (
         "import sys, numpy as np\n"
         "from tests.compiler.test_sampling import Drawn, Way, tokens\n"

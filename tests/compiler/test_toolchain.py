@@ -24,7 +24,9 @@ WINDOWS = Target("windows", "x86_64-pc-windows-msvc", "x86-64-v3")
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """Yields the choice of a linker is remembered; tests change what there is to choose from."""
+    """Clears the cached choice of linkers before and after a test, since tests change which programs
+    exist.
+    """
     toolchain.forget()
     yield
     toolchain.forget()

@@ -39,7 +39,9 @@ def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def reader() -> tuple[str, ...]:
-    """Returns what starts a process that may do no more than modes say."""
+    """Returns the command prefix that starts a process without root's capabilities, so that file modes hold
+    for it; () for other users.
+    """
     if os.geteuid() != 0:
         return ()
     if shutil.which("setpriv") is None:

@@ -75,15 +75,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def healed(place: Place, sound: Place) -> None:
-    """Asserts that nothing is left of the damage: the bundles are right, and so is the store."""
-    actual, expected = place.bundles(), sound.bundles()
-    wrong = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
-    assert not wrong, wrong
-    settled(place)
-
-
-def settled(place: Place) -> None:
-    """Asserts that the store is right and complete, and that nothing is left to warn of."""
+    """Asserts that the damage is repaired: all bundles and the store have their original contents."""
+    assert place.bundles() == sound.bundles()
     done = place.mlcbuild("cache", "verify")
     assert done.returncode == 0, done.stdout
     again = place.mlcbuild("run", "recipe.yaml")
@@ -119,7 +112,9 @@ def full_directory(path: Path) -> None:
 
 
 def field(line: int, name: str, value: object) -> Callable[[Path], None]:
-    """Returns one field of a record becomes another, as `json.dumps` writes it."""
+    """Returns a damage function that replaces one field of a record by another value, written as `json.dumps`
+    writes it.
+    """
 
     def change(path: Path) -> None:
         parts = [json.loads(text) for text in lines(path)[:2]]

@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def save_merged(model: torch.nn.Module, path: Path) -> None:
-    """Saves what differs from the base."""
+    """Saves those tensors of the merged model that differ from the base model."""
     before = load_file(GOLDEN / "base.safetensors")
     after = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file({name: value for name, value in after.items() if not torch.equal(value, before[name])}, path)

@@ -24,7 +24,9 @@ Matrix = NDArray[np.float32]
 
 
 def f32(value: float) -> float:
-    """Returns rounded to float32; of one division or sum of float32 numbers this is the float32 operation."""
+    """Returns a Python float rounded to float32. For one sum or quotient of float32 numbers this equals the
+    float32 operation.
+    """
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
@@ -51,7 +53,9 @@ def quantized_group(group: list[float], scheme: Storage) -> tuple[list[int], flo
 
 
 def fit(group: list[float], extreme: float, bits: int) -> float:
-    """Returns the scale for levels -7 .. 8, or -15 .. 16."""
+    """Returns the scale of a group for the levels -7 to 8 (4 bits) or -15 to 16 (5 bits), as the format's
+    search defines it. extreme: the weight of the largest magnitude.
+    """
     if abs(extreme) < 2**-96:
         return 0.0
     unit, shift, widths, high = (504, 3, (63, 72, 59), 8) if bits == 4 else (240, 4, (15, 16), 16)

@@ -35,8 +35,9 @@ def test_weights_that_lie_on_the_levels_are_kept(scheme: Storage, extreme: int) 
 
 @FEW
 def test_weighted_error_of_few_bits(scheme: Storage) -> None:
-    """On gaussian weights, each counting by its magnitude, next to what scales of extreme / -8 or of
-    max|w| / 7 leave; 5 bits: 16, 15."""
+    """The search leaves less weighted error on gaussian weights than scales of extreme / -8 or max|w| / 7
+    (for 5 bits, / -16 or / 15) do; each error counts by the weight's magnitude.
+    """
     top = 2 ** (scheme.bits - 1)
     weight = normal(64, 4096)
     groups = weight.reshape(-1, 32).astype(np.float64)

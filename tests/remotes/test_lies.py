@@ -92,7 +92,7 @@ class Proxy:
 
 
 def told(change: Callable[[bytes], bytes]) -> Lie:
-    """Returns other bytes, and their own length."""
+    """Sends a body of other bytes, with a Content-Length that fits them."""
 
     def lie(handler: Handler, answer: Answer) -> None:
         data = change(answer.body)
@@ -111,7 +111,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def cut(handler: Handler, answer: Answer) -> None:
-    """Ends in the middle, each time."""
+    """Ends every answer in the middle of its body."""
     handler.answer(answer.status, answer.body[: len(answer.body) // 2], answer.kept, len(answer.body))
 
 

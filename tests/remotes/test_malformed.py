@@ -164,8 +164,9 @@ ONE = type(CHAIN)([step("a", text="A")])
 
 
 def shared_out(values: Sequence[Value], part: int, parts: int) -> list[Value]:
-    """Returns those values that one of several tests tries: every value is tried by one of them, and by all
-    of them where MLCBUILD_TEST_EVERY is set."""
+    """Returns the share of odd values that one of several tests tries. Together they try every value; with
+    MLCBUILD_TEST_EVERY each test tries all.
+    """
     return list(values) if EVERY else list(values[part::parts])
 
 

@@ -417,7 +417,7 @@ STALLS = ("silence", "header", "fast continue", "one byte")
 
 
 def interrupted(store: Path, url: str, until: Callable[[], object], note: Path) -> float:
-    """Returns seconds from Ctrl-C to the end of a run that waits for a remote."""
+    """Interrupts a run that waits for a remote with SIGINT, and returns the seconds until it has ended."""
     return ended(until, "-m", "tests.builder", store, "chain", note, "pool", url)
 
 

@@ -60,7 +60,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def run(
     *arguments: str, stdin: str = "", extra: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Returns a Python child process, to its end."""
+    """Runs a Python child process to its end, and returns its result."""
     return subprocess.run(
         [sys.executable, *arguments],
         input=stdin,

@@ -216,7 +216,7 @@ READ: list[Damage] = [
         "'table.data_offsets' do not hold",
     ),
 ]
-"""Found by reading the manifest, sizes, digests and headers."""
+"""Kinds of damage that are detected by reading the manifest, sizes, digests and headers."""
 
 LOADED: list[Damage] = [
     ("no manifest", remove("bundle.json"), "there is no bundle.json in it"),
@@ -271,7 +271,7 @@ LOADED: list[Damage] = [
         "tokenizer_config.json: not valid JSON",
     ),
 ]
-"""Found by a whole process: a fault that only the loader sees, or that could end it by a signal."""
+"""Kinds of damage that only a process which loads the library detects, or that could end it by a signal."""
 
 
 def cases(damages: list[Damage]) -> pytest.MarkDecorator:

@@ -156,7 +156,7 @@ TYPED = (
 )
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_arguments_of_every_type(name: str, arguments: dict[str, Json], seed: int | None) -> None:
-    """Texts are written as they are, and read as texts even where they look like JSON."""
+    """Arguments that are texts are written unquoted, and read as texts even if they look like JSON."""
     form, reader_texts = FORMS[name], {"edit": text_parameters(EDIT)}
     text = f"{LOOK}{form.first}{form.write('edit', arguments)}{form.last}"
     reader, source, written = Reader(form, "auto", False, reader_texts), random.Random(seed), ""

@@ -29,7 +29,7 @@ def sequence(sample: Sample, pattern: str, sampling: Sampling) -> Sequence:
 
 
 def told(sample: Sample, sequence: Sequence, row: Floats) -> Event:
-    """Returns the event of the next token, from logits [vocab]."""
+    """Appends the next token, sampled from logits [vocab], to the sequence and returns its event."""
     sequence.length = len(sequence.tokens) - 1
     logits, params = row[None].copy(), sequence.sampling_params(1)
     masks = [] if sequence.mask is None else [(0, sequence.mask)]
@@ -128,14 +128,18 @@ def test_where_a_text_must_come_no_mask_is_made(sample: Sample, monkeypatch: pyt
 
 
 def test_a_guess_leaves_logits_as_they_are(sample: Sample) -> None:
-    """How far it is ahead of others is looked at after it."""
+    """Sampling a draft token leaves the logits unchanged, because the token's lead over the others is
+    computed from them afterwards.
+    """
     actual, row = sequence(sample, "[ab]{9}", Sampling(0)), np.zeros(SIZE, np.float32)
     assert actual.propose(row) and not row.any()
     assert TOKENIZERS["json"].vocabulary.token_bytes(actual.draft.tokens[0]).strip(b"ab") == b""
 
 
 def test_log_probabilities_are_of_all_tokens(sample: Sample) -> None:
-    """So the library must not mask them."""
+    """Reported log-probabilities are those of the whole vocabulary, so the library must not mask logits
+    then.
+    """
     actual = sequence(sample, "[ab]{50}", Sampling(0, top_k=5))
     actual.request = replace(actual.request, logprobs=1, sampling=Sampling(1.0, top_k=5, seed=1))
     row = np.zeros(SIZE, np.float32)

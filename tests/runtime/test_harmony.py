@@ -40,7 +40,9 @@ NAMED_FIRST = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS
 
 
 def split(text: str, seed: int | None = None, has_tools: bool = True) -> dict[str, str]:
-    """Returns kind of piece -> text of a text that comes in parts."""
+    """Reads an answer whose text arrives in parts, and returns kind of piece -> joined text of the pieces of
+    this kind.
+    """
     return read_in_parts(HarmonyReader(has_tools), text, seed)
 
 

@@ -37,7 +37,7 @@ def connect(server: Server) -> socket.socket:
 
 
 def answer(client: socket.socket) -> bytes:
-    """Returns all that comes until the server closes the connection."""
+    """Returns all bytes that the server sends until it closes the connection."""
     actual = b""
     with suppress(ConnectionResetError):
         while part := client.recv(1 << 16):
@@ -46,7 +46,7 @@ def answer(client: socket.socket) -> bytes:
 
 
 def send(client: socket.socket, parts: Iterator[bytes]) -> int:
-    """Returns bytes sent until the server wanted no more."""
+    """Sends bytes until the server stops accepting them, and returns their number."""
     count = 0
     with suppress(ConnectionResetError, BrokenPipeError):
         for part in parts:
@@ -62,7 +62,7 @@ def repeated(part: bytes, most: int = 64 * MB) -> Iterator[bytes]:
 
 
 def resident(server: Server) -> float:
-    """Returns memory of the server in MB."""
+    """Returns the resident memory of the server process in MB."""
     pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize() / MB
 
@@ -582,7 +582,9 @@ def test_pages_of_other_sites_may_not_call(server: Server, headers: dict[str, st
     ],
 )
 def test_a_request_names_one_host(server: Server, head: bytes, status: bytes) -> None:
-    """RFC 9112, 3.2; of HTTP/1.0 no Host is demanded."""
+    """Requests with a missing, repeated or invalid Host field are refused (RFC 9112, 3.2); HTTP/1.0 requires
+    none.
+    """
     with connect(server) as client:
         client.sendall(b"GET /health " + head + b"Connection: close\r\n\r\n")
         reply = answer(client)
@@ -631,7 +633,7 @@ def test_descriptions_are_short_at_once() -> None:
 
 
 def test_all_at_once(toy_bundle: Path) -> None:
-    """A short run of the benchmark, with generous limits."""
+    """Runs all attacks of ci/bench/hostile at once for a short time, with generous limits."""
     script = shared.ROOT / "ci" / "bench" / "hostile"
     done = subprocess.run(
         [sys.executable, str(script), str(toy_bundle), "--seconds=3", "--latency=60", "--growth=500"],

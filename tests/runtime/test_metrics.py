@@ -13,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Returns (name, value of each label but `le`) -> value of all samples that are no buckets."""
+    """Parses metrics in Prometheus' text format. Returns (name, values of all labels except `le`) -> value,
+    for samples that are not histogram buckets.
+    """
     return {
         (sample.name, *(text for label, text in sample.labels.items() if label != "le")): sample.value
         for family in text_string_to_metric_families(metrics.text().decode())

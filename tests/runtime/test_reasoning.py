@@ -29,9 +29,9 @@ from .tool_forms import ADD, HERMES, NATIVE, SCHEMA, read_in_parts
 
 VOCABULARY = TOKENIZERS["json"].vocabulary
 LOOSE = Thinking("<think>", "</think>", False, {})
-"""The model may think."""
+"""A rendered prompt after which the model may reason before it answers."""
 BEGUN = Thinking("<think>", "</think>", True, {})
-"""The prompt has begun the reasoning."""
+"""A rendered prompt that ends with the mark that begins reasoning."""
 
 
 @pytest.mark.parametrize(("begin", "end"), MARKS)
@@ -44,7 +44,9 @@ def test_templates_imply_reasoning(begin: str, end: str) -> None:
 
 
 def split(text: str, thinking: Thinking, seed: int | None = None, form: Form | None = None) -> dict[str, str]:
-    """Returns kind of piece -> text of a text that comes in parts."""
+    """Reads an answer whose text arrives in parts, and returns kind of piece -> joined text of the pieces of
+    this kind.
+    """
     inner = None if form is None else Reader(form, "auto")
     return read_in_parts(ThinkingReader(thinking, inner), text, seed)
 

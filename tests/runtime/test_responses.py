@@ -47,7 +47,7 @@ def ai(real: Server) -> Iterator[openai.OpenAI]:
 
 
 def said(server: Server, messages: list[Any], **body: Any) -> str:
-    """Returns what the chat endpoint says to the same."""
+    """Returns the answer of /v1/chat/completions to the equivalent request."""
     reply = post(server, CHAT, {"messages": messages, "temperature": 0, **body}).json()
     return str(reply["choices"][0]["message"]["content"])
 

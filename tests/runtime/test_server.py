@@ -23,7 +23,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def text_of(bundle: Path, prompt: list[int], count: int) -> str:
-    """Returns what greedy decoding must answer."""
+    """Returns the text that greedy decoding of the toy model must answer."""
     tokens = toy.expected(prompt, count)
     if toy.EOS in tokens:
         tokens = tokens[: tokens.index(toy.EOS)]
@@ -424,7 +424,7 @@ def test_a_signal_ends_it_amid_streams(toy_bundle: Path, number: signal.Signals)
 
 
 def _stream_until_the_end(url: str) -> str:
-    """Streams again and again until the server goes; how the last stream ended."""
+    """Streams answers repeatedly until the server stops, and returns how the last stream ended."""
     last = "cut"
     try:
         while True:

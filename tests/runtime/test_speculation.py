@@ -68,7 +68,7 @@ def garbage(sequence: Sequence, count: int) -> list[int]:
 
 
 def partly(sequence: Sequence, count: int) -> list[int]:
-    """Returns right for a while, then wrong, of any length; sometimes nothing."""
+    """Returns a random draft of any length: correct tokens at first, then wrong ones; sometimes no tokens."""
     source = random.Random(sum(sequence.tokens))
     actual = toy.expected(sequence.tokens, source.randrange(count + 1))
     if actual and source.random() < 0.6:
@@ -164,7 +164,9 @@ SAMPLINGS = [
 def test_the_same_tokens_and_logprobs_with_and_without(
     plain: Engine, drafting: Engine, sampling: Sampling
 ) -> None:
-    """With one seed the very same, alone and in a batch."""
+    """With one seed, tokens and log-probabilities are identical with and without drafts, alone and in a
+    batch.
+    """
 
     def request(prompt: list[int], count: int) -> Request:
         return Request(tuple(prompt), count, sampling, logprobs=3)

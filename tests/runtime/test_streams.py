@@ -17,7 +17,7 @@ REQUEST = Request((1, 2), 9)
 
 
 class Submitted:
-    """An engine that only keeps what it is sent."""
+    """A stand-in for the engine that stores submitted requests and answers nothing."""
 
     def __init__(self, places: int = 9) -> None:
         self.sinks: list[Sink] = []

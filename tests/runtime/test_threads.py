@@ -11,7 +11,7 @@ from mlcbuild_runtime.engine.threads import Task, Turns
 
 
 def waiting(turns: Turns, count: int) -> None:
-    """Returns when so many threads wait for a turn."""
+    """Waits until `count` threads wait for a turn."""
     end = time.monotonic() + 120
     while len(turns._waiting) < count:
         assert time.monotonic() < end

@@ -182,7 +182,9 @@ MISTRAL = "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %
 
 
 def test_calls_that_begin_with_a_special_token(toy_copy: Path) -> None:
-    """Over HTTP, whole and streamed, in chats and responses."""
+    """Calls that begin with a special token are parsed in complete and streamed answers of chats and
+    responses.
+    """
     path = toy_copy / "tokenizer.json"
     path.write_text(path.read_text().replace("<|user|>", "[TOOL_CALLS]"))
     with_template(toy_copy, MISTRAL, "tokenizer.json")
@@ -256,7 +258,7 @@ def test_forced_calls_whole_and_streamed(native_server: Server) -> None:
 
 
 def test_allowed_tools(native_server: Server) -> None:
-    """Only these may be called; the prompt tells of all, as before."""
+    """With allowed_tools only these tools may be called, while the prompt still describes all of them."""
     body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
     used = set()
     for seed in range(4):

@@ -145,7 +145,7 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 COSTLY = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 6
-"""How many of those constraints are sent of which each takes a large part of a CPU second."""
+"""Number of constraints that are sent, each of which takes a large part of a CPU second."""
 
 
 ATTACKS: dict[str, list[dict[str, Any]]] = {

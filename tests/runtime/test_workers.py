@@ -8,7 +8,9 @@ from mlcbuild_runtime.devices.workers import Workers
 
 
 class Machine:
-    """A process of up to four threads that computes for a second at a time, and what it gets of that."""
+    """A simulated process of up to four threads that computes for a second at a time, and the CPU time that
+    it gets.
+    """
 
     def __init__(self, cores: float) -> None:
         self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()

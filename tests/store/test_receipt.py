@@ -75,7 +75,7 @@ def test_it_is_the_program_that_looks_for_receipts(build: Build) -> None:
 
 
 def blob(name: str, root: Path) -> Path:
-    """Returns the store's file of which a file in a bundle is a link."""
+    """Returns the blob in the store to which a file of a bundle is hard-linked."""
     inode = next((root / "dist").rglob(name)).stat().st_ino
     return next(path for path in (root / "store" / "cas").rglob("*") if path.stat().st_ino == inode)
 

@@ -125,7 +125,7 @@ def test_signatures_that_do_not_fit_are_none(
 
 
 def test_a_signature_is_what_the_format_says(tmp_path: Path, key: keyfile.Signer) -> None:
-    """Checked with the library alone, by the words of the format."""
+    """A signature is verified here by the format's description, with the cryptography library alone."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     record = by_name(User(tmp_path / "one").run())["a"].record

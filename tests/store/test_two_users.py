@@ -39,7 +39,7 @@ def filled(
 
 
 def machine(place: Path, cache: str) -> Path:
-    """Returns a checkout of the recipe at a place of its own; the recipe."""
+    """Copies the project to a separate directory, and returns the path of the recipe in it."""
     place.mkdir(parents=True)
     recipe = project(place, f"{RECIPE}cache: {{remotes: [{cache}]}}\n")
     shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", place / "prompts.txt")
