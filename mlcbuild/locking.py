@@ -97,7 +97,8 @@ def moved(
     """Compares a recipe's lock with the hub, and writes nothing. Parameters as in session.open.
 
     Returns (path of the lock, source -> (pinned commit, current commit) for each branch or tag that has
-    moved). Raises InputError and UsageError for a lock that does not fit the recipe, SourceError.
+    moved). Raises InputError and UsageError for a lock that does not fit the recipe, SourceError if the hub
+    refuses or cannot be reached.
     """
     read = load(Path(recipe), settings, allow_outside)
     if not hub_sources(read) and not read.lock.exists():

@@ -139,7 +139,7 @@ class Session:
         """Computes what a run would do, and why. It writes nothing but cached digests of sources.
 
         on_event: receives warnings about the store and remotes. Raises UsageError for names that match
-        nothing, SourceError for a source that cannot be read, StoreError.
+        nothing, SourceError for an unreadable source, StoreError for the store.
         """
         selected, store = (
             select(self.pipeline, replace(selection, shard=None), on_event),

@@ -86,8 +86,8 @@ def plan(
 
     force: names or globs of steps to run in any case; only: those of the steps to build. Reads sources
     (through the stat cache) and records, and writes nothing but the stat cache. Raises UsageError for a name
-    that matches no step, SourceError for an unreadable source, and StoreError. Problems of remotes are
-    reported as warnings.
+    that matches no step, SourceError for an unreadable source, and StoreError when the store cannot be read.
+    Problems of remotes are reported as warnings.
     """
     forced, selected_steps = graph.match(force), graph.match(only)
     planner = Planner(graph, store, force=forced, only=selected_steps, sharing=sharing, report=report)

@@ -224,7 +224,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_load(serve: argparse._ArgumentGroup) -> None:
-    """Adds the options that determine how many requests are sent, and when."""
+    """Adds to the parser of `bench` the options that determine how many requests are sent, and when."""
     serve.add_argument(
         "--clients",
         metavar="N,...",
@@ -249,7 +249,9 @@ def _bench_load(serve: argparse._ArgumentGroup) -> None:
 
 
 def _bench_requests(serve: argparse._ArgumentGroup) -> None:
-    """Adds the options of each request and of its evaluation."""
+    """Adds to the parser of `bench` the options that determine each request, and how its answer is
+    evaluated.
+    """
     serve.add_argument("--chat", action="store_true", help="ask /v1/chat/completions, not /v1/completions")
     serve.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     serve.add_argument(
@@ -294,7 +296,7 @@ def seconds(text: str) -> float:
 
 
 def choice(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose steps, and those that force steps to run."""
+    """Adds to a verb's parser the options that select steps, and those that force steps to run."""
     only(parser)
     parser.add_argument(
         "--force",

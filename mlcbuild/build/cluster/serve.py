@@ -58,7 +58,7 @@ def serve(address: Address, store: Store, offer: Offer, log: Callable[[str], Non
     scheduler has ended.
 
     log: called with one line for each change of the worker's state. Raises SetupError when dask is missing or
-    no scheduler answers, and StoreError.
+    no scheduler answers, and StoreError when the store cannot be used.
     """
     encryption = security(address)
     for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):

@@ -90,7 +90,9 @@ class _Mixture:
         self._scale = layer.residual_scale if layer.norms.after is None else 1.0
 
     def decode(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the launches of the experts for decoding, in the two lists of `expert_launches`."""
+        """Returns the kernel launches of the experts for decoding in two lists: those that compute the
+        experts' output, and those that add it to the residual stream.
+        """
         block, layer, norm_name = self._block, self._layer, self._norm_name
         source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
         fused = {"outputs": block.size, "gate": self._gate, "norm": norm}
@@ -108,7 +110,9 @@ class _Mixture:
         return first, second
 
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the launches of the experts for prompts, in the two lists of `expert_launches`."""
+        """Returns the kernel launches of the experts for prompts in two lists: those that compute the
+        experts' output, and those that add it to the residual stream.
+        """
         block, hidden = self._block, self._build.config.hidden_size
         sorted_sizes: dict[str, Expression] = {
             "choices": self._choices,
@@ -169,8 +173,8 @@ class _Mixture:
         return [(first, min(most, count - first)) for first in range(0, count, most)]
 
     def shared(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the launches of the feed-forward that every token uses, in the two lists of
-        `expert_launches`.
+        """Returns the kernel launches of the shared feed-forward, which every token uses, in two lists: those
+        that compute its output, and those that add it to the residual stream.
         """
         build, block, base, rows = self._build, self._block, f"{self._base}.shared", self._rows
         if not block.shared_size:

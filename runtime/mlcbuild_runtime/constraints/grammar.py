@@ -280,7 +280,8 @@ class Grammars:
 
     def _compile(self, constraint: Constraint, key: Key) -> Compiled | str:
         """Returns the compiled constraint, or an error message if it cannot be compiled. Raises RequestError
-        (503) if too many constraints wait, and SetupError."""
+        (503) if too many constraints wait, and SetupError if no child process can be started.
+        """
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are accepted"
         grammar = in_lark(constraint, key[2])

@@ -80,7 +80,8 @@ class Trials(Generic[T]):
         cannot be used.
 
         use: function from the trial's outcome to a result or a reason; after the first stage only one runs at
-        a time, in a nice thread. Raises CrowdedError if too many constraints wait, and SetupError.
+        a time, in a nice thread. Raises CrowdedError if too many constraints wait, and SetupError if no child
+        process can be started.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):

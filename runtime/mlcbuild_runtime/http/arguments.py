@@ -41,7 +41,9 @@ def add(parser: argparse.ArgumentParser, names: str = NAMES) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
-    """Adds the options that name the devices and the memory to use."""
+    """Adds to the parser of the server's command line the options that name the devices and the memory to
+    use.
+    """
     parser.add_argument(
         "--threads", type=_positive, help="computing threads (default: the physical cores that are available)"
     )
@@ -71,7 +73,7 @@ def _add_machine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that divide the machine among requests."""
+    """Adds to the parser of the server's command line the limits that divide the machine among requests."""
     parser.add_argument("--max-batch", type=_positive, help="requests in a batch (default: from the mode)")
     parser.add_argument(
         "--max-pages",
@@ -89,7 +91,9 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of embeddings and speculation."""
+    """Adds to the parser of the server's command line the options of embeddings and of speculative
+    decoding.
+    """
     parser.add_argument(
         "--pooling", choices=POOLINGS, help="how hidden states become embeddings (default: from the bundle)"
     )
@@ -106,7 +110,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that restrict access to the server and limit requests."""
+    """Adds to the parser of the server's command line the options that restrict access and limit requests."""
     parser.add_argument(
         "--api-key",
         action="append",
@@ -143,7 +147,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
-    """Adds the options for the server's shutdown and its logs."""
+    """Adds to the parser of the server's command line the options for shutdown and logs."""
     parser.add_argument(
         "--drain",
         type=_seconds,

@@ -28,15 +28,17 @@ _AWAY = 8
 
 
 def one_launch() -> AbstractContextManager[None]:
-    """Returns a context in which parallel loops are launched on all cores together. A core starts the next
-    loop when its part of the current one is done, so a loop whose results other cores read must be in
-    `before_others`.
+    """Returns a context manager: the parallel loops that are emitted inside it are launched on all cores
+    together. A core starts the next loop when its part of the current one is done, so a loop whose results
+    other cores read must be in `before_others`.
     """
     return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_parallel_launch_point", T.int32(1)))
 
 
 def before_others() -> AbstractContextManager[None]:
-    """Returns a context for a parallel loop inside `one_launch`, with a barrier at its end."""
+    """Returns a context manager for emitting a parallel loop inside `one_launch` that ends with a barrier of
+    all cores.
+    """
     key = "pragma_parallel_barrier_when_finish"
     return cast(AbstractContextManager[None], T.attr(T.int32(0), key, T.int32(1)))
 

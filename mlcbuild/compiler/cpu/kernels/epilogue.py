@@ -70,8 +70,8 @@ class Output:
 
 @contextmanager
 def once(rows: Sequence[Expr], i: int) -> Iterator[None]:
-    """Returns a context. The code emitted in it is skipped if rows[i] equals rows[i - 1], as for rows that
-    pad a batch: otherwise a residual would be added twice.
+    """Returns a context manager: the code emitted inside it is skipped, when the kernel runs, if rows[i]
+    equals rows[i - 1], as for rows that pad a batch. Otherwise a residual would be added twice.
     """
     if i == 0:
         yield

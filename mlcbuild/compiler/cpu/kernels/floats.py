@@ -56,7 +56,9 @@ class Kernel:
 
 @contextmanager
 def kernel(name: str) -> Iterator[Kernel]:
-    """Returns a context in which one function is built. Its loops are final: no later pass schedules it."""
+    """Returns a context manager that yields a Kernel, inside which one TensorIR function is built. Its loops
+    are final: no later pass of TVM schedules it.
+    """
     building = Kernel()
     with IRBuilder() as builder:
         # Private, because a module may hold several kernels of one name for other types and renames them.

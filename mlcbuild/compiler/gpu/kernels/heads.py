@@ -46,7 +46,9 @@ class HeadsSpec:
 
 
 Part = Literal["all", "queries", "cached"]
-"""The heads that a launch computes: all, only those of queries, or only those of keys and values."""
+"""The heads that one launch of the kernel computes: all, only those of queries, or only those of keys and
+values.
+"""
 
 
 def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
