@@ -125,7 +125,7 @@ def test_every_constrained_answer_is_a_call_or_has_its_format(
 def test_tools_and_a_grammar_are_refused() -> None:
     assert CHANNELS is not None
     grammar = response_format({"type": "grammar", "grammar": 'start: "yes"'})
-    with pytest.raises(RequestError, match="two grammars"):
+    with pytest.raises(RequestError, match="cannot be combined"):
         CHANNELS.constraint(Toolbox((ADD,), "auto", True), grammar)
 
 

@@ -339,7 +339,7 @@ def test_tools_and_a_format(native_server: Server) -> None:
     grammar = {"type": "grammar", "grammar": 'start: "yes"'}
     response = post(native_server, CHAT, {**body, "response_format": grammar})
     assert response.status_code == 400
-    assert "two grammars" in response.json()["error"]["message"]
+    assert "cannot be combined" in response.json()["error"]["message"]
 
 
 def test_calls_that_are_none(server: Server) -> None:
