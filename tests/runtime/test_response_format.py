@@ -9,7 +9,7 @@ import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.openai.response_format import SPACES, response_format
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize("value", [None, {"type": "text"}, {"type": "text", "other": 1}])

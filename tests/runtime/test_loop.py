@@ -1,0 +1,193 @@
+"""The engine's loop on the NumPy device, in the thread of the test: which steps it makes, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlcbuild_runtime.engine import loop
+from mlcbuild_runtime.engine.intake import Intake
+from mlcbuild_runtime.engine.loop import Loop
+from mlcbuild_runtime.engine.pages import Pages
+from mlcbuild_runtime.engine.request import Event, Request, Ticket
+from mlcbuild_runtime.engine.runner import Runner
+from mlcbuild_runtime.engine.scheduler import Schedule
+from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.engine.speculation import Speculation
+from mlcbuild_runtime.engine.threads import Turns
+from mlcbuild_runtime.executor import loading
+from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+from . import toy
+from .scripted import GREEDY
+from .wrapped import Wrapped
+
+CHUNK, PAGES = 16, 32
+
+
+class Recorded(Wrapped):
+    """Records steps: ("prompt" or "decode", number of new tokens) or ("burst", number of steps)."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.recorded: list[tuple[str, int]] = []
+        self.fault: Exception | None = None
+
+    def step(self, step: ModelStep, params: Any, masks: Any = ()) -> Any:
+        if self.fault is not None:
+            raise self.fault
+        self.recorded.append(("prompt" if step.prompt else "decode", len(step.tokens)))
+        return self.inner.step(step, params, masks)
+
+    def steps(self, step: ModelStep, params: Any, following: FollowingSteps) -> list[list[int]]:
+        self.recorded.append(("burst", 1 + len(following.random_numbers)))
+        return self.inner.steps(step, params, following)
+
+
+class Engine:
+    """A loop and its intake. Requests are submitted first; `run` ends with the last of their events."""
+
+    def __init__(self, bundle: Path) -> None:
+        self.executor = Recorded(loading.load(bundle, pages=PAGES))
+        self.tokenizer = Tokenizer.load(bundle, self.executor.manifest.serving)
+        self.schedule = Schedule(Pages(PAGES), self.executor.manifest.limits.page_size, 4)
+        self.runner = Runner(self.executor, self.schedule, Speculation(4, 16), Turns())
+        self.intake = Intake(8, self.executor.interrupt)
+        self.loop = Loop(self.runner, self.intake, CHUNK)
+        self.open, self.sequences = 0, list[Sequence]()
+
+    def submit(
+        self,
+        prompt: list[int],
+        count: int,
+        on_event: Callable[[Event], None] = lambda event: None,
+        **more: Any,
+    ) -> tuple[list[Event], Ticket]:
+        events: list[Event] = []
+
+        def sink(event: Event) -> None:
+            events.append(event)
+            if on_event is not None:
+                on_event(event)
+            if event.last:
+                self.done()
+
+        ticket = Ticket(self.intake.wake, None)
+        request = Request(tuple(prompt), count, GREEDY, ignore_eos=True, **more)
+        own = Sequence(request, sink, ticket, self.tokenizer, self.executor.sample)
+        self.open += 1
+        self.sequences.append(own)
+        self.intake.submit(own, lambda: 0, lambda number, sequence: None)
+        return events, ticket
+
+    def done(self) -> None:
+        self.open -= 1
+        if not self.open:
+            self.intake.close()
+
+    def run(self) -> None:
+        self.loop.run()
+        assert self.schedule.idle
+
+
+@pytest.fixture
+def engine(numpy_toy_bundle: Path) -> Engine:
+    return Engine(numpy_toy_bundle)
+
+
+def texts(events: list[Event]) -> int:
+    return sum(event.error is None for event in events)
+
+
+def test_requests_are_answered_and_the_loop_ends_with_the_intake(engine: Engine) -> None:
+    answers = [engine.submit([3, 4, 5], 6)[0], engine.submit([9], 3)[0]]
+    engine.run()
+    assert [events[-1].finish for events in answers] == ["length", "length"]
+    assert [events[-1].tokens for events in answers] == [6, 3]
+    assert engine.schedule.pages.available == PAGES
+
+
+def test_a_long_prompt_delays_the_others_by_one_turn_at_a_time(engine: Engine) -> None:
+    def arrive(event: Event) -> None:
+        if event.tokens == 1:
+            long.append(engine.submit(list(range(50)), 1)[0])
+
+    long: list[list[Event]] = []
+    short, _ = engine.submit([3, 4, 5], 8, arrive)
+    engine.run()
+    assert short[-1].finish == long[0][-1].finish == "length"
+    begun, turn, token = engine.executor.recorded.index(("prompt", CHUNK)), ("prompt", CHUNK), ("decode", 1)
+    assert engine.executor.recorded[begun : begun + 6] == [turn, token, turn, token, turn, token]
+
+
+def test_a_lone_request_is_decoded_in_bursts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "BURST_SECONDS", 600.0)  # a busy machine makes no burst shorter
+    events, _ = engine.submit([3, 4, 5], 20, speculate=False)
+    engine.run()
+    bursts = [count for kind, count in engine.executor.recorded if kind == "burst"]
+    assert bursts and max(bursts) <= 8 and sum(bursts) >= 12
+    assert [event.tokens for event in events] == list(range(1, 21))
+    assert engine.sequences[0].tokens[3:] == toy.expected([3, 4, 5], 20)
+
+
+def test_a_cancelled_request_gets_no_further_event(engine: Engine) -> None:
+    def stop(event: Event) -> None:
+        if event.tokens == 2:
+            ticket.cancel()
+            engine.done()
+
+    events, ticket = engine.submit([3, 4, 5], 200, stop)
+    other, _ = engine.submit([6, 7], 9)
+    engine.run()
+    assert len(events) == 2 and other[-1].finish == "length"
+    assert engine.schedule.pages.available == PAGES
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, _ = engine.submit([3, 4, 5], 200, timeout=0.0)
+    time.sleep(0.01)
+    engine.run()
+    (event,) = events
+    assert event.error is not None and "not done after 0 s" in str(event.error)
+
+
+def test_closing_ends_running_and_waiting_requests(engine: Engine) -> None:
+    def close(event: Event) -> None:
+        if event.tokens == 1:
+            engine.intake.close()
+
+    running, _ = engine.submit([3, 4, 5], 200, close)
+    waiting = [engine.submit([7, number], 200)[0] for number in range(6)]
+    engine.run()
+    assert all(str(events[-1].error) == "the server is stopping" for events in (running, *waiting))
+    assert texts(running) >= 1
+
+
+def test_a_fault_of_the_loop_is_logged_and_ends_everything(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine.schedule, "admit", fail)
+    events, _ = engine.submit([3, 4, 5], 9)
+    engine.run()
+    assert str(events[-1].error) == "the server is stopping" and engine.intake.closed
+    assert "the engine has failed" in caplog.text and "a bug" in caplog.text
+
+
+def test_a_failed_step_ends_its_request_and_not_the_loop(engine: Engine) -> None:
+    def mend(event: Event) -> None:
+        engine.executor.fault = None
+        later.append(engine.submit([6, 7], 3)[0])
+
+    later: list[list[Event]] = []
+    engine.executor.fault = RuntimeError("a kernel has failed")
+    events, _ = engine.submit([3, 4, 5], 9, mend)
+    engine.run()
+    assert str(events[-1].error) == "the model has failed: a kernel has failed"
+    assert later[0][-1].finish == "length"
