@@ -9,6 +9,8 @@ const { RandomNumbers, adjust, draw, drawFromTop, logprobs, samplingParams } = a
 const { Tokenizer, tokenizerFiles } = await import(new URL("tokenizer.js", root));
 const { WeightsReader, Bundle } = await import(new URL("bundle.js", root));
 const { angles } = await import(new URL("device.js", root));
+const { formatGrammar } = await import(new URL("json_schema.js", root));
+const { SortedTokens, TokenMatcher } = await import(new URL("token_masks.js", root));
 const { translated } = await import(new URL("regex.js", root));
 
 const bytes = (size) => Uint8Array.from({ length: size }, (_, index) => index % 251);
@@ -71,6 +73,48 @@ const CALLS = {
       return { error: error.message };
     }
   }),
+  nested: ({ depth }) => {
+    let schema = {};
+    for (let level = 0; level < depth; level++) schema = { items: schema };
+    return formatGrammar({ type: "json_schema", json_schema: { schema } }, false).start.accepts;
+  },
+  // Returns the tokens of answers that are drawn at random from those that are allowed.
+  answers: ({ formats, vocab, ends, limit, ...files }) => {
+    const { vocabulary } = tokenizer(files), sorted = new SortedTokens(vocabulary, vocab, ends);
+    const numbers = new RandomNumbers(1);
+    return formats.map((format) => {
+      const matcher = new TokenMatcher(formatGrammar(format, false), sorted, vocabulary), tokens = [];
+      while (!matcher.isFinished && tokens.length < limit) {
+        const mask = matcher.mask(), allowed = Array.from(mask.keys()).filter((token) => mask[token]);
+        tokens.push(allowed[Math.floor(numbers.next() * allowed.length)]);
+        if (ends.includes(tokens.at(-1))) return tokens.slice(0, -1);
+        matcher.take(tokens.at(-1));
+      }
+      return tokens;
+    });
+  },
+  // Returns for each format its error, or for each walk the tokens that are allowed at each place.
+  masks: ({ formats, vocab, ends, space, ...files }) => {
+    const { vocabulary } = tokenizer(files), sorted = new SortedTokens(vocabulary, vocab, ends);
+    return formats.map(([format, walks]) => {
+      try {
+        return walks.map((tokens) => {
+          const matcher = new TokenMatcher(formatGrammar(format, space), sorted, vocabulary);
+          const allowed = () => Array.from(matcher.mask().keys()).filter((token) => matcher.mask()[token]);
+          const places = [allowed()];
+          for (const token of tokens) {
+            if (!matcher.mask()[token]) break;
+            matcher.take(token);
+            places.push(matcher.isFinished ? [] : allowed());
+          }
+          return places;
+        });
+      } catch (error) {
+        if (error.name !== "EngineError") throw error;
+        return error.message;
+      }
+    });
+  },
   angles: (rope) => [...angles(rope)],
   weights: async ({ path, params, signature, part }) => {
     const data = readFileSync(path), tensors = {};

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from . import shared
@@ -189,6 +190,44 @@ def test_streams_choices_and_limits(page: Browser) -> None:
     assert {own["choices"][0]["message"]["content"] for own in done["seeded"]} == {"31"}
     assert done["short"]["choices"][0]["finish_reason"] == "length"
     assert done["stopped"]["choices"][0]["message"]["content"] == "3"
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {
+        "sum": {"type": "integer"},
+        "words": {"type": "array", "items": {"enum": ["odd", "even", "größer"]}, "maxItems": 3},
+        "note": {"type": ["string", "null"], "maxLength": 12},
+    },
+    "required": ["sum", "note"],
+}
+
+
+def test_answers_are_json_of_a_schema(page: Browser) -> None:
+    body = f"""{ENGINE}
+        const json_schema = {{ name: "sum", schema: {json.dumps(ANSWER)} }};
+        const schema = {{ type: "json_schema", json_schema }};
+        const own = async (seed, response_format, more) => (
+            await create(sum, {{ temperature: 1, seed, response_format, ...more }})).choices[0];
+        const answers = [];
+        for (let seed = 0; seed < 6; seed++) answers.push(await own(seed, schema));
+        answers.push(await own(7, schema, {{ temperature: 0 }}));
+        const objects = [await own(1, {{ type: "json_object" }}, {{ max_tokens: 60 }})];
+        const plain = await own(1, {{ type: "text" }});
+        const refused = await message(create(sum, {{ response_format: {{ type: "regex", regex: "a" }} }}));
+        return {{ answers, objects, plain, refused }};"""
+    done = evaluate(page, body)
+    whole = [own for own in done["answers"] if own["finish_reason"] == "stop"]
+    assert len(whole) >= 4, done["answers"]
+    for own in whole:
+        jsonschema.validate(json.loads(own["message"]["content"]), ANSWER, jsonschema.Draft202012Validator)
+    for own in done["objects"]:
+        text = own["message"]["content"]
+        assert text.startswith("{"), text
+        if own["finish_reason"] == "stop":
+            assert isinstance(json.loads(text), dict)
+    assert done["plain"]["message"]["content"] == "31"
+    assert done["refused"].startswith('response_format: must be {"type": "text"}')
 
 
 def test_what_cannot_be_done_is_said_in_one_sentence(page: Browser) -> None:

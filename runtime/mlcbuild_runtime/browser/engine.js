@@ -121,6 +121,9 @@ class InputBlock {
   }
 }
 
+/** Returns whether tokens are drawn from the logits as they are, and nothing but the token is needed. */
+const isPlain = (sampling) => !sampling.adjusts && sampling.logprobs === null && !sampling.matcher;
+
 export class Engine {
   /** Use `loadEngine`. */
   constructor(bundle, program, tokenizer, device) {
@@ -166,11 +169,11 @@ export class Engine {
    */
   async *tokens(prompt, sampling, signal) {
     const random = new RandomNumbers(sampling.seed ?? crypto.getRandomValues(new BigUint64Array(1))[0]);
-    const counts = new Map(), isPlain = !sampling.adjusts && sampling.logprobs === null;
+    const counts = new Map();
     let calls = await this.#prefill(prompt, signal);
     for (;;) {
       let drawn;
-      if (isPlain && sampling.params.scale === 0) drawn = await this.#greedy(calls);
+      if (isPlain(sampling) && sampling.params.scale === 0) drawn = await this.#greedy(calls);
       else drawn = [await this.#sample(calls, sampling, random.next(), prompt, counts)];
       for (const own of drawn) {
         counts.set(own.token, (counts.get(own.token) ?? 0) + 1);
@@ -181,6 +184,18 @@ export class Engine {
       this.#upload([drawn.at(-1).token]);
       calls = DECODE;
     }
+  }
+
+  /** Returns a matcher for an answer of the form that `response_format` states; null for plain text. */
+  async matcher(format) {
+    if (format == null || format.type === "text") return null;
+    const { vocabulary, eos } = this.tokenizer, ends = [...eos].filter((token) => token < this.vocab);
+    if (!ends.length) throw new EngineError("the model has no end token, so that a constrained answer could not end", "bad_request");
+    // Only few pages need these modules.
+    const [{ formatGrammar }, { SortedTokens, TokenMatcher }] = await Promise.all([import("./json_schema.js"), import("./token_masks.js")]);
+    const grammar = formatGrammar(format, vocabulary.leadingSpace);
+    this.sorted ??= new SortedTokens(vocabulary, this.vocab, ends);
+    return new TokenMatcher(grammar, this.sorted, vocabulary);
   }
 
   /** Uploads the inputs of tokens behind those in the cache. */
@@ -225,8 +240,8 @@ export class Engine {
   }
 
   async #sample(calls, sampling, random, prompt, counts) {
-    const { params } = sampling, isPlain = !sampling.adjusts && sampling.logprobs === null;
-    if (isPlain && filters(params) && this.vocab > SMALL_VOCABULARY) {
+    const { params, matcher } = sampling;
+    if (isPlain(sampling) && filters(params) && this.vocab > SMALL_VOCABULARY) {
       const token = drawFromTop(await this.#run([...calls, TOP], ["top", 0, TOP_WORDS]), params, random);
       if (token !== null) return { token: this.#checked(token) };
       calls = [];
@@ -234,7 +249,9 @@ export class Engine {
     const words = await this.#run(calls, ["logits", 0, this.vocab]);
     const logits = new Float32Array(words.buffer, words.byteOffset, words.length);
     if (sampling.adjusts) adjust(logits, sampling, prompt, counts);
+    matcher?.apply(logits);
     const token = this.#checked(draw(logits, params, random));
+    matcher?.take(token);
     return sampling.logprobs === null ? { token } : { token, score: logprobs(logits, token, sampling.logprobs) };
   }
 

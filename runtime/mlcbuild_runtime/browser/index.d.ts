@@ -42,6 +42,11 @@ export interface ChatRequest {
   presence_penalty?: number | null;
   repetition_penalty?: number | null;
   logit_bias?: Record<string, number> | null;
+  /** What the answer must be. Of schemas, the keywords that runtime/README.md lists are supported. */
+  response_format?:
+    | { type: "text" | "json_object" }
+    | { type: "json_schema"; json_schema: { schema: object | boolean; [field: string]: unknown } }
+    | null;
   stream_options?: { include_usage?: boolean } | null;
   /** More variables for the chat template. */
   chat_template_kwargs?: Record<string, unknown>;

@@ -24,6 +24,7 @@ const FIELDS = [
   "model", "messages", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens",
   "max_completion_tokens", "stop", "logprobs", "top_logprobs", "frequency_penalty", "presence_penalty",
   "repetition_penalty", "logit_bias", "chat_template_kwargs", "n", "signal", "user",
+  "response_format",
 ];
 
 function messagesOf(value) {
@@ -93,6 +94,7 @@ export class Chat {
   /** Returns a completion, or with `stream` an async iterable of chunks. Throws EngineError. */
   async create(request, engine) {
     const own = checked(request, engine.bundle.manifest.defaults, engine.vocab);
+    own.sampling.matcher = await engine.matcher(request.response_format);
     const prompt = engine.tokenizer.chat(own.messages, own.options);
     if (!prompt.length) throw new EngineError("the chat template wrote an empty prompt", "bad_request");
     if (prompt.length >= engine.context)
@@ -117,8 +119,8 @@ async function* answer(engine, prompt, own) {
     count += 1;
     const text = stream.push(token), logprobs = score && [entry(engine, score)];
     if (text || logprobs) yield { text, logprobs };
-    if (stream.stopped) finish = "stop";
-    if (stream.stopped || isFull()) break;
+    if (stream.stopped || own.sampling.matcher?.isFinished) finish = "stop";
+    if (finish === "stop" || isFull()) break;
   }
   const rest = stream.finish();
   if (rest) yield { text: rest };
