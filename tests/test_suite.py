@@ -173,7 +173,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild_runtime.openai.responses_request": "runtime/test_responses.py",
     "mlcbuild_runtime.openai.responses_stream": "runtime/test_responses.py",
     "mlcbuild_runtime.openai.service": "runtime/test_app.py",
-    "mlcbuild_runtime.text.child": "runtime/test_chat_template.py",
     "mlcbuild_runtime.text.vocabulary": "runtime/test_tokenizer.py",
 }
 """Large module -> the file of tests that tests it together with others. New modules have a file of their own;

@@ -1,0 +1,30 @@
+"""The work of a child process in tests: it answers lines, ends, or takes for ever, as each line says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+
+def answer(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def work() -> None:
+    for line in sys.stdin:
+        match json.loads(line):
+            case {"end": int(code)}:
+                os._exit(code)
+            case {"hang": True}:
+                time.sleep(3600)
+            case {"fork": True}:
+                own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+                answer(json.dumps([os.getpid(), own.pid]))
+            case {"large": int(count)}:
+                answer(json.dumps("x" * count))
+            case document:
+                answer(json.dumps({"pid": os.getpid(), "document": document}))

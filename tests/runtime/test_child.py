@@ -1,0 +1,121 @@
+"""Child processes: answers, ends of all kinds, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlcbuild_format.errors import SetupError
+from mlcbuild_runtime.text.child import Child, EndedError
+
+from . import shared
+
+MODULE = "echo_child"
+LONG = shared.WAIT
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets child processes import the modules beside this one."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    own = Child(MODULE, "echoes")
+    yield own
+    own.end()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until_ended(*pids: int) -> None:
+    deadline = time.monotonic() + LONG
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_one_process_answers_line_by_line(child: Child) -> None:
+    first: Any = child.ask({"a": "é\n"}, LONG)
+    second: Any = child.ask([1, None], LONG)
+    assert first["document"] == {"a": "é\n"} and second["document"] == [1, None]
+    assert first["pid"] == second["pid"] != os.getpid()
+
+
+def test_large_answers_arrive_whole(child: Child) -> None:
+    assert child.ask({"large": 5 << 20}, LONG) == "x" * (5 << 20)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_ends_is_replaced(child: Child, code: int) -> None:
+    first: Any = child.ask({}, LONG)
+    with pytest.raises(EndedError) as caught:
+        child.ask({"end": code}, LONG)
+    assert caught.value.code == code
+    second: Any = child.ask({}, LONG)
+    assert second["pid"] != first["pid"]
+
+
+def test_a_python_error_is_a_fault_of_the_installation(child: Child) -> None:
+    with pytest.raises(SetupError, match=r"^the process that echoes has failed: see the lines above$"):
+        child.ask({"end": 1}, LONG)
+
+
+def test_a_process_that_takes_too_long_is_killed(child: Child) -> None:
+    first: Any = child.ask({}, LONG)
+    with pytest.raises(EndedError) as caught:
+        child.ask({"hang": True}, 0.05)
+    assert caught.value.code is None
+    until_ended(first["pid"])
+    assert child.ask({}, LONG)
+
+
+def test_the_forks_of_a_process_end_with_it(child: Child) -> None:
+    pids: Any = child.ask({"fork": True}, LONG)
+    child.end()
+    until_ended(*pids)
+
+
+def test_closing_ends_a_waiting_thread_and_starts_nothing(child: Child) -> None:
+    child.ask({}, LONG)
+    timer = threading.Timer(0.05, child.close)
+    timer.start()
+    with pytest.raises(EndedError):
+        child.ask({"hang": True}, LONG)
+    timer.join()
+    with pytest.raises(EndedError) as caught:
+        child.ask({}, LONG)
+    assert caught.value.code is None
+
+
+def test_each_process_is_greeted_before_its_first_line() -> None:
+    greetings = []
+
+    def hello() -> object:
+        greetings.append("hello")
+        return "hello"
+
+    own = Child(MODULE, "echoes", hello)
+    for _ in range(2):
+        own.ask({}, LONG)
+        own.ask({}, LONG)
+        own.end()
+    assert greetings == ["hello"] * 2
+    own.end()
+
+
+def test_a_module_that_does_not_exist() -> None:
+    own = Child("nothing", "does nothing")
+    with pytest.raises(SetupError, match="the process that does nothing has failed"):
+        own.ask({}, LONG)
