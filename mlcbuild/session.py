@@ -40,7 +40,7 @@ from mlcbuild.store.store import Store, default_root
 if TYPE_CHECKING:
     from mlcbuild.build.graph import Graph
     from mlcbuild.bundles.publish.uploads import Parcel, Sent
-    from mlcbuild.ci.matrix import CiJob, Matrix
+    from mlcbuild.ci.job_matrix import CiJob, Matrix
     from mlcbuild.ci.split import Split
     from mlcbuild.remotes.sharing import Sharing
     from mlcbuild.replication import CheckedStore, Pulled, Pushed
@@ -191,7 +191,7 @@ class Session:
 
         Raises UsageError for labels of targets that no variant has, and the exceptions of `plan`.
         """
-        from mlcbuild.ci import matrix as matrices
+        from mlcbuild.ci import job_matrix as matrices
 
         products = select(self.pipeline, selection, on_event).products
         graph, store = self.pipeline.graph, Store(self.store.root)

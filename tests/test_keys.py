@@ -167,7 +167,7 @@ RUNS_NOTHING = (
     "mlcbuild/build/execute.py",
     "mlcbuild/bundles/publish/repository.py",
     "mlcbuild/checkpoints/quantized/gptq_reader.py",
-    "mlcbuild/ci/matrix.py",
+    "mlcbuild/ci/job_matrix.py",
     "mlcbuild/cli/build.py",
     "mlcbuild/compiler/cpu/formats/q8f16_kernel.py",
     "mlcbuild/compiler/gpu/gpu_action.py",

@@ -25,7 +25,7 @@ from mlcbuild.build.events import (
     Warned,
 )
 from mlcbuild.bundles import publish
-from mlcbuild.ci.matrix import Command, Matrix
+from mlcbuild.ci.job_matrix import Command, Matrix
 from mlcbuild.errors import (
     InputError,
     MlcbuildError,

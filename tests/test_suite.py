@@ -139,6 +139,7 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.cli.build": "cli/test_run.py",
     "mlcbuild.cli.sharing": "remotes/test_sharing.py",
     "mlcbuild.cli.receipts": "store/test_receipt.py",
+    "mlcbuild.cli.store_verbs": "remotes/test_sharing.py",
     "mlcbuild.compiler.cpu.isa": "compiler/test_kernels_code.py",
     "mlcbuild.compiler.cpu.ops": "compiler/test_decoder.py",
     "mlcbuild.compiler.cpu.parts": "compiler/test_decoder.py",

@@ -176,14 +176,14 @@ VERBS: dict[str, Verb] = {
         (options.worker, _store),
     ),
     "cache": Verb(
-        "sharing",
+        "store_verbs",
         "cache",
         "maintain the store, and share it",
         "mlcbuild cache push recipe.yaml https://cache.example/mlc",
         (options.cache, _store, _json),
     ),
     "keys": Verb(
-        "sharing",
+        "store_verbs",
         "keys",
         "create and show the key that signs records",
         "mlcbuild keys new",

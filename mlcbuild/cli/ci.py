@@ -6,13 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
-from mlcbuild.ci import matrix as matrices
+from mlcbuild.ci import job_matrix as matrices
 from mlcbuild.ci import split as splits
 from mlcbuild.ci.ci_reports import headline
 from mlcbuild.cli.build import print_warnings, selection
 from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
-from mlcbuild.cli.store import open_store
+from mlcbuild.cli.store_access import open_store
 from mlcbuild.durations import duration
 from mlcbuild.errors import UsageError
 from mlcbuild.selection import durations

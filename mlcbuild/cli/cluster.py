@@ -11,7 +11,7 @@ from ctypes.util import find_library
 
 from mlcbuild import machine
 from mlcbuild.build import cluster
-from mlcbuild.cli.store import open_store
+from mlcbuild.cli.store_access import open_store
 from mlcbuild.errors import SetupError
 from mlcbuild.targets import presets, requirements
 from mlcbuild.targets import target as targets
@@ -21,19 +21,19 @@ from mlcbuild.targets.backends import backend
 def worker(arguments: argparse.Namespace) -> int:
     """Runs a worker until it is stopped; returns 0 after SIGTERM, 130 after SIGINT, 1 when the scheduler
     ends."""
-    from mlcbuild.build.cluster import serve
+    from mlcbuild.build.cluster import worker_process
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))
     texts = [text.strip() for item in arguments.labels for text in item.split(",")]
     labels = {**dict.fromkeys(found_labels(), cluster.PLENTY), **cluster.parse_labels(texts)}
     memory = machine.memory() if arguments.memory is None else arguments.memory
-    offer = serve.Offer(
-        arguments.name or serve.default_name(), arguments.cores or machine.cores(), memory, labels
+    offer = worker_process.Offer(
+        arguments.name or worker_process.default_name(), arguments.cores or machine.cores(), memory, labels
     )
     store = open_store(arguments)
     print(f"worker {offer.name}: {offer.cores} cores, {memory / 1e9:.1f} GB, store {store.root}", flush=True)
     print(f"worker {offer.name}: labels {', '.join(sorted(labels))}", flush=True)
-    return serve.serve(address, store, offer, lambda line: print(line, flush=True))
+    return worker_process.serve(address, store, offer, lambda line: print(line, flush=True))
 
 
 def found_labels() -> Iterator[str]:

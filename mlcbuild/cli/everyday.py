@@ -83,7 +83,7 @@ def _watch() -> AbstractContextManager[Reporter]:
 def listed(arguments: argparse.Namespace) -> int:
     """Lists the installed models: name, scheme, size, last use and source."""
     from mlcbuild.cli.listing import show, table
-    from mlcbuild.cli.store import ago
+    from mlcbuild.cli.store_access import ago
 
     installed = entries.read(_root(arguments))
     rows = [("name", "scheme", "bytes", "last used", "source")]

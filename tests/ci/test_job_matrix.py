@@ -11,7 +11,7 @@ import yaml
 
 from mlcbuild.build.graph import Graph, Input, Step
 from mlcbuild.build.plan import Plan
-from mlcbuild.ci.matrix import ANY, CiJob, Command, github, gitlab, labels, reasons, runner, shards
+from mlcbuild.ci.job_matrix import ANY, CiJob, Command, github, gitlab, labels, reasons, runner, shards
 from mlcbuild.errors import UsageError
 from mlcbuild.pipeline import Product
 from mlcbuild.targets.target import Target

@@ -13,7 +13,7 @@ from mlcbuild_format import sizes
 from mlcbuild import keyfile, replication
 from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
-from mlcbuild.cli.store import no_operands, open_store, status
+from mlcbuild.cli.store_access import no_operands, open_store, status
 from mlcbuild.errors import StoreError, UsageError, safe_lines
 from mlcbuild.remotes import Remote, archive, fault, normal
 from mlcbuild.selection import Selection
