@@ -137,7 +137,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.checkpoints.torch_pickle": "checkpoints/test_torch_files.py",
     "mlcbuild.ci.affected": "ci/test_ci.py",
     "mlcbuild.cli.build": "cli/test_run.py",
-    "mlcbuild.cli.sharing": "remotes/test_sharing.py",
     "mlcbuild.cli.receipts": "store/test_receipt.py",
     "mlcbuild.cli.store_verbs": "remotes/test_sharing.py",
     "mlcbuild.compiler.cpu.isa": "compiler/test_kernels_code.py",
