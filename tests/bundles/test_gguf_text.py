@@ -17,7 +17,7 @@ version: 1
 models: {{plain: {TINY}, packed: tiny.gguf}}
 quantizations: [q4f16_1]
 targets: [host]
-compile: {{context_window: 256, max_batch: 2}}
+compile: {{context_window: 512, prefill_chunk: 128, max_batch: 8}}
 verify: {{prompts: ["add 1 and 2", "sort b a c"], max_kl: 0.1}}
 """
 
@@ -29,10 +29,13 @@ def answer(bundle: Path, question: str) -> str:
         return str(reply.choices[0].message.content)
 
 
-def test_a_gguf_file_gives_the_bundle_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_bundle_of_its_checkpoint(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    """The library is the one of `tiny_bundles`, which it has in common."""
     write_gguf(TINY, tmp_path / "tiny.gguf", metadata=tiny_metadata(TINY))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    built = session.open(tmp_path / "recipe.yaml", store=tmp_path / "store", allow_outside=True).run()
+    built = session.open(tmp_path / "recipe.yaml", store=common_store, allow_outside=True).run()
     built.check()
     plain, packed = (variant.bundle for variant in built.variants)
     assert plain is not None and packed is not None
