@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,25 +15,44 @@ from mlcbuild.checkpoints import gguf_blocks
 from mlcbuild.compiler.gpu.call_sizes import CallSizes
 from mlcbuild.compiler.gpu.kernels import expert_rows, logits, product, tile_product
 from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
+from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
+from mlcbuild.models import RmsNorm
 from mlcbuild.quant.floats import Scratch
 from mlcbuild.quant.format import load_format
 from mlcbuild.targets.backends import GPU_LAYOUTS
-from tests import gpu_kernels
+from tests import gpu_kernels, gpu_page
 from tests.blocks import finite_rows, kind_of
 from tests.compiler.test_block_kernels import TYPES
 from tests.libharness import EVERY
+from tests.runtime.test_page import Browser
 
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
 ROWS, COLUMNS = 50, 512
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
-HOSTS = pytest.mark.parametrize("host", ["adapter", "opencl"])
 CASES = pytest.mark.parametrize("form", SAMPLE)
 LIMIT = 2e-6
 """Largest difference as a share of the sum of magnitudes: float32 sums of 512 products."""
 PLACES = CallSizes(ROWS, Limits(context_window=64, prefill_chunk=64, max_batch=4)).places
+
+
+Run = Callable[..., dict[str, NDArray[Any]]]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with gpu_page.page() as browser:
+        yield browser
+
+
+@pytest.fixture(params=["adapter", "opencl", "chromium"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Returns the function that executes a kernel somewhere."""
+    if request.param == "chromium":
+        return partial(gpu_page.on_page, request.getfixturevalue("browser"))
+    return gpu_kernels.HOSTS[request.param]
 
 
 @cache
@@ -64,12 +84,10 @@ def check(actual: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float
     assert np.abs(actual.reshape(len(x), -1) - wide @ values.T).max() < limit
 
 
-@HOSTS
 @CASES
-def test_products_of_few_and_of_many_rows(form: str, host: str) -> None:
+def test_products_of_few_and_of_many_rows(form: str, run: Run) -> None:
     tensors, values = matrix(form)
     spec = ProductSpec(ROWS, COLUMNS, stored_as(form))
-    run = gpu_kernels.HOSTS[host]
     for make, arguments, count in (
         (product.gemv, (spec, 1), 1),
         (product.gemv, (spec, 4), 6),
@@ -80,22 +98,45 @@ def test_products_of_few_and_of_many_rows(form: str, host: str) -> None:
         check(run(make, arguments, {"n": count}, buffers)["y"], x, values)
 
 
-@HOSTS
+def rms(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float64]:
+    """Returns the RMS norm of rows with Gemma's weights, which are differences from 1."""
+    wide = rows.astype(np.float64)
+    scaled = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5)
+    return np.asarray(scaled * (1 + weight.astype(np.float64)))
+
+
+@pytest.mark.parametrize("form", SAMPLE if EVERY else SAMPLE[:1])
+def test_a_product_adds_normalized_rows_and_normalizes_the_sum(form: str, run: Run) -> None:
+    """A layer with norms after its halves has this product; the sums are stored for the layers after it."""
+    tensors, values = matrix(form)
+    norm = NormSpec(COLUMNS, RmsNorm(1e-5, 1.0), half=False)
+    spec = ProductSpec(ROWS, COLUMNS, stored_as(form), norm=norm, added=norm, added_scale=0.5)
+    x, delta = activations(3), 2 * activations(6)[3:]
+    weight, post_weight = 0.1 * activations(2)
+    buffers = {**tensors, "x": x, "delta": delta, "weight": weight, "post_weight": post_weight}
+    buffers |= {"sum": np.zeros_like(x), "y": np.zeros((3, ROWS), np.float32)}
+    actual = run(product.gemv, (spec, 2), {"n": 3}, buffers)
+    expected = x + 0.5 * rms(delta, post_weight)
+    assert np.abs(actual["sum"].reshape(x.shape) - expected).max() < 4e-6
+    normed = rms(expected, weight)
+    limit = LIMIT * (np.abs(normed) @ np.abs(values.T)).max()
+    assert np.abs(actual["y"].reshape(3, ROWS) - normed @ values.T).max() < limit
+
+
 @CASES
-def test_an_embedding_reads_exact_numbers(form: str, host: str) -> None:
+def test_an_embedding_reads_exact_numbers(form: str, run: Run) -> None:
     tensors, values = matrix(form)
     inputs = np.zeros(PLACES.words, np.int32)
     inputs[PLACES.tokens : PLACES.tokens + 5] = [49, 0, 3, 17, 30]
     buffers = {**tensors, "inputs": inputs, "x": np.zeros((5, COLUMNS), np.float32)}
     arguments = (stored_as(form), (ROWS, COLUMNS), 1.0, PLACES)
-    actual = gpu_kernels.HOSTS[host](logits.embed, arguments, {"n": 5, "first": 0}, buffers)["x"]
+    actual = run(logits.embed, arguments, {"n": 5, "first": 0}, buffers)["x"]
     expected = values[[49, 0, 3, 17, 30]].ravel()
     assert np.abs(actual - expected).max() <= 2.0**-22 * np.abs(expected).max()
 
 
-@HOSTS
 @CASES
-def test_products_with_the_matrices_of_experts(form: str, host: str) -> None:
+def test_products_with_the_matrices_of_experts(form: str, run: Run) -> None:
     """The rows are five matrices of ten rows; each of two rows of x chooses two of them."""
     tensors, values = matrix(form)
     experts, spec = ExpertsSpec(5, 5, 2), ProductSpec(10, COLUMNS, stored_as(form))
@@ -103,7 +144,6 @@ def test_products_with_the_matrices_of_experts(form: str, host: str) -> None:
     y = np.zeros((4, 10), np.float32)
     buffers = {**tensors, "x": x, "y": y, "routes": routes}
     scalars = {"n": 2, "choices": 4, "first": 0}
-    run = gpu_kernels.HOSTS[host]
     actual = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers)["y"].reshape(4, 10)
     for choice, expert in enumerate(routes):
         own = values[10 * expert : 10 * expert + 10]
