@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlcbuild import machine
+from mlcbuild.build import executors
 from mlcbuild.build.events import StepProgress
 from mlcbuild.build.executors import Inline, Message, Pool
 from mlcbuild.build.worker import Job, Outcome
@@ -145,3 +147,19 @@ def test_progress_of_a_worker_carries_the_name_of_its_step(
 def test_executors_here_share_this_machine(pool: Pool) -> None:
     assert (pool.cores, pool.memory, pool.capacity) == (machine.cores(), machine.memory(), 2)
     assert Pool(0).capacity == machine.cores()
+
+
+def test_what_could_change_results_is_fixed_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    variables = dict[str, str]()
+
+    def start(command: object, *, env: dict[str, str], **options: object) -> None:
+        variables.update(env)
+        raise OSError("enough is seen")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(OSError, match="enough"):
+        executors._spawn()
+    assert (variables["PYTHONHASHSEED"], variables["OMP_NUM_THREADS"]) == ("0", "1")
+    assert variables["OPENBLAS_NUM_THREADS"] == "1" and variables["PATH"]

@@ -35,10 +35,12 @@ def test_an_order_is_read_as_it_was_written() -> None:
     assert Order.decode(ORDER.encode()) == ORDER
 
 
-def test_an_order_describes_its_job(tmp_path: Path) -> None:
+def test_an_order_describes_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLCBUILD_TOKEN_HOST", "s3cret")
     inputs = (JobInput("in", FILES, None), JobInput("from", (), tmp_path))
     job = Job("a/step", PREIMAGE.key(), PREIMAGE, inputs, 3, tmp_path, tmp_path, tmp_path / "log")
     sent = order(job, "run-1", ORDER.remotes, again=False)
+    assert "s3cret" not in sent.encode(), "a worker has credentials of its own"
     assert sent.inputs == {"in": OrderInput(FILES, None), "from": OrderInput((), str(tmp_path))}
     assert (sent.run, sent.key, sent.cores, sent.again) == ("run-1", PREIMAGE.key(), 3, False)
     assert (sent.info.step, sent.info.preimage, sent.info.shared) == ("a/step", PREIMAGE, job.shared)
