@@ -1,9 +1,22 @@
 /** An engine that computes in a worker, with the interface of the one in engine.js. */
 import { EngineError } from "./errors.js";
 
+let policy = null;
+
+/** Returns a new worker, also on pages that require trusted types. */
+function startWorker() {
+  try {
+    return new Worker(new URL("./worker.js", import.meta.url), { type: "module" }); // bundlers look for this form
+  } catch (error) {
+    if (!globalThis.trustedTypes) throw error;
+    policy ??= trustedTypes.createPolicy("mlcbuild", { createScriptURL: (own) => own });
+    return new Worker(policy.createScriptURL(new URL("./worker.js", import.meta.url).href), { type: "module" });
+  }
+}
+
 /** Loads the bundle at a URL in a new worker; the options are those of `loadEngine`. Throws EngineError. */
 export async function loadEngineInWorker(url, { onProgress, signal, ...options } = {}) {
-  const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+  const worker = startWorker();
   const engine = new WorkerEngine(worker);
   try {
     const absolute = new URL(url, globalThis.location?.href).href;

@@ -33,7 +33,8 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self';"
-    " worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    " worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types mlcbuild"
 )
 """Content security policy of every file: nothing is loaded from, or sent to, another site."""
 HEADERS = {
