@@ -11,10 +11,10 @@ def main() -> int:
     if (
         sys.argv[1:2] == ["run"]
         and sys.stdout is not None
-        and (said := receipt.check(sys.argv[1:])) is not None
+        and (output := receipt.check(sys.argv[1:])) is not None
     ):
         try:
-            print(said, flush=True)
+            print(output, flush=True)
         except OSError:  # Standard output is closed, which the command line handles.
             pass
         else:

@@ -115,8 +115,8 @@ def _has_text(document: Mapping[str, object]) -> bool:
     for choice in choices:
         if isinstance(choice, dict):
             delta = choice.get("delta")
-            said = delta if isinstance(delta, dict) else choice
-            if any(said.get(key) for key in ("text", "content", "reasoning_content", "tool_calls")):
+            fields = delta if isinstance(delta, dict) else choice
+            if any(fields.get(key) for key in ("text", "content", "reasoning_content", "tool_calls")):
                 return True
     return False
 

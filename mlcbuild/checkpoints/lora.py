@@ -58,7 +58,7 @@ class Adapter:
     config: AdapterConfig
     parts: Mapping[str, Mapping[str, Tensor]]
     """Module name -> part of the adapter (A, B, magnitude, embedding_A, embedding_B) -> tensor."""
-    whole: Mapping[str, Tensor]
+    replaced_tensors: Mapping[str, Tensor]
     """Name of a tensor of the base model -> the tensor of the adapter that replaces it."""
 
 
@@ -86,7 +86,7 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
     for directory, weight in directories:
         adapter = read_adapter(directory, weight)
         aliases = _aliases(adapter, tensors)
-        for name, tensor in adapter.whole.items():
+        for name, tensor in adapter.replaced_tensors.items():
             base = _base(adapter, aliases.get(name, name), tensors)
             _check_shape(tensor, base.shape)
             if base.name in changes:
@@ -140,7 +140,7 @@ def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     model is part of a larger one.
     """
     aliases = {}
-    for name in (*adapter.whole, *(f"{module}.weight" for module in adapter.parts)):
+    for name in (*adapter.replaced_tensors, *(f"{module}.weight" for module in adapter.parts)):
         others = [to + name.removeprefix(prefix) for prefix, to in _PREFIXES if name.startswith(prefix)]
         stored = [other for other in others if other in tensors]
         if name not in tensors and stored:

@@ -52,7 +52,9 @@ def members(file: BinaryIO) -> dict[str, Member]:
         if data[at : at + 4] != _MEMBER or len(data) < at + 46:
             raise ZipError("its central directory is damaged")
         flags, method = struct.unpack_from("<HH", data, at + 8)
-        stored, whole, name_size, extra_size, comment_size = struct.unpack_from("<IIHHH", data, at + 20)
+        stored, content_size, name_size, extra_size, comment_size = struct.unpack_from(
+            "<IIHHH", data, at + 20
+        )
         (header,) = struct.unpack_from("<I", data, at + 42)
         extra = at + 46 + name_size
         at = extra + extra_size + comment_size
@@ -62,10 +64,10 @@ def members(file: BinaryIO) -> dict[str, Member]:
         if name in by_name:
             raise ZipError("two of its members have the same name")
         wide = iter(_zip64(data[extra : extra + extra_size]))
-        whole, stored, header = (
-            next(wide, value) if value == _FULL32 else value for value in (whole, stored, header)
+        content_size, stored, header = (
+            next(wide, value) if value == _FULL32 else value for value in (content_size, stored, header)
         )
-        by_name[name] = Member(header, whole, method == 0 and not flags & 1 and stored == whole)
+        by_name[name] = Member(header, content_size, method == 0 and not flags & 1 and stored == content_size)
     return by_name
 
 

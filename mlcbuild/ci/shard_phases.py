@@ -29,26 +29,26 @@ def run(
     to them meanwhile. After a failure, a phase runs only with `options.keep_going`, and without the steps
     that depend on the failed ones. Raises the same exceptions as `execute`.
     """
-    whole, force = RunResult((), 0.0), graph.match(options.force)
+    total, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
-        failed = {step.name for step in whole.steps if step.status in ("failed", "skipped")}
-        if whole.interrupted or (failed and not options.keep_going):
+        failed = {step.name for step in total.steps if step.status in ("failed", "skipped")}
+        if total.interrupted or (failed and not options.keep_going):
             break
         lost = {name: graph.closure((name,)) & failed for name in turn or ()} if failed else {}
         left = tuple(name for name in turn or () if not lost.get(name))
         if left or turn is None:
-            done = frozenset(step.name for step in whole.steps)
+            done = frozenset(step.name for step in total.steps)
             now = replace(options, only=left, force=tuple(sorted(force - done)))
             shared = sharing()
-            whole = joined(whole, execute(graph, shared.store, now, report, shared, cancel))
-        step_names = {step.name for step in whole.steps}
+            total = joined(total, execute(graph, shared.store, now, report, shared, cancel))
+        step_names = {step.name for step in total.steps}
         skipped = [
             StepResult(name, "skipped", reason=f"needs {min(needs)}, which failed")
             for name, needs in lost.items()
             if needs and name not in step_names
         ]
-        whole = replace(whole, steps=(*whole.steps, *skipped))
-    return whole
+        total = replace(total, steps=(*total.steps, *skipped))
+    return total
 
 
 def joined(before: RunResult, after: RunResult) -> RunResult:

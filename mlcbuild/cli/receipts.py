@@ -71,8 +71,8 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
         watched += _outputs(result.bundles.values(), blobs, listed, looked)
         _demand_old(watched, max(looked, began))
         log = _without_work(result.log)
-        kept, rest = runlog.keep_rest(store, session.recipe.path, log)
-        watched.append(str(kept))
+        kept_path, rest = runlog.keep_rest(store, session.recipe.path, log)
+        watched.append(str(kept_path))
         shelves = _shelves(store, records, looked)
         texts = {
             "said": _texts(printed, log),
@@ -83,7 +83,7 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
             "blobs": blobs.blobs,
             "copies": map(receipt.short, blobs.copies),
             "listed": listed,
-            "log": [str(kept.parent), rest],
+            "log": [str(kept_path.parent), rest],
         }
         numbers = {
             "stats": receipt.stats(watched),
@@ -209,13 +209,13 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
     later change. looked: time of the run, in ns since 1970.
     """
     stats = {}
-    there: set[str] = set()
+    directories: set[str] = set()
     for shelf in sorted({key[:2] for key in records}):
         place = f"{store.root}/ac/{shelf}"
         stats_of_shelf = receipt.stats([place])
         stats[shelf] = [0, 0, 0] if is_racy(_latest(stats_of_shelf), looked) else stats_of_shelf
-        there.update(os.listdir(place))
-    if not there.issuperset(records):
+        directories.update(os.listdir(place))
+    if not directories.issuperset(records):
         raise _DoubtError("a record went meanwhile")
     return stats
 

@@ -166,8 +166,8 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
     """Saves a log. Errors are ignored, since no step depends on it."""
     # The last three come from damaged older logs.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        kept, rest = keep_rest(store, recipe, log)
-        directory = kept.parent
+        kept_path, rest = keep_rest(store, recipe, log)
+        directory = kept_path.parent
         layout.write_log(str(directory), log.time, log.seconds, rest)
         named = {_parse(_read(path)).get("rest") for path in directory.glob("*.json")}
         for path in directory.glob("*.rest"):

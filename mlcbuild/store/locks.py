@@ -112,7 +112,7 @@ def _open(path: Path) -> int:
 
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        there = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, os.fstat(descriptor))
+    return os.path.samestat(status, os.fstat(descriptor))

@@ -244,10 +244,10 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
     changed = {shelf for at, shelf in enumerate(shelves) if now[3 * at : 3 * at + 3] != before[3 * at :][:3]}
     if not changed:
         return True
-    there: set[bytes] = set()
+    listed: set[bytes] = set()
     for shelf in changed:
-        there.update(os.listdir(ac + shelf))
-    return there.issuperset(key for key in _split(texts["records"]) if key[:2] in changed)
+        listed.update(os.listdir(ac + shelf))
+    return listed.issuperset(key for key in _split(texts["records"]) if key[:2] in changed)
 
 
 def _touch(path: str, ac: str, records: bytes) -> None:

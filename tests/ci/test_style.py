@@ -38,6 +38,7 @@ FINDINGS = {
     "docstring": ('"""Of the thing."""\n', "1: a docstring must not begin with 'Of'"),
     "attribute": ('x = 1\n"""What it is."""\n', "2: a docstring must not begin with 'What'"),
     "name": ("found = 1\n", "1: the name 'found' does not say what the value is"),
+    "vague name": ("own = 1\n", "1: the name 'own' does not say what the value is"),
     "parameter": ("def f(given):\n    pass\n", "1: the parameter 'given' does not say what the value is"),
     "member": (
         "class A:\n    pass\n\n\nA.seen = 1\n",

@@ -315,9 +315,9 @@ def refusal(model: Executor, draft: Executor) -> str | None:
     if ours.page_size != theirs.page_size:
         return f"its pages hold {theirs.page_size} tokens, not {ours.page_size}"
     for name in ("prefill_chunk", "max_batch"):
-        here, there = getattr(ours, name), getattr(theirs, name)
-        if there < here:
-            return f"it was compiled with {name} = {there}, and at least {here} is needed"
+        required, stated = getattr(ours, name), getattr(theirs, name)
+        if stated < required:
+            return f"it was compiled with {name} = {stated}, and at least {required} is needed"
     return None
 
 

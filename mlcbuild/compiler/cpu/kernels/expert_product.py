@@ -219,10 +219,10 @@ def _product(
         return lambda row: float_product.pack_row(form, ready(row), lines, row), part
     matrix, most = tiles(linear), linear.isa.dot_batch
     records = T.alloc_buffer((rows, matrix.records.stride), "int32")
-    whole = int8_product.Int8Call(matrix, tuple(weights), output, ready, records, rows)
+    product_call = int8_product.Int8Call(matrix, tuple(weights), output, ready, records, rows)
 
     def int8_tile(expert: Expr, tile: Expr, x_rows: Sequence[Expr], places: Sequence[Expr]) -> None:
-        int8_product.stream_tile(replace(whole, first=expert * matrix.tiles), tile, x_rows, places)
+        int8_product.stream_tile(replace(product_call, first=expert * matrix.tiles), tile, x_rows, places)
 
     part = _Part(int8_tile, matrix.tiles, TILE_ROWS, (1, most // 2, most))
     return lambda row: quantize_row(matrix.records, ready(row), records, row), part

@@ -75,7 +75,7 @@ class _Call:
     angles: Buffer
     bias: Buffer | None
     weight: Buffer
-    own: Buffer
+    head_queries: Buffer
     absorbed: Buffer
     tokens: Buffer
     queries: Buffer
@@ -150,7 +150,7 @@ def _query(form: LatentAppend, call: _Call, row: Expr, head: Expr) -> None:
         at = k * floats.lanes
         floats.store(call.queries, floats.load(call.absorbed, row, head * spec.latent + at), row, start + at)
     column = T.bind(head * spec.query_dim + spec.head_dim)
-    _rotate(form, call, row, (call.own, row, column), (call.queries, row, start + spec.latent))
+    _rotate(form, call, row, (call.head_queries, row, column), (call.queries, row, start + spec.latent))
 
 
 def _rotate(
