@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,6 +51,10 @@ class Reference:
     """Context window in tokens. It selects LongRoPE's frequencies as in a library compiled for it; None means
     the model's maximum.
     """
+    rounded: Callable[[str, Array], Array] = lambda name, rows: rows
+    """Function from (name of a matrix, rows that are multiplied with it) to the rows that the product reads.
+    8-bit activations round them; products of experts are not rounded.
+    """
 
 
 def logits(
@@ -81,28 +85,58 @@ def hidden(
     Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
     misshapen.
     """
+    x, states = embedded(reference, tokens, past.length), []
+    for index in range(len(reference.config.layers)):
+        x, state = layer(reference, index, x, past)
+        states.append(state)
+        on_layer()
+    return normalized(reference, x), Past(past.length + len(x), tuple(states))
+
+
+def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0) -> Array:
+    """Returns the rows [n, hidden] that enter the first layer, for tokens from position `start` on. Raises
+    ValueError, as `hidden` does.
+    """
     config, ids = reference.config, np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise ValueError("tokens must be a sequence of at least one integer")
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ValueError(f"token ids must be in 0..{config.vocab_size - 1}")
-    shapes = {param.name: param.shape for param in parameters(config)}
-    weights = _Checked(reference, shapes)
-    positions = np.arange(past.length, past.length + ids.size)
+    weights = _Checked.of(reference)
     x = weights.raw("embed.weight")[ids].astype(reference.dtype) * reference.dtype(config.embedding_scale)
     x = blocks.norm(config.embedding_norm, x, weights, "embed_norm")
     if config.learned_positions:
-        x = x + weights.raw("position.weight")[positions + config.position_offset].astype(reference.dtype)
-    rotations = tuple(_rotation(reference, rope, positions) for rope in config.ropes)
-    states = []
-    for index, layer in enumerate(config.layers):
-        state = past.states[index] if past.states else ()
-        inputs = Inputs(partial(weights.of_layer, index), positions, rotations, state)
-        x, state = blocks.layer(layer, inputs, x)
-        states.append(state)
-        on_layer()
-    last = blocks.norm(config.norm, x, weights, "norm")
-    return last, Past(past.length + ids.size, tuple(states))
+        positions = np.arange(start, start + ids.size) + config.position_offset
+        x = x + weights.raw("position.weight")[positions].astype(reference.dtype)
+    rows: Array = x
+    return rows
+
+
+def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tuple[Array, State]:
+    """Returns the residual stream [n, hidden] after one layer, and the state of its mixer. x: the stream
+    before it, at the n positions after `past`.
+    """
+    positions = np.arange(past.length, past.length + len(x))
+    rotations = tuple(_rotation(reference, rope, positions) for rope in reference.config.ropes)
+    state = past.states[index] if past.states else ()
+    weight = partial(_Checked.of(reference).of_layer, index)
+
+    def rounded(name: str, rows: Array) -> Array:
+        return reference.rounded(f"layers.{index}.{name}", rows)
+
+    inputs = Inputs(weight, positions, rotations, state, rounded)
+    return blocks.layer(reference.config.layers[index], inputs, x)
+
+
+def normalized(reference: Reference, x: Array) -> Array:
+    """Returns the residual stream [n, hidden] behind the last layer after the last norm."""
+    last: Array = blocks.norm(reference.config.norm, x, _Checked.of(reference), "norm")
+    return last
+
+
+@lru_cache(maxsize=8)
+def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    return {param.name: param.shape for param in parameters(config)}
 
 
 def head(reference: Reference, states: Array) -> Array:
@@ -111,7 +145,7 @@ def head(reference: Reference, states: Array) -> Array:
     name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
     shapes = {name: (config.vocab_size, config.hidden_size), "lm_head.bias": (config.vocab_size,)}
     weights = _Checked(reference, shapes)
-    matrix = weights.raw(name)
+    matrix, states = weights.raw(name), reference.rounded(name, states)
     scores = np.empty((states.shape[0], config.vocab_size), reference.dtype)
     step = max(1, blocks.BLOCK // config.hidden_size)
     for start in range(0, config.vocab_size, step):
@@ -141,6 +175,10 @@ class _Checked:
 
     reference: Reference
     shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, reference: Reference) -> _Checked:
+        return cls(reference, _shapes(reference.config))
 
     def __call__(self, name: str) -> Array:
         return np.asarray(self.raw(name), self.reference.dtype)

@@ -64,12 +64,14 @@ class Inputs:
     rotations: tuple[Rotation, ...]
     """Rotations at these positions: one for each rotary embedding of the model."""
     state: State
+    rounded: Callable[[str, Array], Array] = lambda name, rows: rows
+    """Function from (name of a matrix within the layer, rows) to the rows that its product reads."""
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
         """Returns x W^T for the weight W called `<name>.weight`, plus the bias `<name>.bias` if the layer has
         one.
         """
-        y: Array = x @ self.weight(f"{name}.weight").T
+        y: Array = self.rounded(f"{name}.weight", x) @ self.weight(f"{name}.weight").T
         return y + self.weight(f"{name}.bias") if has_bias else y
 
 

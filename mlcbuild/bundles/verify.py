@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from mlcbuild import progress
 from mlcbuild.bundles import fresh_process
+from mlcbuild.bundles.divergence import divergence, log_softmax
 from mlcbuild.canon import Json
 from mlcbuild.errors import VerificationError
 
@@ -118,8 +119,8 @@ class _Sums:
         """
         import numpy as np
 
-        p, q = _log_softmax(expected), _log_softmax(actual)
-        kl = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)
+        p, q = log_softmax(expected), log_softmax(actual)
+        kl = divergence(p, q)
         self.tokens += len(tokens)
         self.kl += float(kl.sum())
         self.kl_max = max(self.kl_max, float(kl.max()))
@@ -145,15 +146,6 @@ class _Sums:
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
-
-
-def _log_softmax(logits: Logits) -> NDArray[np.float64]:
-    import numpy as np
-
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-    return wide
 
 
 def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
