@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mlcbuild.build.changes import Change
 from mlcbuild.build.events import (
@@ -71,6 +72,8 @@ class VariantResult:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of verification (kl_mean, top1_agreement, perplexity ...) and of speed (speed_decode_8, tokens
     per second), as far as they were computed."""
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    """The choice under a budget: bits of each matrix, loss against size; {} without a budget."""
 
     @property
     def name(self) -> str:
@@ -177,18 +180,20 @@ def finish(
 def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> VariantResult:
     results = [steps.get(run.pipeline.graph.resolve(name)) for name in product.steps]
     ended = [step for step in results if step is not None]
-    figures = _figures(run, product, steps)
+    figures, budget = _figures(run, product, steps), _budget(run, product, steps)
     if any(step.status == "failed" for step in ended):
-        return VariantResult(product, "failed", note=_failure(run, product, steps), figures=figures)
+        return VariantResult(
+            product, "failed", note=_failure(run, product, steps), figures=figures, budget=budget
+        )
     if len(ended) < len(results) or any(step.status == "skipped" for step in ended):
-        return VariantResult(product, "skipped", figures=figures)
+        return VariantResult(product, "skipped", figures=figures, budget=budget)
     note = f"not verified: {product.unverified}" if product.verify is None else ""
     try:
         emit(run, product)
     except MlcbuildError as error:
-        return VariantResult(product, "failed", error, figures=figures)
+        return VariantResult(product, "failed", error, figures=figures, budget=budget)
     is_new = any(step.status == "built" for step in ended)
-    return VariantResult(product, "built" if is_new else "reused", note=note, figures=figures)
+    return VariantResult(product, "built" if is_new else "reused", note=note, figures=figures, budget=budget)
 
 
 def _failure(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> str:
@@ -224,6 +229,20 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
         for name, value in (manifest["verification"] or {}).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> dict[str, Any]:
+    """Returns the document of the budget step of a variant; {} if it has none."""
+    name = next((name for name in product.steps if name.startswith("budget/")), None)
+    step = steps.get(run.pipeline.graph.resolve(name)) if name is not None else None
+    if step is None or step.record is None:
+        return {}
+    entries = {entry.path: entry for entry in step.record.files}
+    try:
+        document: dict[str, Any] = json.loads(run.store.read_blob(entries["budget.json"]))
+    except StoreError:  # as in _verification
+        return {}
+    return document
 
 
 def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
@@ -279,6 +298,7 @@ def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantRe
         size(product.bundle),
         size(next((name for name in product.steps if name.startswith("weights/")), None)),
         item.figures,
+        item.budget,
     )
 
 
@@ -289,9 +309,9 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     A compiled library states all parts. Before compilation, weights and KV cache are computed from the
     recipe, and the workspace is missing.
     """
-    from mlcbuild.models import cached_values, context_window, parameters
-    from mlcbuild.quant import stored_bytes
+    from mlcbuild.models import cached_values, context_window
     from mlcbuild.quant.format import ITEM_BYTES
+    from mlcbuild.scheme_fit import most_stored_bytes
     from mlcbuild.targets.backends import backend
 
     planned = plan.by_name.get(pipeline.graph.resolve(product.library))
@@ -306,7 +326,7 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     tokens = context_window(config, variant.limits.context_window) * variant.limits.max_batch
     scheme = backend(variant.target).storage(variant.scheme)
     return {
-        "weights": stored_bytes(parameters(config), scheme),
+        "weights": most_stored_bytes(variant.scheme, backend(variant.target), config),
         "kv_cache": tokens * cached_values(config) * ITEM_BYTES[scheme.dtype],
     }
 

@@ -15,7 +15,7 @@ from mlcbuild_format import sizes
 
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
 from mlcbuild.durations import duration
-from mlcbuild.reports import chart, graph_picture, graph_view, runlog
+from mlcbuild.reports import budget_picture, chart, graph_picture, graph_view, runlog
 from mlcbuild.reports.chart import Bar, Point
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 
@@ -62,6 +62,7 @@ def html(log: RunLog, before: RunLog | None) -> str:
         _failures(log),
         _variants(log, before),
         _plots(log),
+        _budgets(log),
         _changes(log, before),
         _times(log),
         _drawing(log),
@@ -193,6 +194,18 @@ def _plots(log: RunLog) -> str:
         f"<div><h3>{escape(model)}</h3>{chart.scatter(points)}</div>" for model, points in plots[:MOST_PLOTS]
     )
     return _section("Loss against size", f"<div class=plots>{drawn}</div>{_more(len(plots), MOST_PLOTS)}")
+
+
+def _budgets(log: RunLog) -> str:
+    """Returns, for each budget of the run, drawings of the formats that it chose."""
+    drawn: dict[str, str] = {}
+    for item in log.variants:
+        if item.budget:
+            title = f"{item.model}, {item.quantization}"
+            drawn.setdefault(title, f"<h3>{escape(title)}</h3>{budget_picture.picture(item.budget)}")
+    if not drawn:
+        return ""
+    return _section("Budgets", "\n".join([*drawn.values()][:MOST_PLOTS]) + _more(len(drawn), MOST_PLOTS))
 
 
 def _points(variants: Sequence[LoggedVariant]) -> list[Point]:

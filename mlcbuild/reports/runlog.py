@@ -76,6 +76,8 @@ class LoggedVariant:
     """Bytes of the bundle's weights; None if there is no bundle."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Name of a figure -> value, from verification and, if there was one, from a measurement of speed."""
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    """The document of the step that chose the variant's formats under a budget; {} without a budget."""
 
 
 @dataclass(frozen=True)
