@@ -4,6 +4,8 @@ fetch/<model>                              the checkpoint: a directory of the us
 config/<model>                             config.json, normalised
 tokenizer/<model>                          tokenizer, template, serving defaults
 reference/<model>                          logits of the prompts, in NumPy
+sensitivity/<model>                        the loss of each matrix in each format of a budget
+budget/<model>/<quantization>              the formats that a budget chooses
 weights/<model>/<scheme>/<layout>          packed weights
 library/<config>/<scheme>/<target>         compiled code; it depends neither on weights nor on the model's
                                            name
@@ -18,7 +20,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 from mlcbuild import machine, quant
@@ -27,21 +29,31 @@ from mlcbuild.bundles import assemble as bundle
 from mlcbuild.bundles.reference_logits import PROMPTS
 from mlcbuild.bundles.verify import THRESHOLDS
 from mlcbuild.canon import Json, digest
-from mlcbuild.checkpoints.checkpoint_kinds import adapter_argument
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import SetupError
 from mlcbuild.models import ModelConfig
 from mlcbuild.models.parsing import family_module
-from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint, examined, stored_bytes, with_formats
+from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint, examined, with_formats
 from mlcbuild.quant.format import format_module
 from mlcbuild.recipe import Bench, Recipe, Variant, Verify, expand
+from mlcbuild.scheme_fit import most_stored_bytes
 from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
+from mlcbuild.weight_steps import (
+    BUDGET_FILES,
+    MANY_CORES,
+    budget_step,
+    checkpoint_inputs,
+    choice_input,
+    labels_of,
+    scheme_params,
+    sensitivity_step,
+    storage_of,
+    weights_step,
+)
 
-MANY_CORES = 64
-"""Number of cores that a step requests if it can use all cores of a machine."""
 UNVERIFIED = "verification was not requested"
 """The reason why the bundles of `Pipeline.unverified` are not verified."""
 COMPILER_MEMORY = 600 << 20
@@ -178,17 +190,22 @@ class _Assembly:
                 {"checkpoint": Input(source, kind.tokenizer_files)},
             )
         )
-        weights = self._keep_apart(_weights(variant, checkpoint, config))
-        library = self._library(variant, checkpoint, config)
-        bundle = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
-        steps = (config, tokenizer, weights, library, bundle)
+        budget = self._budget(variant, checkpoint, config, tokenizer)
+        chosen = choice_input(budget[-1]) if budget else {}
+        weights = self._keep_apart(weights_step(variant, checkpoint, config, chosen))
+        library = self._library(variant, checkpoint, config, chosen)
+        parts = {"library": library, "weights": weights, "tokenizer": tokenizer}
+        bundle = self._bundle(variant, parts, budget[-1] if budget else None)
+        steps = (config, tokenizer, *budget, weights, library, bundle)
         why_not = backend(variant.target).can_run(variant.target, presets.resolve(presets.HOST))
         if why_not is not None:
             return Product(variant, steps, library, bundle, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
         verify = self._keep(_verify(variant, checkpoint, bundle, reference))
         bench = None if self.bench is None else self._keep(_bench(variant, self.bench, bundle))
-        return Product(variant, (*steps, reference, verify), library, bundle, verify, bench=bench)
+        return Product(
+            variant, (*dict.fromkeys((*steps, reference, verify)),), library, bundle, verify, bench=bench
+        )
 
     def _keep(self, node: Node) -> str:
         self.nodes.setdefault(node.name, node)
@@ -205,27 +222,45 @@ class _Assembly:
         inputs = {argument: [item.node, *item.select] for argument, item in step.inputs.items()}
         return self._keep(replace(step, name=f"{step.name}/{digest('step/1', [step.params, inputs])[:8]}"))
 
-    def _library(self, variant: Variant, checkpoint: Checkpoint, config: str) -> str:
+    def _budget(
+        self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
+    ) -> tuple[str, ...]:
+        """Returns the names of the steps that choose the formats of a scheme with a budget, the budget step
+        last; () for any other scheme.
+        """
+        if variant.scheme.budget is None:
+            return ()
+        reference = self._reference(variant, checkpoint, config, tokenizer)
+        sensitivity = self._keep_apart(sensitivity_step(variant, checkpoint, config, reference))
+        step = budget_step(variant, checkpoint, config, reference, sensitivity)
+        return reference, sensitivity, self._keep_apart(step)
+
+    def _library(
+        self, variant: Variant, checkpoint: Checkpoint, config: str, chosen: Mapping[str, Input]
+    ) -> str:
         limits: dict[str, Json] = dict(vars(variant.limits))
-        scheme = _storage(variant)
+        scheme = storage_of(variant)
         return self._keep_apart(
             Step(
                 f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}",
                 backend(variant.target).action,
                 {
-                    "scheme": quant.to_json(scheme),
+                    **scheme_params(scheme),
                     "target": targets.to_json(variant.target),
                     "limits": limits,
                 },
                 # Models with equal configs share this node, so that they also share one library step.
-                {"config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",))},
+                {
+                    "config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",)),
+                    **chosen,
+                },
                 typical=_COMPILING,
                 tools=self._tools(variant.target),
                 code=(
                     *map(format_module, scheme.formats),
                     *backend(variant.target).kernel_modules(scheme),
                 ),
-                labels=_labels(variant),
+                labels=labels_of(variant),
                 memory=COMPILER_MEMORY,
                 subject=variant.model.name,
             )
@@ -245,8 +280,13 @@ class _Assembly:
                 self.tools[target] = {"linker": "none"}
         return self.tools[target]
 
-    def _bundle(self, variant: Variant, steps: Mapping[str, str]) -> str:
+    def _bundle(self, variant: Variant, steps: Mapping[str, str], budget: str | None) -> str:
+        """Returns the name of the step that assembles a bundle. steps: argument -> step; budget: the step
+        that chose the bundle's scheme, or None.
+        """
         inputs = {argument: Input(step) for argument, step in steps.items()}
+        if budget is not None:
+            inputs["budget"] = Input(budget, BUDGET_FILES)
         runtime = _runtime_library(variant.target)
         if runtime is not None:
             inputs["runtime"] = Input(self._keep(runtime))
@@ -257,11 +297,11 @@ class _Assembly:
                 {
                     "name": variant.name,
                     "model": variant.model.name,
-                    "scheme": quant.describe(_storage(variant)),
+                    "scheme": None if budget is not None else quant.describe(storage_of(variant)),
                     "target": {**targets.to_json(variant.target), "name": variant.target.name},
                 },
                 inputs,
-                labels=_labels(variant),
+                labels=labels_of(variant),
             )
         )
 
@@ -269,7 +309,7 @@ class _Assembly:
         inputs = {
             "config": Input(config),
             "tokenizer": Input(tokenizer),
-            **_checkpoint_inputs(checkpoint),
+            **checkpoint_inputs(checkpoint),
         }
         prompts = variant.verify.prompts if variant.verify is not None else PROMPTS
         if isinstance(prompts, Path):
@@ -292,43 +332,14 @@ class _Assembly:
         )
 
 
-def _storage(variant: Variant) -> quant.Storage:
-    """Returns the variant's scheme as the device of its target stores it."""
-    return _stored_on(variant.target, variant.scheme)
-
-
-@lru_cache(maxsize=4096)
-def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
-    """Returns a scheme's storage on a target, cached because thousands of variants share few schemes and
-    targets.
-    """
-    return backend(target).storage(scheme)
-
-
-def _checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
-    """Returns the inputs of a step that reads weights."""
-    adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
-    return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
-
-
-def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
-    scheme = _storage(variant)
-    return Step(
-        f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",
-        "mlcbuild.checkpoints.conversion:convert",
-        {"scheme": quant.to_json(scheme), **checkpoint.weights_params},
-        {"config": Input(config), **_checkpoint_inputs(checkpoint)},
-        code=(*map(format_module, scheme.formats), *checkpoint.code),
-        labels=_labels(variant),
-        cores=MANY_CORES,
-        memory=checkpoint.largest * 3 + PROCESS_MEMORY,
-    )
-
-
 def _verify(variant: Variant, checkpoint: Checkpoint, bundle: str, reference: str) -> Step:
     limits = variant.verify or Verify(())
     config = checkpoint.config
-    size = checkpoint.most if config is None else stored_bytes(_storage(variant), config)
+    size = (
+        checkpoint.most
+        if config is None
+        else most_stored_bytes(variant.scheme, backend(variant.target), config)
+    )
     return Step(
         f"verify/{variant.name}",
         "mlcbuild.bundles.verify:verify",
@@ -361,10 +372,6 @@ def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
         shared=False,
         alone=True,
     )
-
-
-def _labels(variant: Variant) -> dict[str, str]:
-    return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
 
 
 @cache

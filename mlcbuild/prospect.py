@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from mlcbuild import quant
@@ -31,14 +31,14 @@ from mlcbuild.checkpoints.fetch import local_files
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.checkpoints.quantization import method_of, methods, module_of
-from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, SourceError, UsageError
-from mlcbuild.models import ModelConfig, Param, config_digest, context_window, parameters
+from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, SourceError
+from mlcbuild.models import ModelConfig, Param, config_digest, context_window
 from mlcbuild.models.action import quantization, read_json
 from mlcbuild.models.parsing import family_names, parse, tensor_names
 from mlcbuild.quant.as_is import is_as_is, resolved
-from mlcbuild.quant.format import load_format
 from mlcbuild.recipe import Bench, LocalSource, Recipe, RecipeModel, Variant, expand
-from mlcbuild.targets.backends import Backend, backend
+from mlcbuild.scheme_fit import block_fault, listed_parameters, scheme_faults, storage_fault
+from mlcbuild.targets.backends import backend
 
 _FETCH = "mlcbuild.checkpoints.fetch:fetch"
 _ADAPTED = (
@@ -111,7 +111,7 @@ class Checkpoint:
     @cached_property
     def parameters(self) -> tuple[Param, ...]:
         """Returns the parameters of the model; () while its config is unknown."""
-        return _parameters(self.config) if self.config is not None else ()
+        return listed_parameters(self.config) if self.config is not None else ()
 
     @cached_property
     def largest(self) -> int:
@@ -245,7 +245,9 @@ def _resolved(
         )
     except CheckpointError as error:
         return str(error)
-    return resolved(scheme, {source.param.name: source.kinds for source in sources}, _parameters(config))
+    return resolved(
+        scheme, {source.param.name: source.kinds for source in sources}, listed_parameters(config)
+    )
 
 
 def _pinned(model: RecipeModel, source: HubSource, lock: Lock) -> Checkpoint:
@@ -331,7 +333,7 @@ def _read_gguf(path: Path) -> _Local:
 
 def _unreadable(variant: Variant) -> Iterator[Problem]:
     """Yields a problem if the device of a variant's target cannot read the formats of its scheme."""
-    fault = _storage_fault(variant.scheme, backend(variant.target))
+    fault = storage_fault(variant.scheme, backend(variant.target))
     if fault is not None:
         yield variant.model.place.problem(
             f"model '{variant.model.name}', quantization '{variant.quantization}', target "
@@ -357,43 +359,10 @@ def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> I
             f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
             f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
         )
-    fault = _block_fault(backend(variant.target), checkpoint.config)
+    fault = block_fault(backend(variant.target), checkpoint.config)
     if fault is not None:
         yield place.problem(f"model '{variant.model.name}', target '{variant.target.name}': {fault}")
-    for sentence in _override_faults(variant.scheme, checkpoint.config):
+    for sentence in scheme_faults(variant.scheme, backend(variant.target), checkpoint.config):
         yield place.problem(
             f"model '{variant.model.name}', quantization '{variant.quantization}': {sentence}"
         )
-
-
-# Thousands of variants may share few configs and schemes.
-_parameters = lru_cache(maxsize=256)(parameters)
-
-
-@lru_cache(maxsize=1024)
-def _override_faults(scheme: quant.Scheme, config: ModelConfig) -> tuple[str, ...]:
-    return quant.check_overrides(scheme, _parameters(config))
-
-
-@lru_cache(maxsize=1024)
-def _block_fault(device: Backend, config: ModelConfig) -> str | None:
-    try:
-        device.check(config)
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-@lru_cache(maxsize=1024)
-def _storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
-    try:
-        for _, storage in (("", scheme), *scheme.overrides):
-            load_format(storage.format, device.layout(storage))
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-@lru_cache(maxsize=1024)
-def stored_bytes(scheme: quant.Storage, config: ModelConfig) -> int:
-    return quant.stored_bytes(_parameters(config), scheme)

@@ -45,12 +45,16 @@ BUILDER_TABLE: Mapping[str, str] = {
     # the work itself; knows nothing of graphs and stores
     "checkpoints": "documents models progress quant",
     "compiler": "models quant targets",
-    "bundles": "checkpoints keyfile models progress remotes",
+    "bundles": "checkpoints keyfile models progress quant remotes",
     # both together
-    "prospect": "build checkpoints models quant recipe targets",
-    "pipeline": "build bundles checkpoints machine models prospect quant recipe targets",
+    "scheme_fit": "models quant targets",
+    "prospect": "build checkpoints models quant recipe scheme_fit targets",
+    "weight_steps": "build checkpoints prospect quant recipe targets",
+    "pipeline": (
+        "build bundles checkpoints machine models prospect quant recipe scheme_fit targets weight_steps"
+    ),
     "emit": "build bundles keyfile pipeline store",
-    "outcomes": "build bundles emit keyfile models pipeline quant reports store targets",
+    "outcomes": "build bundles emit keyfile models pipeline quant reports scheme_fit store targets",
     "locking": "checkpoints pipeline prospect recipe",
     "selection": "build ci pipeline",
     "execution": "build",

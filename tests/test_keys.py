@@ -37,6 +37,10 @@ targets: [x86-64-v3]
 bench: {prompt_tokens: 16, generate_tokens: 8}
 """
 GPU = "webgpu"
+ALL_KINDS = RECIPE.replace("targets: [", f"targets: [{GPU}, ").replace(
+    "[q4f16_1]", "{q4f16_1: q4f16_1, small: {target_bits: 8, candidates: [q4f16_1, q8f16_1]}}"
+)
+"""A recipe with every kind of step, each first without a budget."""
 
 
 def closures(recipe: Path) -> dict[str, list[str]]:
@@ -47,7 +51,8 @@ def closures(recipe: Path) -> dict[str, list[str]]:
         if step.name.endswith(GPU) and kind != "library":
             continue  # steps that run a GPU bundle exist only on machines that can
         name = f"{kind}/{GPU}" if step.name.endswith(GPU) else kind
-        kinds[name] = {file for module in step_modules(step) for file in code_files(module)}
+        files = {file for module in step_modules(step) for file in code_files(module)}
+        kinds.setdefault(name, files)
     kinds |= added("family", family_names(), family_module) | added("format", format_names(), format_module)
     return {kind: sorted(files) for kind, files in kinds.items()}
 
@@ -61,7 +66,7 @@ def added(kind: str, names: Iterable[str], module: Callable[[str], str]) -> dict
 
 def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
     """A longer list means that edits of more files rebuild a step: a lazy import once put a server in."""
-    recipe = project(tmp_path, RECIPE.replace("targets: [", f"targets: [{GPU}, "))
+    recipe = project(tmp_path, ALL_KINDS)
     assert closures(recipe) == json.loads(GOLDEN.read_text())
 
 
@@ -123,6 +128,7 @@ RUNS: Mapping[str, set[str]] = {
     "mlcbuild/bundles/assemble.py": {"tokenizer"},
     "mlcbuild/bundles/reference.py": {"reference"},
     "mlcbuild/bundles/reference_blocks.py": {"reference"},
+    "mlcbuild/quant/choice.py": {"weights", "library"},
     "mlcbuild/canon.py": FIRST,
     "mlcbuild/checkpoints/conversion.py": {"weights"},
     "mlcbuild/checkpoints/exact_weights.py": {"weights", "reference"},
@@ -165,7 +171,9 @@ RUNS_NOTHING = (
     "mlcbuild/bench/exchange.py",
     "mlcbuild/build/cluster/client.py",
     "mlcbuild/build/execute.py",
+    "mlcbuild/bundles/budget.py",
     "mlcbuild/bundles/publish/repository.py",
+    "mlcbuild/bundles/sensitivity.py",
     "mlcbuild/checkpoints/quantized/gptq_reader.py",
     "mlcbuild/ci/job_matrix.py",
     "mlcbuild/cli/build.py",
@@ -192,6 +200,10 @@ RUNS_NOTHING = (
     "mlcbuild/recipe/axes.py",
     "mlcbuild/remotes/oci.py",
     "mlcbuild/replication.py",
+    "mlcbuild/quant/budget_limits.py",
+    "mlcbuild/recipe/budgets.py",
+    "mlcbuild/scheme_fit.py",
+    "mlcbuild/weight_steps.py",
     "mlcbuild/reports/report.py",
     "mlcbuild/selection.py",
     "mlcbuild/session.py",
@@ -305,5 +317,5 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as area:
-        golden = closures(project(Path(area), RECIPE.replace("targets: [", f"targets: [{GPU}, ")))
+        golden = closures(project(Path(area), ALL_KINDS))
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

@@ -103,8 +103,9 @@ def _object(path: Path) -> dict[str, object]:
 def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: assembles the bundle without provenance and verification figures.
 
-    params: name, model, scheme and target for display, and the limits from context_window to max_batch.
-    inputs: library, weights, tokenizer, and `runtime` (libtvm_runtime) if the target is this system.
+    params: name, model, scheme and target for display (a null scheme means the library's, which a budget
+    chose), and the limits from context_window to max_batch. inputs: library, weights, tokenizer, `runtime`
+    (libtvm_runtime) if the target is this system, and `budget` with the files of a budget step.
     """
     from mlcbuild_format import bundle as form
 
@@ -123,7 +124,7 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     manifest = form.Manifest(
         name=cast(str, params["name"]),
         model=form.Model(cast(str, params["model"]), cast(str, config["family"]), config),
-        scheme=cast("dict[str, FreeJson]", params["scheme"]),
+        scheme=cast("dict[str, FreeJson]", params["scheme"] or library["scheme"]),
         target=cast("dict[str, FreeJson]", params["target"]),
         limits=form.Limits(**cast("dict[str, int]", library["limits"])),
         library=model,
@@ -139,11 +140,14 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
 
 def _place_other_files(inputs: Mapping[str, Path], weights: Sequence[str], out: Path) -> None:
-    """Adds weights, tokenizer and runtime libraries to a bundle's directory."""
+    """Adds weights, tokenizer, the report of a budget and runtime libraries to a bundle's directory."""
     for name in weights:
         _place(inputs["weights"] / name, out / name)
     for path in sorted(inputs["tokenizer"].iterdir()):
         if path.name != SERVING:
+            _place(path, out / path.name)
+    if "budget" in inputs:
+        for path in sorted(inputs["budget"].iterdir()):
             _place(path, out / path.name)
     for path in sorted(inputs["runtime"].glob("libtvm_runtime.*")) if "runtime" in inputs else ():
         (out / "lib").mkdir(exist_ok=True)

@@ -39,13 +39,13 @@ from mlcbuild.quant import (
     Storage,
     StoredTensor,
     check_overrides,
-    from_json,
     plain_dtype,
     rows_per_index,
     scheme_for,
     stored,
     stored_parameters,
 )
+from mlcbuild.quant.choice import scheme_of
 from mlcbuild.quant.floats import Array, Scratch, narrow
 from mlcbuild.quant.stack import Stack
 
@@ -63,13 +63,14 @@ of the time of a decoding step.
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: converts inputs["checkpoint"] to params["scheme"] and writes weights files to `out`.
+    """Action: converts inputs["checkpoint"] to the step's scheme, as quant.choice reads it, and writes
+    weights files to `out`.
 
     inputs["config"] holds the normalised config.json. Uses the cores that MLCBUILD_CORES grants, else all.
     Raises CheckpointError with all problems, UsageError for overrides that do not fit the model and for a
     layout that the scheme's format lacks, and StepError when the disk is full.
     """
-    scheme = from_json(params["scheme"])
+    scheme = scheme_of(params, inputs)
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     problems = check_overrides(scheme, parameters(config))
     if problems:

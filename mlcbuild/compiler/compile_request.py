@@ -15,6 +15,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import CompileError
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Storage
+from mlcbuild.quant.choice import scheme_of
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
@@ -50,14 +51,14 @@ class CompileRequest:
 def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> CompileRequest:
     """Returns the request of a step that compiles a library.
 
-    `params` has scheme, target and limits as JSON (a null context_window stands for the model's own), and
-    inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit or the
-    target prevents the library, CheckpointError for an invalid config.
+    `params` has target and limits as JSON (a null context_window stands for the model's own) and the
+    scheme, as quant.choice reads it; inputs["config"] is the directory with the converted config.json. Raises
+    CompileError if a limit or the target prevents the library, CheckpointError for an invalid config.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_text()))
     request = CompileRequest(
         config,
-        quant.from_json(params["scheme"]),
+        scheme_of(params, inputs),
         targets.from_json(cast("Mapping[str, Json]", params["target"])),
         _limits(config, cast("Mapping[str, int | None]", params["limits"])),
     )

@@ -95,13 +95,13 @@ def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Seque
     overrides = list(scheme.overrides)
     for name, names in by_size:
         if name != main:
-            overrides += [(pattern, _scheme(name)) for pattern in _patterns(names, others)]
+            overrides += [(pattern, _scheme(name)) for pattern in name_patterns(names, others)]
     content = [main, [[pattern, other.name] for pattern, other in overrides]]
     label = f"{NAME}-{digest('scheme/1', content)[:8]}"
     return replace(_scheme(main), name=label, overrides=tuple(overrides))
 
 
-def _patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
+def name_patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
     """Returns glob patterns for overrides that match all of `names` and no other name in `every`. Parameters
     that all layers have are matched by one glob.
     """

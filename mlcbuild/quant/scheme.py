@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError, did_you_mean
 from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
+BudgetKind: TypeAlias = Literal["target_bits", "max_size", "max_kl"]
+"""The quantity that a budget limits; a key of a recipe's quantization."""
 PLAIN = "plain"
 """Name of the layout of parameters that are not matrices, such as vectors of norms."""
 
@@ -36,6 +38,21 @@ class Scheme:
     The schemes must not have overrides themselves. What belongs to no parameter, such as the KV cache,
     follows the outer scheme.
     """
+    budget: Budget | None = None
+    """The budget from which a step chooses scheme and overrides while a recipe is built; None for a scheme
+    that is complete. `format` is then the largest candidate's, an upper bound of the size.
+    """
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit on size or loss, and the schemes that the parameters of a model may have under it."""
+
+    kind: BudgetKind
+    limit: float
+    """Bits per weight, bytes of all stored tensors, or a mean KL divergence in nats, by `kind`."""
+    candidates: tuple[Scheme, ...]
+    """Schemes without overrides, from the smallest to the largest."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,8 @@ class Storage:
     layout: str
     activation_bits: Literal[0, 8] = 0
     overrides: tuple[tuple[str, Storage], ...] = ()
+    candidates: tuple[Storage, ...] = ()
+    """The storage of each candidate of the scheme's budget; () without a budget."""
 
     @property
     def definition(self) -> Format:
@@ -67,14 +86,19 @@ class Storage:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Returns the names of all formats of the scheme and of its overrides, sorted."""
-        return tuple(sorted({self.format, *(other.format for _, other in self.overrides)}))
+        """Returns the names of all formats of the scheme, of its overrides and candidates, sorted."""
+        others = [other.format for _, other in self.overrides]
+        return tuple(sorted({self.format, *others, *(other.format for other in self.candidates)}))
 
 
 def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
-    """Returns a scheme with the layouts that a backend's `layout` chooses, overrides included."""
+    """Returns a scheme with the layouts that a backend's `layout` chooses, those of overrides and candidates
+    included.
+    """
     overrides = tuple((pattern, storage(other, layout)) for pattern, other in scheme.overrides)
-    return Storage(scheme.name, scheme.format, layout(scheme), scheme.activation_bits, overrides)
+    listed = scheme.budget.candidates if scheme.budget is not None else ()
+    candidates = tuple(storage(other, layout) for other in listed)
+    return Storage(scheme.name, scheme.format, layout(scheme), scheme.activation_bits, overrides, candidates)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -7,6 +7,7 @@ variants that it builds. recipes/README.md explains formats, names and rules for
     variables.py   vars and ${name}
     sources.py     models
     axes.py        quantizations, targets
+    budgets.py     quantizations that name a budget
     cells.py       matrix
     matrix.py      semantics of include and exclude, on names only
     settings.py    compile, verify

@@ -9,6 +9,7 @@ from mlcbuild.documents.document import Where
 from mlcbuild.errors import SetupError, UsageError, did_you_mean
 from mlcbuild.quant import Scheme, as_is
 from mlcbuild.quant.schemes import SCHEMES
+from mlcbuild.recipe.budgets import is_budget, read_budget
 from mlcbuild.recipe.reading import Reading
 from mlcbuild.targets import presets
 from mlcbuild.targets.target import Target
@@ -46,10 +47,12 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 
 
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
-    """Reads a quantization scheme with overrides; returns None for an invalid one, which is reported.
+    """Reads a scheme with overrides, or a budget; returns None for an invalid one, which is reported.
 
     The scheme's name is derived from its contents, so that it does not depend on the name in the recipe.
     """
+    if is_budget(reading, where):
+        return read_budget(reading, where)
     base = _builtin(reading, (*where, "scheme"), reading.text(*where, "scheme"))
     overrides: list[tuple[str, Scheme]] = []
     for i in range(len(reading.items(*where, "overrides"))):

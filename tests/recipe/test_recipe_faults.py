@@ -254,9 +254,9 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "quantization without scheme": (
         changed(quantizations="{a: {bits: 4, overrides: [{scheme: q0f32}, {match: ''}]}}"),
         [
-            "3:20: 'a' lacks the key 'scheme': the built-in scheme of all parameters that no override "
-            "matches",
-            "3:21: the key 'bits' is unknown in 'a'; known: overrides, scheme",
+            "3:20: 'a' needs the key 'scheme', the scheme of all other parameters",
+            "3:21: the key 'bits' is unknown in 'a'; known: candidates, max_kl, max_size, overrides, scheme, "
+            "target_bits",
             "3:42: item 1 of 'overrides' lacks the key 'match': one or more shell patterns joined by '|', "
             "compared "
             "with the parameter's name with and without '.weight'",
@@ -273,6 +273,32 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         [
             "3:58: 'x|' has an empty pattern next to a '|'",
             "3:117: 'y' is in an earlier override, which has precedence",
+        ],
+    ),
+    "budgets": (
+        changed(
+            quantizations="{a: {}, b: {target_bits: 5, max_kl: 0.1}, c: {max_size: 8 apples}, "
+            "d: {scheme: q4a8_1, max_kl: 0.1, candidates: [q0f32, q0f16]}}"
+        ),
+        [
+            "3:20: 'a' needs the key 'scheme', or a budget: target_bits, max_size or max_kl",
+            "3:44: 'max_kl' and 'target_bits' are two budgets; give each a quantization of its own",
+            "3:72: 'max_size' must be a size such as 8GB or 512MiB, found '8 apples'",
+            "3:103: 'max_kl' belongs to a budget, which chooses scheme and overrides itself; remove either",
+            "3:116: 'candidates' belongs to a budget, which chooses scheme and overrides itself; remove "
+            "either",
+        ],
+    ),
+    "candidates of budgets": (
+        changed(
+            quantizations="{a: {target_bits: 0}, b: {max_kl: 0.1, candidates: [q4a8_1]}, "
+            "c: {max_kl: 0.1, candidates: [q4a8_1, as-is, q4a81]}}"
+        ),
+        [
+            "3:34: 'target_bits' must be at least 1, not 0",
+            "3:67: a budget chooses among at least two candidates, found 1",
+            "3:116: candidate 'as-is' is no built-in scheme; known: " + ", ".join(sorted(SCHEMES)),
+            "3:123: candidate 'q4a81' is no built-in scheme; did you mean 'q4a8_1'?",
         ],
     ),
     # targets

@@ -1,0 +1,162 @@
+"""Measures what a model loses when one of its matrices is quantized, as the step `sensitivity/<model>`.
+
+The layers before a matrix compute what they compute in the exact model, so each trial begins at the layer of
+its matrix. All trials of a layer pass through the later layers together: each layer's weights are read once
+for all of them, and memory holds one layer and one residual stream for each trial.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from mlcbuild import progress
+from mlcbuild.bundles.reference import Reference, embedded, head, layer, normalized
+from mlcbuild.bundles.reference_blocks import Array
+from mlcbuild.bundles.weight_losses import WeightTrial, in_threads, open_trial, quantized
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.exact_weights import Weight
+from mlcbuild.models import Param
+from mlcbuild.quant import Storage, from_json, stored_bytes
+
+SENSITIVITY = "sensitivity.json"
+MOST_TOKENS = 1024
+"""Maximum number of tokens on which each matrix and format is tried, because that takes a part of the model's
+time for each of them. Further prompts are used for the choice as a whole only.
+"""
+
+
+def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: writes sensitivity.json with the bytes and the loss of each matrix in each candidate format.
+
+    params: `candidates`, a list of schemes as JSON; `context_window`. inputs: config, checkpoint, reference.
+    A loss is the mean KL divergence, in nats, of the model in which this matrix alone is quantized;
+    activations stay floating point.
+    """
+    candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
+    trial = open_trial(params, inputs).within(MOST_TOKENS)
+    losses = dict(_losses(trial, candidates))
+    rows: list[dict[str, object]] = []
+    for param in trial.matrices:
+        losses_by_scheme = {scheme.name: losses[param.name, scheme.name] for scheme in candidates}
+        size = {scheme.name: stored_bytes([param], scheme) for scheme in candidates}
+        rows.append({"name": param.name, "losses": losses_by_scheme, "bytes": size})
+    document = {"tokens": trial.tokens, "matrices": rows}
+    (out / SENSITIVITY).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass
+class _Run:
+    """One matrix in one candidate format, and how far the model is computed with it."""
+
+    param: Param
+    scheme: Storage
+    streams: list[Array]
+    """The residual stream of each prompt behind the layers so far."""
+
+
+class _Progress:
+    """Reports finished layers of runs, of all that a table of sensitivity needs."""
+
+    def __init__(self, trial: WeightTrial, formats: int) -> None:
+        self._depth = len(trial.exact.config.layers)
+        self._total = formats * sum(self.left(_layer_of(param)) for param in trial.matrices)
+        self._done = 0
+
+    def left(self, index: int) -> int:
+        """Returns the number of layers, and one for the logits, from the layer `index` on."""
+        return self._depth - max(index, 0) + 1
+
+    def add(self, runs: int) -> None:
+        self._done += runs
+        progress.report(self._done, self._total, "layers")
+
+
+def _layer_of(param: Param) -> int:
+    """Returns the index of a parameter's layer; -1 for a parameter outside of the layers."""
+    first, _, rest = param.name.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else -1
+
+
+def _losses(trial: WeightTrial, candidates: Sequence[Storage]) -> Iterator[tuple[tuple[str, str], float]]:
+    """Yields ((parameter, scheme), loss) for every matrix and candidate."""
+    note = _Progress(trial, len(candidates))
+    depth = len(trial.exact.config.layers)
+    outside = [param for param in trial.matrices if _layer_of(param) < 0]
+    for param in outside:
+        for scheme in candidates:
+            changed = _changed(trial.exact, param, scheme)
+            run = _Run(param, scheme, [embedded(changed, prompt.tokens) for prompt in trial.prompts])
+            for index in range(depth):
+                _advance(trial, [run], index)
+                note.add(1)
+            yield from _finished(trial, [run], changed, note)
+    streams = [embedded(trial.exact, prompt.tokens) for prompt in trial.prompts]
+    for index in range(depth):
+        runs = [
+            _Run(param, scheme, list(streams))
+            for param in trial.matrices
+            if _layer_of(param) == index
+            for scheme in candidates
+        ]
+        in_threads(lambda run: _begin(trial, run), runs)
+        note.add(len(runs))
+        for later in range(index + 1, depth):
+            _advance(trial, runs, later)
+            note.add(len(runs))
+        yield from _finished(trial, runs, trial.exact, note)
+        base = _Run(trial.matrices[0], candidates[0], streams)
+        _advance(trial, [base], index)
+        streams = base.streams
+
+
+def _changed(exact: Reference, param: Param, scheme: Storage) -> Reference:
+    values = quantized(param, exact.weights[param.name], scheme)
+    return replace(exact, weights=ChainMap({param.name: values}, cast("dict[str, Weight]", exact.weights)))
+
+
+def _begin(trial: WeightTrial, run: _Run) -> None:
+    """Computes the layer of a run's matrix, with the matrix quantized."""
+    changed = _changed(trial.exact, run.param, run.scheme)
+    run.streams = [layer(changed, _layer_of(run.param), x)[0] for x in run.streams]
+
+
+def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
+    """Computes one more layer of all runs, with exact weights, which are read once."""
+    held = _held(trial.exact, [name for name in trial.params if name.startswith(f"layers.{index}.")])
+
+    def one(run: _Run) -> None:
+        run.streams = [layer(held, index, x)[0] for x in run.streams]
+
+    in_threads(one, runs)
+
+
+def _finished(
+    trial: WeightTrial, runs: Sequence[_Run], model: Reference, note: _Progress
+) -> Iterator[tuple[tuple[str, str], float]]:
+    """Yields the losses of runs that passed all layers. model: the weights of the last norm and of the
+    logits.
+    """
+    table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
+    held = _held(model, [table])
+
+    def one(run: _Run) -> float:
+        pairs = zip(trial.prompts, run.streams, strict=True)
+        return sum(prompt.losses(head(held, normalized(held, x))) for prompt, x in pairs) / trial.tokens
+
+    for run, loss in zip(runs, in_threads(one, runs), strict=True):
+        # Four digits, because further ones depend on the order of sums in the machine's linear algebra.
+        yield (run.param.name, run.scheme.name), float(f"{loss:.4g}")
+    note.add(len(runs))
+
+
+def _held(exact: Reference, names: Sequence[str]) -> Reference:
+    """Returns the model with some of its weights in memory, which other mappings read anew at each access.
+    Stacks are read one matrix at a time as before.
+    """
+    values = {name: exact.weights[name] for name in names}
+    return replace(exact, weights=ChainMap(values, cast("dict[str, Weight]", exact.weights)))

@@ -1,0 +1,165 @@
+"""Evaluates a model in NumPy with quantized weights, and compares it with its exact logits."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild import models
+from mlcbuild.bundles.divergence import divergence, log_softmax
+from mlcbuild.bundles.reference import Reference, head, hidden
+from mlcbuild.bundles.reference_blocks import Array
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
+from mlcbuild.checkpoints.checkpoint_views import views_of
+from mlcbuild.checkpoints.exact_weights import Weight, checkpoint, read_tensor_names
+from mlcbuild.models import Param
+from mlcbuild.quant import Storage, scheme_for
+from mlcbuild.quant.floats import Scratch
+from mlcbuild.quant.groups import GROUP
+from mlcbuild.quant.stack import Stack
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """The tokens of one prompt, and the file with the exact model's logits after each of them."""
+
+    tokens: tuple[int, ...]
+    path: Path
+
+    def losses(self, logits: Array) -> float:
+        """Returns the sum, over the prompt's positions, of the KL divergence of logits from the exact ones,
+        in nats.
+        """
+        return float(divergence(log_softmax(np.load(self.path)), log_softmax(logits)).sum())
+
+
+@dataclass(frozen=True)
+class WeightTrial:
+    """A model with its exact weights, and the prompts on which losses are measured."""
+
+    exact: Reference
+    params: Mapping[str, Param]
+    """Name of a parameter -> the parameter, in the order of the model."""
+    prompts: tuple[ScoredPrompt, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def matrices(self) -> tuple[Param, ...]:
+        """Returns the parameters that schemes quantize."""
+        return tuple(param for param in self.params.values() if param.matrix is not None)
+
+    def within(self, most: int) -> WeightTrial:
+        """Returns the trial with its first prompts only, of at most `most` tokens together, at least one."""
+        count, total = 0, 0
+        for prompt in self.prompts:
+            total += len(prompt.tokens)
+            if count and total > most:
+                break
+            count += 1
+        return replace(self, prompts=self.prompts[:count])
+
+    def loss(self, scheme: Storage, on_prompt: Callable[[], None] = lambda: None) -> float:
+        """Returns the mean KL divergence, in nats, of the model whose matrices are stored by a scheme, with
+        activations as the scheme rounds them. on_prompt: called after each prompt, by any thread.
+        """
+        weights = _Quantized(self.exact.weights, self.params, scheme)
+
+        def rounded(name: str, rows: Array) -> Array:
+            return rounded_activations(rows, scheme_for(scheme, name))
+
+        changed = replace(self.exact, weights=weights, rounded=rounded)
+
+        def run(prompt: ScoredPrompt) -> float:
+            logits = head(changed, hidden(changed, prompt.tokens)[0])
+            on_prompt()
+            return prompt.losses(logits)
+
+        return sum(in_threads(run, self.prompts)) / self.tokens
+
+
+def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> WeightTrial:
+    """Returns the trial of a step. params: `context_window`, and what steps have that read weights; inputs:
+    config, checkpoint and reference.
+    """
+    config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
+    names = read_tensor_names(inputs["config"])
+    weights = checkpoint(checkpoint_path(params, inputs), config, names, views_of(params, inputs))
+    window = models.context_window(config, cast("int | None", params["context_window"]))
+    sequences = json.loads((inputs["reference"] / "tokens.json").read_bytes())
+    prompts = tuple(
+        ScoredPrompt(tuple(tokens), inputs["reference"] / f"logits-{i:04}.npy")
+        for i, tokens in enumerate(sequences)
+    )
+    listed = {param.name: param for param in models.parameters(config)}
+    return WeightTrial(Reference(config, weights, context_window=window), listed, prompts)
+
+
+def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
+    """Returns a matrix, or a stack of them, as it is read from the tensors that store it under a scheme."""
+
+    def rounded(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+        form = scheme.definition
+        return form.unpack(form.pack(matrix, Scratch(), param.name), cast("tuple[int, int]", param.matrix))
+
+    if len(param.shape) == 2:
+        return rounded(np.ascontiguousarray(values))
+    shape = cast("tuple[int, int, int]", param.shape)
+    return Stack(shape, lambda index: rounded(np.ascontiguousarray(values[index])))
+
+
+def rounded_activations(rows: Array, scheme: Storage) -> Array:
+    """Returns rows of activations as a product with a matrix of this scheme reads them: rounded to 8 bits
+    with a scale for each group of 32, which is a power of two for 4-bit weights, or unchanged.
+    """
+    if scheme.activation_bits == 0:
+        return rows
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % GROUP)))
+    groups = padded.reshape(len(rows), -1, GROUP)
+    scales = np.abs(groups).max(axis=-1, keepdims=True) / rows.dtype.type(127)
+    if scheme.bits == 4 and scheme.definition.blocks is None:
+        scales = np.exp2(np.ceil(np.log2(np.maximum(scales, 1e-30)))).astype(rows.dtype)
+    steps = np.rint(groups / np.where(scales == 0, 1, scales))
+    values: Array = (steps * scales).reshape(padded.shape)[:, : rows.shape[1]]
+    return values
+
+
+@dataclass(frozen=True)
+class _Quantized(Mapping[str, Weight]):
+    """Weights of which each matrix is quantized whenever it is read."""
+
+    exact: Mapping[str, Weight]
+    params: Mapping[str, Param]
+    scheme: Storage
+
+    def __getitem__(self, name: str) -> Weight:
+        param, values = self.params[name], self.exact[name]
+        return values if param.matrix is None else quantized(param, values, scheme_for(self.scheme, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.exact)
+
+    def __len__(self) -> int:
+        return len(self.exact)
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
+    """Returns the results of a function in the order of its arguments. Each call runs on one core, so that no
+    result depends on the number of cores, which MLCBUILD_CORES limits.
+    """
+    with ThreadPoolExecutor(int(os.environ.get("MLCBUILD_CORES", "1"))) as pool:
+        return list(pool.map(function, items))

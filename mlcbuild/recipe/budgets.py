@@ -1,0 +1,95 @@
+"""Reads the quantizations of a recipe that name a budget instead of a scheme."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from mlcbuild_format import sizes
+
+from mlcbuild.canon import digest
+from mlcbuild.documents.document import Where
+from mlcbuild.errors import did_you_mean
+from mlcbuild.quant import Scheme
+from mlcbuild.quant.format import layouts
+from mlcbuild.quant.scheme import Budget, BudgetKind
+from mlcbuild.quant.schemes import SCHEMES
+from mlcbuild.recipe.reading import Reading
+
+KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
+CANDIDATES = ("q4a8_1", "q4a8_2", "q5a8_1", "q5a8_2", "q6a8_2", "q8a8_1")
+"""Schemes from which a budget chooses if the recipe names none."""
+
+
+def is_budget(reading: Reading, where: Where) -> bool:
+    """Returns True if a quantization's mapping has no scheme; reports keys that exclude each other, and a
+    mapping that has neither scheme nor budget.
+    """
+    keys = reading.mapping(*where).keys()
+    kinds = [kind for kind in KINDS if kind in keys]
+    listed = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+    if "scheme" in keys or "overrides" in keys:
+        for key in (*kinds, *(["candidates"] if "candidates" in keys else [])):
+            message = f"'{key}' belongs to a budget, which chooses scheme and overrides itself; remove either"
+            reading.report((*where, key), message, on_key=True)
+        if "scheme" not in keys:
+            reading.report(where, f"'{where[-1]}' needs the key 'scheme', the scheme of all other parameters")
+        return False
+    if not kinds:
+        reading.report(where, f"'{where[-1]}' needs the key 'scheme', or a budget: {listed}")
+    for kind in kinds[1:]:
+        message = f"'{kind}' and '{kinds[0]}' are two budgets; give each a quantization of its own"
+        reading.report((*where, kind), message, on_key=True)
+    return True
+
+
+def read_budget(reading: Reading, where: Where) -> Scheme | None:
+    """Reads a budget as a scheme; returns None for an invalid one, which is reported."""
+    keys = reading.mapping(*where).keys()
+    kind = next((kind for kind in KINDS if kind in keys), None)
+    candidates = _candidates(reading, where)
+    limit = None if kind is None else _limit(reading, where, kind)
+    if kind is None or limit is None or candidates is None:
+        return None
+    budget = Budget(kind, limit, candidates)
+    content = [kind, repr(limit), [scheme.name for scheme in candidates]]
+    largest = candidates[-1]
+    name = f"budget-{digest('scheme/1', content)[:8]}"
+    return Scheme(name, largest.format, largest.activation_bits, budget=budget)
+
+
+def _limit(reading: Reading, where: Where, kind: BudgetKind) -> float | None:
+    if kind != "max_size":
+        value = reading.get(*where, kind)
+        return float(value) if isinstance(value, int | float) else None
+    text = reading.text(*where, kind)
+    try:
+        return None if text is None else float(sizes.parse(text))
+    except ValueError as error:
+        reading.report((*where, kind), f"'{kind}' {error}")
+        return None
+
+
+def _candidates(reading: Reading, where: Where) -> tuple[Scheme, ...] | None:
+    """Returns the candidates from the smallest to the largest; None if one is invalid, which is reported."""
+    names, is_valid = list(CANDIDATES), True
+    if "candidates" in reading.mapping(*where):
+        count = len(reading.items(*where, "candidates"))
+        texts = [reading.text(*where, "candidates", i) for i in range(count)]
+        names, is_valid = [name for name in texts if name is not None], None not in texts
+        if is_valid and len(names) < 2:
+            message = f"a budget chooses among at least two candidates, found {len(names)}"
+            reading.report((*where, "candidates"), message)
+            is_valid = False
+    for i, name in enumerate(names):
+        if name not in SCHEMES:
+            message = f"candidate '{name}' is no built-in scheme; {did_you_mean(name, SCHEMES)}"
+            reading.report((*where, "candidates", i), message)
+            is_valid = False
+    if not is_valid:
+        return None
+    return tuple(sorted((SCHEMES[name] for name in names), key=_size))
+
+
+def _size(scheme: Scheme) -> tuple[float, str]:
+    by_layout = layouts(scheme.format)
+    return min(form.bits_per_weight for form in by_layout.values()), scheme.name

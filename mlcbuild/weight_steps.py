@@ -1,0 +1,118 @@
+"""The steps that choose formats for a model's weights and that pack them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from mlcbuild import quant
+from mlcbuild.build.graph import Input, Step
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.checkpoint_kinds import adapter_argument
+from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint
+from mlcbuild.quant import choice
+from mlcbuild.quant.format import format_module
+from mlcbuild.recipe import Variant
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.backends import backend
+
+MANY_CORES = 64
+"""Number of cores that a step requests if it can use all cores of a machine."""
+BUDGET_FILES = ("budget.json", "quantization.yaml")
+"""Names of the files of a budget step that bundles hold."""
+
+
+def storage_of(variant: Variant) -> quant.Storage:
+    """Returns the variant's scheme as the device of its target stores it."""
+    return _stored_on(variant.target, variant.scheme)
+
+
+@lru_cache(maxsize=4096)
+def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
+    """Returns a scheme's storage on a target, cached because thousands of variants share few schemes and
+    targets.
+    """
+    return backend(target).storage(scheme)
+
+
+def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
+    """Returns the inputs of a step that reads weights."""
+    adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
+    return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
+
+
+def labels_of(variant: Variant) -> dict[str, str]:
+    """Returns the words that describe a variant's parameters in reasons."""
+    return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
+
+
+def scheme_params(scheme: quant.Storage) -> dict[str, Json]:
+    """Returns the parameters from which `quant.choice.scheme_of` reads a step's scheme."""
+    if scheme.candidates:
+        return {"candidates": [quant.to_json(candidate) for candidate in scheme.candidates]}
+    return {"scheme": quant.to_json(scheme)}
+
+
+def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: Mapping[str, Input]) -> Step:
+    """Returns the step that packs a checkpoint's weights. chosen: the input with the choice of a budget."""
+    scheme = storage_of(variant)
+    return Step(
+        f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",
+        "mlcbuild.checkpoints.conversion:convert",
+        {**scheme_params(scheme), **checkpoint.weights_params},
+        {"config": Input(config), **checkpoint_inputs(checkpoint), **chosen},
+        code=(*map(format_module, scheme.formats), *checkpoint.code),
+        labels=labels_of(variant),
+        cores=MANY_CORES,
+        memory=checkpoint.largest * 3 + PROCESS_MEMORY,
+    )
+
+
+def choice_input(budget: str) -> dict[str, Input]:
+    """Returns the input by which steps read the choice of a budget step; its other files are in no key."""
+    return {choice.INPUT: Input(budget, (choice.CHOICE,))}
+
+
+def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, reference: str) -> Step:
+    """Returns the step that measures the loss of each matrix in each candidate of the variant's budget."""
+    name, action = f"sensitivity/{checkpoint.name}", "mlcbuild.bundles.sensitivity:sensitivity"
+    return _evaluation(name, action, variant, checkpoint, {"config": config, "reference": reference}, {})
+
+
+def budget_step(
+    variant: Variant, checkpoint: Checkpoint, config: str, reference: str, sensitivity: str
+) -> Step:
+    """Returns the step that chooses a scheme for each matrix under the variant's budget."""
+    name = f"budget/{checkpoint.name}/{variant.quantization}"
+    budget, steps = variant.scheme.budget, {"config": config, "reference": reference}
+    assert budget is not None
+    params = {"kind": budget.kind, "limit": repr(budget.limit), "name": variant.quantization}
+    steps["sensitivity"] = sensitivity
+    return _evaluation(name, "mlcbuild.bundles.budget:budget", variant, checkpoint, steps, params)
+
+
+def _evaluation(
+    name: str,
+    action: str,
+    variant: Variant,
+    checkpoint: Checkpoint,
+    steps: Mapping[str, str],
+    params: Mapping[str, Json],
+) -> Step:
+    """Returns a step that evaluates a model with quantized weights. steps: argument -> step that it reads."""
+    scheme = storage_of(variant)
+    return Step(
+        name,
+        action,
+        {
+            "context_window": variant.limits.context_window,
+            **scheme_params(scheme),
+            **checkpoint.weights_params,
+            **params,
+        },
+        {**{argument: Input(step) for argument, step in steps.items()}, **checkpoint_inputs(checkpoint)},
+        code=(*map(format_module, scheme.formats), *checkpoint.code),
+        cores=MANY_CORES,
+        # The weights of a layer and the table of logits, beside a residual stream for each trial of a layer.
+        memory=checkpoint.largest * 12 + (2 << 30),
+    )
