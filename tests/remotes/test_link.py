@@ -95,7 +95,7 @@ def test_modes_and_shards_of_trust_are_kept(
     assert Link(Remote(URL, trust=(other.public, signer.public))).record(record.key) == record
     wary = Link(Remote(URL, trust=(other.public,)))
     assert wary.record(record.key) is None
-    expected = f"{URL}: the record {record.key} is refused: it is not signed by a key that is trusted"
+    expected = f"{URL}: the record {record.key} is refused: it is not signed by a trusted key"
     assert wary.take_warnings() == [expected] and wary.take_warnings() == []
 
 
@@ -109,7 +109,9 @@ def test_a_blob_is_verified(there: Objects, tmp_path: Path) -> None:
     there.objects[f"cas/{entry.digest}"] = b"wrong"
     part.unlink()
     assert not reader.blob(entry, part, threading.Event(), counts.append)
-    assert reader.take_warnings() == [f"{URL}: out.txt (blob {entry.digest}) is refused: its bytes are wrong"]
+    assert reader.take_warnings() == [
+        f"{URL}: out.txt (blob {entry.digest}) is refused: its content does not match its digest"
+    ]
     assert not part.exists() and not reader.unread, "one damaged object is no reason to leave a remote"
 
 
@@ -156,7 +158,7 @@ def test_a_damaged_file_of_this_machine_is_withheld(there: Objects, built: tuple
     assert not sender.send(record, store, threading.Event())
     assert there.objects == {} and not sender.unwritten
     assert sender.take_warnings() == [
-        f"{place} is not sent: it has other bytes than were written; run `mlcbuild cache verify`"
+        f"{place} is not sent: its content has changed since it was written; run `mlcbuild cache verify`"
     ]
 
 

@@ -152,7 +152,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine, monkeypatch: p
     time.sleep(0.01)
     engine.run()
     (event,) = events
-    assert event.error is not None and "not done after 0 s" in str(event.error)
+    assert event.error is not None and "not finished after 0 s" in str(event.error)
 
 
 def test_closing_ends_running_and_waiting_requests(engine: Engine) -> None:
