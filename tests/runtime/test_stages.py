@@ -69,7 +69,7 @@ def passed(trials: Trials[int], grammar: str) -> int | str:
 def test_each_constraint_goes_through_the_stages_that_it_needs(costs: Costs, trials: Trials[int]) -> None:
     costs.held.set()
     limits = [stage.seconds for stage in STAGES]
-    assert limits == [0.05, 0.25, 2.0]
+    assert limits == [0.03, 0.25, 2.0]
     for grammar, result, count in (
         ("0.01", 10, 1),
         ("0.1", 100, 2),
@@ -99,7 +99,7 @@ def test_cheap_constraints_pass_those_that_wait(costs: Costs, trials: Trials[int
         del costs.ran[:]
         assert [passed(trials, f"0.{count:02}1") for count in range(1, 25)] == list(range(11, 251, 10))
         assert not any(each.done() for each in asked)
-        assert {limit for _, limit in costs.ran} == {0.05, 0.25}
+        assert {limit for _, limit in costs.ran} == {0.03, 0.25}
         costs.held.set()
         assert all("simplify it" in str(each.result()) for each in asked)
 
