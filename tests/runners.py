@@ -112,6 +112,8 @@ def run_job(job: Json, runner: Runner, context: dict[str, Json]) -> dict[str, st
         path.write_text("")
     context = {**context, "steps": {}, "github": {"workspace": str(runner.workspace), "run_id": "7"}}
     kept = {name: str(path) for name, path in files.items()} | {"GITHUB_ACTIONS": "true"}
+    kept["RUNNER_TEMP"] = str(runner.home / "temp")
+    (runner.home / "temp").mkdir(exist_ok=True)
     failed = ""
     for step in job["steps"]:
         condition = step.get("if", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,56 @@ def test_a_failing_build_fails_its_job_and_keeps_what_it_has(runners: tuple[Runn
         run_workflow(runners)
     artifacts = runners[0].shared / "artifacts"
     assert "<failure" in (artifacts / "junit-0" / "junit.xml").read_text()
-    assert (artifacts / "mlcbuild-store-0" / "ac").is_dir()
+    assert (artifacts / "mlcbuild-results-0" / ".mlcbuild-results-0.tar").is_file()
+
+
+def test_a_job_passes_on_only_new_results(tmp_path: Path) -> None:
+    steps = {step.get("name"): step for job in WORKFLOW["jobs"].values() for step in job["steps"]}
+    runner = Runner(tmp_path / "a", tmp_path / "project", tmp_path / "service")
+    store = runner.workspace / ".mlcbuild"
+    for name in ("ac/0a/0a1", "cas/0b/0b1", "store.json", "logs/old"):
+        write(store / name, "restored")
+    temporary = tmp_path / "temp"
+    temporary.mkdir()
+    variables = {"RUNNER_TEMP": str(temporary), "JOB": "3"}
+    assert runner.shell(steps["List what was restored"]["run"], variables) == 0, runner.log
+    for name in ("ac/0a/0a2", "cas/0c/0c1", "logs/new"):
+        write(store / name, "new")
+    assert runner.shell(steps["Pack new results"]["run"], variables) == 0, runner.log
+    packed = runner.workspace / ".mlcbuild-results-3.tar"
+    assert packed_names(packed) == ["ac/0a/0a2", "cas/0c/0c1"]
+
+    last = Runner(tmp_path / "b", tmp_path / "project", tmp_path / "service")
+    write(last.workspace / ".mlcbuild" / "ac" / "0a" / "0a1", "restored")
+    unpack = steps["Unpack new results"]["run"]
+    assert last.shell(unpack, {}) == 0, "no job has uploaded anything"
+    place = last.workspace / ".mlcbuild-results" / packed.name
+    place.parent.mkdir()
+    shutil.copy(packed, place)
+    assert last.shell(unpack, {}) == 0, last.log
+    assert (last.workspace / ".mlcbuild" / "cas" / "0c" / "0c1").read_text() == "new"
+    assert not place.exists(), "results would lie on the disk twice"
+
+
+def packed_names(path: Path) -> list[str]:
+    with tarfile.open(path) as archive:
+        return sorted(archive.getnames())
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_job_on_an_empty_store_passes_on_everything(tmp_path: Path) -> None:
+    steps = {step.get("name"): step for step in WORKFLOW["jobs"]["build"]["steps"]}
+    runner = Runner(tmp_path / "a", tmp_path / "project", tmp_path / "service")
+    runner.workspace.mkdir(parents=True)
+    variables = {"RUNNER_TEMP": str(tmp_path), "JOB": "0"}
+    assert runner.shell(steps["List what was restored"]["run"], variables) == 0, runner.log
+    write(runner.workspace / ".mlcbuild" / "ac" / "0a" / "0a1", "new")
+    assert runner.shell(steps["Pack new results"]["run"], variables) == 0, runner.log
+    assert packed_names(runner.workspace / ".mlcbuild-results-0.tar") == ["ac/0a/0a1"]
 
 
 def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
