@@ -17,6 +17,7 @@ from mlcbuild import machine
 from mlcbuild.compiler.cpu.toolchain import linker_identity
 from mlcbuild.errors import MlcbuildError, SetupError, StoreError
 from mlcbuild.store.store import default_root
+from mlcbuild.targets.backends import backend
 from mlcbuild.targets.presets import HOST, presets, resolve
 
 
@@ -63,22 +64,23 @@ def _linker(_: Path | None) -> str:
 
 
 def _crosses(_: Path | None) -> str:
-    """Returns a description of the target presets for which this machine can link code; none of them is
+    """Returns a description of the target presets for which this machine can build; none of them is
     required.
     """
 
-    def linkable(name: str) -> bool:
+    def can_build(name: str) -> bool:
+        target = presets()[name]
         try:
-            linker_identity(presets()[name])
+            backend(target).tool_versions(target)
         except SetupError:
             return False
         return True
 
     names: Mapping[bool, list[str]] = {True: [], False: []}
     for name in presets():
-        names[linkable(name)].append(name)
-    without = f"; no linker for {', '.join(names[False])}" if names[False] else ""
-    return f"can link {', '.join(names[True])}{without}"
+        names[can_build(name)].append(name)
+    without = f"; not for {', '.join(names[False])}" if names[False] else ""
+    return f"can build for {', '.join(names[True]) or 'none'}{without}"
 
 
 def _store(store: Path | None) -> str:

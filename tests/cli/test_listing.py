@@ -53,6 +53,7 @@ def test_a_machine_without_a_linker(place: Path, tmp_path: Path, monkeypatch: py
     done = mlcbuild("doctor", store=tmp_path / "store")
     assert done.returncode == 3
     assert "FAIL  linker       no linker for " in done.stdout
+    assert "presets      can build for webgpu; not for aarch64-linux, " in done.stdout
     done = mlcbuild(
         "run", "recipe.yaml", "--only", "library/*/q0f32/host", store=tmp_path / "store", cwd=place
     )
