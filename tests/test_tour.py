@@ -511,7 +511,7 @@ def test_quickstart_builds_and_its_advice_is_right(
         assert (Path(bundle) / "bundle.json").is_file()
         assert Path(words[0]) == bin_ / "mlcbuild"
     inspect = subprocess.run(lines[-1], env=environment, capture_output=True, text=True, check=True)
-    assert inspect.stdout.startswith("name       tiny-q4f16_1-host\n")
+    assert inspect.stdout.startswith("name       tiny-q4a8_1-host\n")
 
 
 FRONT_WORDS = 1000
