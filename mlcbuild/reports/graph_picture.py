@@ -2,18 +2,20 @@
 
 The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node is one layer after
 its last dependency, repeated barycentre sweeps order the layers to avoid crossings, and positions are then
-pulled towards neighbours without overlaps. Layers are columns, read from left to right.
+pulled towards neighbours without overlaps. Layers are columns, read from left to right. Each model has rows
+of its own, below those of the steps that models share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from html import escape
 
 from mlcbuild.build.graph import Graph, Source
 from mlcbuild.build.plan import Plan
 from mlcbuild.reports import graph_view
+from mlcbuild.reports.graph_lanes import SHARED, lanes
 
 _COLOURS = {
     "source": ("#eef1f5", "#8a94a3"),
@@ -41,6 +43,8 @@ _WORDS = {
     "skipped": "skipped",
 }
 _CHAR, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 7.0, 34.0, 56.0, 12.0, 24.0
+_TITLE = 26.0
+"""Height of a lane's title in pixels."""
 _SWEEPS = 12
 
 
@@ -118,7 +122,8 @@ def drawing(
     top = 36.0 if keys else 0.0
     edges = networkx.transitive_reduction(graph.network).edges
     numbers = {name: number for number, name in enumerate(boxes)}
-    body = [
+    body = _bands(boxes, lanes(graph), width)
+    body += [
         f'<path data-from="{numbers[name]}" data-to="{numbers[user]}" {_edge(boxes[name], boxes[user])}'
         for name, user in sorted(edges)
     ]
@@ -156,10 +161,20 @@ def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -
 
 
 def layout(graph: Graph) -> dict[str, Box]:
-    """Returns a position for each node such that no two overlap and every edge leads to the right."""
-    layers = _layers(graph)
-    _untangle(layers, graph)
-    rows = _straighten(layers, graph)
+    """Returns a position for each node such that no two overlap and every edge leads to the right. The lanes
+    of models, if there are several, lie below each other.
+    """
+    layers, lane_of = _layers(graph), lanes(graph)
+    rows: dict[str, float] = {}
+    top = 0.0
+    for lane in sorted(set(lane_of.values()), key=lambda title: (title != SHARED, title)):
+        top += _TITLE if lane else 0.0
+        part = [[name for name in layer if lane_of[name] == lane] for layer in layers]
+        near = _neighbours(graph, {name for layer in part for name in layer})
+        _untangle(part, near)
+        positions = _straighten(part, near)
+        rows.update({name: top + row for name, row in positions.items()})
+        top += max(positions.values()) + _HEIGHT + _GAP_Y
     boxes: dict[str, Box] = {}
     x = _MARGIN
     for layer in layers:
@@ -168,6 +183,21 @@ def layout(graph: Graph) -> dict[str, Box]:
             boxes[name] = Box(x, _MARGIN + rows[name], width)
         x += width + _GAP_X
     return boxes
+
+
+def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -> list[str]:
+    """Returns the background and title of each lane as SVG; [] without lanes. width: that of the picture."""
+    bands = []
+    for lane in sorted(set(lane_of.values()) - {""}):
+        heights = [box.y for name, box in boxes.items() if lane_of[name] == lane]
+        top, bottom = min(heights) - _TITLE + 4, max(heights) + _HEIGHT + 4
+        bands.append(
+            f'<rect x="{_MARGIN / 2:.0f}" y="{top:.1f}" width="{width - _MARGIN:.1f}" '
+            f'height="{bottom - top:.1f}" rx="8" fill="#f7f8fa"/>'
+            f'<text x="{_MARGIN:.0f}" y="{top + 15:.1f}" font-weight="600" fill="#5b6575">'
+            f"{escape(lane)}</text>"
+        )
+    return bands
 
 
 def _layers(graph: Graph) -> list[list[str]]:
@@ -186,17 +216,21 @@ def _layers(graph: Graph) -> list[list[str]]:
     return [layer for layer in layers if layer]
 
 
-def _neighbours(graph: Graph) -> dict[str, list[str]]:
-    neighbours = {name: list(users) for name, users in graph.users.items()}
-    for name, users in graph.users.items():
-        for user in users:
-            neighbours[user].append(name)
+def _neighbours(graph: Graph, names: Set[str]) -> dict[str, list[str]]:
+    """Returns name of a node -> the nodes that it needs or that need it. names: the nodes to consider."""
+    neighbours: dict[str, list[str]] = {name: [] for name in names}
+    for name in graph.nodes:
+        for user in graph.users[name]:
+            if name in names and user in names:
+                neighbours[name].append(user)
+                neighbours[user].append(name)
     return neighbours
 
 
-def _untangle(layers: list[list[str]], graph: Graph) -> None:
-    """Orders each layer by barycentre sweeps in both directions, using the neighbours already placed."""
-    near = _neighbours(graph)
+def _untangle(layers: list[list[str]], near: Mapping[str, list[str]]) -> None:
+    """Orders each layer by barycentre sweeps in both directions, using the neighbours already placed. near:
+    node -> its neighbours.
+    """
     layer_of = {name: index for index, layer in enumerate(layers) for name in layer}
     place = {name: index / len(layer) for layer in layers for index, name in enumerate(layer)}
     for sweep in range(_SWEEPS):
@@ -211,9 +245,9 @@ def _untangle(layers: list[list[str]], graph: Graph) -> None:
             place.update({name: (spot + 0.5) / len(layer) for spot, name in enumerate(layer)})
 
 
-def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
+def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[str, float]:
     """Returns the vertical position of each node: near the mean of its neighbours, in the order of
-    its layer.
+    its layer. near: node -> its neighbours.
     """
     pitch = _HEIGHT + _GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)
@@ -222,7 +256,6 @@ def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
         for layer in layers
         for index, name in enumerate(layer)
     }
-    near = _neighbours(graph)
     for _ in range(_SWEEPS):
         for layer in layers:
             wish = [

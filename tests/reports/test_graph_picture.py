@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
 from mlcbuild.build.plan import Plan, plan
+from mlcbuild.reports.graph_lanes import SHARED, lanes
 from mlcbuild.reports.graph_picture import _HEIGHT, _spread, dot, html, layout, mermaid, svg
 from mlcbuild.store.store import Store
 
@@ -109,6 +110,45 @@ flowchart LR
     assert text.startswith("digraph plan {\n") and text.endswith("}\n")
     assert '  "weights/\\"a\\" <&>" [fillcolor="#fdeed6", color="#d08718"];\n' in text
     assert text.count(" -> ") == 5
+
+
+def test_each_model_has_a_lane_below_what_models_share() -> None:
+    nodes: list[Node] = [step("library/x"), step("prompts")]
+    for model in ("b", "a"):
+        nodes += [
+            step(f"config/{model}"),
+            step(f"weights/{model}/q4", f"config/{model}"),
+            step(f"reference/{model}", f"config/{model}", "prompts"),
+            step(f"bundle/{model}-q4-host", f"weights/{model}/q4", "library/x"),
+            step(f"verify/{model}-q4-host", f"bundle/{model}-q4-host", f"reference/{model}"),
+        ]
+    nodes[0] = step("library/x", "config/a")
+    graph = Graph(nodes)
+    lane_of = lanes(graph)
+    assert {name for name, lane in lane_of.items() if lane == SHARED} == {"library/x", "prompts"}
+    assert all(name.split("/")[1].startswith(lane) for name, lane in lane_of.items() if lane != SHARED)
+    boxes = layout(graph)
+    rows = [[box.y for name, box in boxes.items() if lane_of[name] == lane] for lane in (SHARED, "a", "b")]
+    assert all(max(upper) + _HEIGHT < min(lower) for upper, lower in pairwise(rows))
+    root = ElementTree.fromstring(svg(graph))
+    assert [title.text for title in root.iterfind(f"{NAMESPACE}g/{NAMESPACE}text")] == ["a", "b", SHARED]
+    bands = root.findall(f"{NAMESPACE}g/{NAMESPACE}rect")
+    assert len(bands) == 3
+    for one, other in combinations(bands, 2):
+        (top, height), (below, _) = sorted(
+            (float(r.get("y", 0)), float(r.get("height", 0))) for r in (one, other)
+        )
+        assert top + height <= below, "bands do not overlap"
+
+
+def test_a_step_of_equal_models_is_shared() -> None:
+    nodes: list[Node] = [step("tokenizer/a")]
+    for model in "ab":
+        nodes.append(step(f"weights/{model}/q4"))
+        nodes.append(step(f"bundle/{model}", f"weights/{model}/q4", "tokenizer/a"))
+    lane_of = lanes(Graph(nodes))
+    assert lane_of["tokenizer/a"] == SHARED
+    assert (lane_of["bundle/a"], lane_of["weights/b/q4"]) == ("a", "b")
 
 
 @given(st.integers(1, 40), st.floats(0.02, 0.4), st.randoms(use_true_random=False))

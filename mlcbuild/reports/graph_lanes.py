@@ -1,0 +1,42 @@
+"""Groups the steps of a drawn graph into lanes: one for each model, and one for what models share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlcbuild.build.graph import Graph, Source
+
+SHARED = "shared by models"
+"""Title of the lane of steps that several models, or none, need."""
+
+
+def lanes(graph: Graph) -> dict[str, str]:
+    """Returns name of a node -> title of its lane, a model's name or SHARED; with fewer than two models, ""
+    for every node.
+    """
+    models = {name.split("/")[1] for name in graph.nodes if name.startswith("weights/")}
+    if len(models) < 2:
+        return dict.fromkeys(graph.nodes, "")
+    products = _products(graph)
+    owners: dict[str, set[str]] = {}
+    for name in reversed(graph.nodes):
+        if name in products:
+            owners[name] = {products[name]}
+            continue
+        named_models = {part for part in name.split("/")[1:2] if part in models}
+        # A config is also read to compile the library, which models share; the config is not shared by that.
+        users = [user for user in graph.users[name] if not (named_models and user.startswith("library/"))]
+        owners[name] = named_models.union(*(owners[user] for user in users))
+    return {name: min(owners[name]) if len(owners[name]) == 1 else SHARED for name in graph.nodes}
+
+
+def _products(graph: Graph) -> Mapping[str, str]:
+    """Returns name of a bundle, or of a step that needs a bundle -> the model whose weights it has."""
+    products: dict[str, str] = {}
+    for name, node in graph.nodes.items():
+        for need in () if isinstance(node, Source) else graph.needs(node):
+            if need in products:
+                products.setdefault(name, products[need])
+            elif need.startswith("weights/") and name.startswith("bundle/"):
+                products.setdefault(name, need.split("/")[1])
+    return products
