@@ -165,8 +165,10 @@ class Lines:
 
     def __call__(self, event: Event) -> None:
         with self._writing:
+            # Several steps may wait for files of one step: its download has one line.
+            is_known = isinstance(event, StepFetching) and event.name in self._tally.running
             self._tally.note(event)
-            self._write(_lines(event, self._tally))
+            self._write([] if is_known else _lines(event, self._tally))
 
     def _write(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -224,7 +226,11 @@ def _lines(event: Event, tally: Tally) -> list[str]:
         case StepFetching():
             lines = [f"fetch   {event.name} ({sizes.show(event.size)} from {event.origin})"]
         case Uploading():
-            lines = [f"upload  {event.results} results are still on their way to the shared cache"]
+            one = event.results == 1
+            count = (
+                "1 result is still on its way" if one else f"{event.results} results are still on their way"
+            )
+            lines = [f"upload  {count} to the shared cache"]
         case StepWaiting():
             lines = [f"wait    {event.name}: waiting for another mlcbuild ({event.holder})"]
         case StepFinished() if not _is_cut_off(event):

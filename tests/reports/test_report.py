@@ -21,12 +21,15 @@ from mlcbuild.build.events import (
     RunResult,
     RunStarted,
     SourceRead,
+    StepFetched,
+    StepFetching,
     StepFinished,
     StepPlaced,
     StepProgress,
     StepResult,
     StepStarted,
     StepWaiting,
+    Uploading,
     Warned,
     silent,
 )
@@ -283,6 +286,25 @@ def test_an_interrupted_run_does_not_list_what_it_skipped() -> None:
     for name, reason in (("a", "interrupted by SIGINT"), ("b", "needs weights/a, which failed")):
         lines(StepFinished(StepResult(name, "skipped", reason=reason)))
     assert stream.getvalue() == "skipped [2/0] b: needs weights/a, which failed\n"
+
+
+def test_a_download_for_several_steps_has_one_line() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    lines(RunStarted(3, 0))
+    for _ in range(3):
+        lines(StepFetching("tokenizer/a", "file:///remote", 65))
+    lines(StepFetched("tokenizer/a"))
+    lines(StepFetching("tokenizer/a", "file:///remote", 65))
+    lines(Uploading(1))
+    lines(Uploading(2))
+    fetch = "fetch   tokenizer/a (65 B from file:///remote)"
+    assert stream.getvalue().splitlines() == [
+        fetch,
+        fetch,
+        "upload  1 result is still on its way to the shared cache",
+        "upload  2 results are still on their way to the shared cache",
+    ]
 
 
 def test_a_log_says_what_is_running_while_nothing_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
