@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,20 @@ def test_our_own_workflows_call_what_is_there() -> None:
     assert quickstart["uses"] == "./.github/workflows/mlcbuild.yml"
     assert set(quickstart["with"]) <= set(TRIGGERS["workflow_call"]["inputs"])
     assert (ROOT / quickstart["with"]["recipe"]).is_file()
+
+
+def test_templates_assume_no_package_of_an_index() -> None:
+    """Whoever registers a name on an index would run code on the runners."""
+    assert TRIGGERS["workflow_call"]["inputs"]["install"]["required"]
+    template = yaml.safe_load((ROOT / "ci" / "gitlab-template.yml").read_text())
+    done = subprocess.run(
+        ["bash", "-e", "-c", template["mlcbuild-plan"]["script"][0]],
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and "set it to the command that installs mlcbuild" in done.stderr
 
 
 def test_user_text_reaches_shells_only_through_variables() -> None:
