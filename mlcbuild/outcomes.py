@@ -346,6 +346,17 @@ def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
     return Plan(tuple(steps))
 
 
+def explained(planned: Planned, changes: tuple[Change, ...], lacks: Mapping[str, str]) -> Explanation:
+    """Returns the explanation of a planned step. changes: differences from its most similar record; lacks:
+    step name -> the tool or device that this machine lacks.
+    """
+    if planned.name in lacks:
+        # A step that lacks one tool names the version of none: those of the others are no change.
+        changes = tuple(change for change in changes if change.after is not None)
+        (planned,) = with_lacks(Plan((planned,)), lacks).steps
+    return Explanation(planned, changes)
+
+
 def forward(on_event: Reporter, lacks: Mapping[str, str], event: Event) -> None:
     """Forwards events of a run's phase to `on_event`, except RunFinished, because the end of the whole run is
     reported once.

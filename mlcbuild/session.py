@@ -164,14 +164,13 @@ class Session:
     def explain(self, step: str) -> Explanation:
         """Computes the reason why a step would run, down to the parameter, file or tool that differs.
 
-        step: a step's name, or a shell pattern that matches one step. Raises UsageError, and the exceptions
-        of `plan`.
-        """
+        step: a step's name, or a shell pattern for one. Raises UsageError, and the exceptions of `plan`."""
         names = sorted(self.pipeline.graph.match([step]))
         if len(names) > 1:
             raise UsageError(f"'{step}' means {len(names)} steps: {', '.join(names)}; name one")
         store = Store(self.store.root)
-        return Explanation(*planning.explain(self.pipeline.graph, store, names[0], self._sharing(store)))
+        planned, changes = planning.explain(self.pipeline.graph, store, names[0], self._sharing(store))
+        return outcomes.explained(planned, changes, self.pipeline.lacks)
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
         """Returns a drawing of all steps of the recipe with their states, as text of the given format."""

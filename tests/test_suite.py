@@ -145,7 +145,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.compiler.program.functions": "compiler/test_decoder.py",
     "mlcbuild.models.family": "models/test_type_names.py",
     "mlcbuild.models.rope": "models/test_models.py",
-    "mlcbuild.outcomes": "test_session.py",
     "mlcbuild.prospect": "test_pipeline.py",
     "mlcbuild.quant.block_packing": "quant/test_blocks.py",
     "mlcbuild.recipe.cells": "recipe/test_recipe_faults.py",

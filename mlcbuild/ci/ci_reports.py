@@ -99,7 +99,7 @@ def _variant(item: LoggedVariant, names: Iterable[str]) -> str:
         _number(figures, "kl_mean"),
         _number(figures, "kl_max"),
         f"{figures['top1_agreement']:.1%}" if "top1_agreement" in figures else "",
-        _number(figures, "perplexity"),
+        f"{figures['perplexity']:.4g}" if "perplexity" in figures else "",
     ]
     if "reference_perplexity" in figures:
         cells[-1] += f" (exact {figures['reference_perplexity']:.4g})"

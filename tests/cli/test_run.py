@@ -220,6 +220,9 @@ def test_a_missing_linker_stops_only_what_needs_it(
     if "no linker" in planned.stdout:
         assert "cannot run here: no linker for aarch64-unknown-linux-gnu was found" in planned.stdout
         assert re.search(r"\d of them cannot run here, ", planned.stdout)
+        step = "library/*/aarch64-linux"
+        reason = checked(mlcbuild("explain", recipe, step, store=common_store, variables={"PATH": "/none"}))
+        assert "cannot run here: no linker for aarch64-unknown-linux-gnu was found" in reason
     stopped = mlcbuild("run", recipe, store=common_store, variables={"PATH": "/none"})
     if "no linker" not in stopped.stderr:
         pytest.skip("the linker is not found by PATH here")
