@@ -2,11 +2,12 @@
 
     ttft   seconds to the first piece of text (time to first token)
     tpot   seconds for each later token: (last - first) / (tokens - 1)
-    itl    seconds between two pieces of text (inter-token latency); the sample is the gap, not the request
+    itl    seconds between two arrivals of text (inter-token latency); the sample is the gap, not the request
     e2e    seconds to the end of the answer
 
-All of them count from the time at which a request was due, so that in an open loop a late generator does not
-make the server look faster than it was.
+A client sees no time between tokens that arrive together: an answer that arrives at once has neither tpot nor
+itl. All times count from the time at which a request was due, so that in an open loop a late generator does
+not make the server look faster than it was.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mlcbuild_format import strict_json
 
@@ -54,12 +56,13 @@ class Sample:
         seconds = {"e2e": self.end - self.due}
         if self.texts:
             seconds["ttft"] = self.texts[0] - self.due
-            if self.tokens > 1:
+            if self.tokens > 1 and self.texts[-1] > self.texts[0]:
                 seconds["tpot"] = (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
         return seconds
 
     def gaps(self) -> list[float]:
-        return [late - soon for soon, late in zip(self.texts, self.texts[1:], strict=False)]
+        """Returns the seconds between each arrival of text and the next one."""
+        return [late - soon for soon, late in pairwise(dict.fromkeys(self.texts))]
 
     def meets(self, slo: Mapping[str, float]) -> bool:
         values = self.values()

@@ -56,7 +56,10 @@ def test_a_closed_loop(url: str, capsys: Out, tmp_path: Path) -> None:
         assert (
             0 < actual["ttft"]["p50"] <= actual["ttft"]["p90"] <= actual["ttft"]["max"] < actual["e2e"]["max"]
         )
-        assert actual["itl"]["mean"] == pytest.approx(actual["tpot"]["mean"], rel=0.5)
+        # An engine this fast may send six tokens at once.
+        tpot, itl = actual["tpot"], actual["itl"]
+        assert (tpot is None) == (itl is None)
+        assert tpot is None or tpot["mean"] <= itl["mean"] + 2e-6, "both are rounded to microseconds"
         assert actual["goodput_per_second"] == 0, "no answer begins after 100 ns"
         assert 0 < actual["generator"]["cpu_share"] < 1
     assert three["e2e"]["mean"] < actual["seconds"] <= 6 * three["e2e"]["max"]
