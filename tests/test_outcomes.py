@@ -1,4 +1,4 @@
-"""What a session says of a step that this machine cannot run."""
+"""Explanations of steps that this machine cannot run."""
 
 from __future__ import annotations
 
