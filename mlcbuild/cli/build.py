@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document(result), indent=2))
     else:
-        print(safe_lines("\n".join([*_lines(result.variants), *_end(result)])))
+        print(safe_lines("\n".join([*_lines(listed(result)), *_end(result)])))
     _leave_receipt(arguments, session, result, began)
     return result.exit_code
 
@@ -172,6 +172,13 @@ def _end(result: Result) -> list[str]:
     from mlcbuild.reports.report import summary
 
     return [*summaries.speeds(result.log), f"{summary(result.run)}{_places(result)}"]
+
+
+def listed(result: Result) -> list[VariantResult]:
+    """Returns the variants that have a line each. Those that an interrupted run did not reach are counted in
+    the last line only.
+    """
+    return [item for item in result.variants if not (result.run.interrupted and item.status == "skipped")]
 
 
 def _lines(variants: Iterable[VariantResult]) -> list[str]:

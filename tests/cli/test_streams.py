@@ -15,9 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlcbuild.build.events import RunResult, Status
+from mlcbuild.cli.build import listed
+from mlcbuild.outcomes import Result, VariantResult
 from tests.conftest import checked, mlcbuild
 
 UNSET = ("CI", "NO_COLOR", "COLUMNS", "PYTHONUNBUFFERED", "MLCBUILD_DEBUG")
@@ -71,6 +75,16 @@ def test_an_interrupted_run_keeps_what_it_built(
     plan = json.loads(checked(mlcbuild("plan", "recipe.yaml", "--json", store=store, cwd=place)))
     assert {item["name"] for item in plan["steps"] if item["status"] == "hit"} == {"config/tiny"}
     checked(mlcbuild("cache", "verify", store=store))
+
+
+def test_variants_that_an_interrupted_run_did_not_reach_have_no_lines() -> None:
+    no_product: Any = None
+    no_log: Any = None
+    every: tuple[Status, ...] = ("built", "skipped", "failed")
+    variants = tuple(VariantResult(no_product, status) for status in every)
+    for interrupted, statuses in (("SIGINT", ["built", "failed"]), ("", [*every])):
+        result = Result(variants, RunResult((), 1.0, interrupted), no_log)
+        assert [item.status for item in listed(result)] == statuses
 
 
 def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_path: Path) -> None:
