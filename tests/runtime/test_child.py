@@ -67,6 +67,17 @@ def test_a_process_that_ends_is_replaced(child: Child, code: int) -> None:
     assert second["pid"] != first["pid"]
 
 
+def test_a_process_whose_server_has_ended_is_silent(child: Child, capfd: pytest.CaptureFixture[str]) -> None:
+    child.ask({}, LONG)
+    process = child.process
+    assert process is not None and process.stdin is not None and process.stdout is not None
+    process.stdout.close()
+    process.stdin.write(b"{}\n")
+    process.stdin.flush()
+    assert process.wait(LONG) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_a_python_error_is_a_fault_of_the_installation(child: Child) -> None:
     with pytest.raises(SetupError, match=r"^the process that echoes has failed: see the lines above$"):
         child.ask({"end": 1}, LONG)

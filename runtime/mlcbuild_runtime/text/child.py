@@ -21,6 +21,17 @@ from pathlib import Path
 from mlcbuild_format.errors import SetupError
 from mlcbuild_format.fields import Json
 
+_PROGRAM = """
+import os
+from {module} import work
+try:
+    work()
+except BrokenPipeError:
+    os._exit(0)
+"""
+"""The program of a child process. When it writes an answer after its server has ended, it ends silently:
+another exit would flush its output again, and print a traceback on the terminal of a chat that has ended."""
+
 
 class EndedError(Exception):
     """A child process has ended, or was killed because it took too long."""
@@ -95,7 +106,7 @@ class Child:
     def _started(self) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
-                [sys.executable, "-c", f"from {self._module} import work; work()"],
+                [sys.executable, "-c", _PROGRAM.format(module=self._module)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
