@@ -92,8 +92,8 @@ class Entry:
     """Value of the environment variable PYTHONPATH."""
     size: int
     """Size of the files with weights, in bytes."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of the engine."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Further environment variables of the engine, and their values."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _peer(directory: Path, area: Path, name: str, target: str) -> Iterator[Entry
         size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.suffix in WEIGHTS)
         started = (python, str(HERE / f"engine_{name}.py"), str(path))
         bits = 4 if "4" in path.stem else 8
-        yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size, variables)
+        yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size, tuple(variables.items()))
 
 
 def installed(place: Path, peer: Peer) -> str:

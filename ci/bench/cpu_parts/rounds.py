@@ -74,7 +74,7 @@ class Child:
 
     @classmethod
     def start(cls, entry: Entry, threads: int, first: int, vocabulary: int) -> Child:
-        variables = environment(entry.path) | {"OMP_NUM_THREADS": str(threads), **entry.variables}
+        variables = environment(entry.path) | {"OMP_NUM_THREADS": str(threads), **dict(entry.variables)}
         command = [*entry.command, str(threads), str(first), str(vocabulary)]
         return cls(_popen(command, variables))
 
