@@ -47,10 +47,11 @@ class SamplingParams(NamedTuple):
 SAMPLING_DTYPE = "float64"
 SAMPLING_COLUMNS = SamplingParams._fields
 SKIP = SamplingParams(inverse_temperature=-1.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0)
-"""The sampling parameters that stand for a row from which no token is sampled."""
+"""The sampling parameters of a row of logits from which no token is sampled: their inverse temperature is
+negative."""
 NO_TOKEN, INVALID_TOKEN = -2, -1
-"""Special values in place of a sampled token: NO_TOKEN for a row whose parameters are SKIP, INVALID_TOKEN for
-a row whose largest logit is NaN."""
+"""Special values in place of a sampled token: NO_TOKEN for a row of logits from which no token is to be
+sampled, INVALID_TOKEN for a row whose largest logit is NaN."""
 
 
 class LoopState(NamedTuple):
@@ -162,8 +163,8 @@ when any thread sets `interrupt`. `continues` is true if another step must follo
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))
 """The library function that returns an uninitialised KV cache of `num_pages` pages, passed as a shape."""
 METADATA = Function("_metadata", ())
-"""The library function that returns metadata as JSON: format, config, scheme, target, limits, params,
-signature."""
+"""The library function that returns the library's metadata as JSON text, an object with the keys format,
+config, scheme, target, limits, params and signature."""
 EMBED = Function("embed", (_TOKENS, PARAMS))
 """The library function that returns the embeddings of tokens, float32 [n, hidden]."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
@@ -172,12 +173,14 @@ STEP = Function("step", (*_STEP, FORKS, PARAMS))
 else is in the batch.
 """
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
-"""The variant of `step` for prompts: its kernels are faster and may round differently."""
+"""The library function for steps whose tokens belong to prompts. It works like the function `step`, with
+kernels that are faster for many rows and may round differently."""
 STEP_ON = Function("step_on", (*_LOOP, *BATCH, PARAMS))
-"""The variant of `step` for one token per sequence; it updates its arguments to those of the next step."""
+"""The library function for a decode step with one token per sequence. It works like the function `step`, and
+also writes the inputs of the next step into its arguments."""
 STEPS = Function("steps", (*_LOOP, *BATCH, PARAMS))
-"""The library function that repeats `step_on`, without masks, while `continues` is true; it returns
-`continues`."""
+"""The library function that repeats decode steps, one token per sequence and without masks, while the flag
+`continues` is true; it returns `continues`."""
 SAMPLE = Function(
     "sample_tokens",
     (Argument("logits", "float32", ("q", "v")), _SAMPLING, Argument("tokens", "int32", ("q",)), _MASKS),

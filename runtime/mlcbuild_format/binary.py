@@ -21,15 +21,17 @@ MACHO_CPUS = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 
 
 def check(path: Path) -> tuple[str, str]:
-    """Returns ("linux" | "macos", architecture) of a shared library. Raises BundleError if it is damaged."""
+    """Returns (operating system, architecture) of a shared library after checking its headers, for example
+    ("linux", "x86_64") or ("macos", "aarch64"). Raises BundleError for a damaged file."""
     return _check(path, model=False)
 
 
 def check_model(path: Path) -> tuple[str, str]:
-    """Validates the shared library of a model; returns (operating system, architecture). Raises BundleError
-    if it is damaged.
+    """Returns (operating system, architecture) of a model's shared library after checking its headers, for
+    example ("linux", "x86_64").
 
-    A library without the symbol of a model would end the process that initialises it.
+    Raises BundleError for a damaged file, and for a library without the symbol that every model's library
+    exports: it would end the process that initialises it.
     """
     return _check(path, model=True)
 

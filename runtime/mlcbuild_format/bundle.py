@@ -57,16 +57,17 @@ MAX_MANIFEST = 16 << 20
 
 
 def read(path: Path) -> Manifest:
-    """Returns the manifest of the bundle in directory `path`, after every check that reads no weights.
-
-    Raises BundleError with a complete message.
-    """
+    """Returns the manifest of the bundle in directory `path`, after checking its files, sizes, digests
+    (except those of weights) and headers. Raises BundleError if a check fails."""
     return check(path, full=False)
 
 
 def check(path: Path, full: bool = True) -> Manifest:
-    """Returns the manifest of a bundle after checking its files as `read` does. full: True to compute also
-    the digests of the weights, at about 2 GB per CPU-second. Raises BundleError for a damaged bundle.
+    """Returns the manifest of a bundle after checking the sizes of its files, the headers of its weights and
+    library, and the digests of all files except weights.
+
+    full: True to check also the digests of the weights, which takes a CPU-second for 2 GB. Raises BundleError
+    if a check fails.
     """
     described = manifest(path)
     files.check_listing(path, described.everything)
@@ -132,8 +133,8 @@ def _check_digest(path: Path, file: File) -> None:
 
 
 def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:
-    """Raises ValueError for a token outside the vocabulary, which would make the library read beyond its
-    table."""
+    """Raises ValueError for a token outside the model's vocabulary, for which the library would read beyond
+    its table of embeddings."""
     vocab_size = manifest.vocab_size
     for token in tokens:
         if not 0 <= token < vocab_size:

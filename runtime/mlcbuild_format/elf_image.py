@@ -77,7 +77,8 @@ class _Segment(NamedTuple):
 
 
 class Image:
-    """The bytes of an ELF library. Methods raise ImageError, or struct.error where the file is too short."""
+    """The bytes of an ELF library. Its methods raise ImageError for a library that breaks a rule of the
+    format, or struct.error where the file is too short."""
 
     def __init__(self, data: bytes) -> None:
         """Checks the program headers and the dynamic section. Raises ImageError for a damaged file."""
@@ -184,9 +185,8 @@ class Image:
         raise ImageError("points outside of what is loaded")
 
     def exports(self) -> frozenset[bytes]:
-        """Returns the names of all symbols that the library defines, after checking its symbols and
-        relocations.
-        """
+        """Returns the names of all symbols that the ELF library defines. Raises ImageError if its symbols or
+        relocations are damaged."""
         self._check_model()
         names = self._names()
         table = self._at(self._values[_SYMTAB], _SYMBOL * len(names))
@@ -205,7 +205,8 @@ class Image:
         return frozenset(exported)
 
     def _check_model(self) -> None:
-        """Raises ImageError for contents that system libraries may have and a model's library never has."""
+        """Raises ImageError for contents of an ELF file that system libraries may have and a model's library
+        never has."""
         tags = [tag for tag, _ in self._dynamic if tag != _NEEDED]
         strange = set(tags) - _KNOWN
         if strange or len(set(tags)) < len(tags):
@@ -218,9 +219,8 @@ class Image:
             raise ImageError("has a segment that can be written and run")
 
     def _names(self) -> list[bytes]:
-        """Returns the name of every symbol of the ELF library, after checking that the hash table finds each
-        exported one.
-        """
+        """Returns the name of every symbol of the ELF library. Raises ImageError if the hash table does not
+        find each exported one."""
         if _GNU_HASH not in self._values:
             if _HASH not in self._values:
                 raise ImageError("has no table of symbols")

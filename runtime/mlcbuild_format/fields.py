@@ -63,9 +63,8 @@ _decode = strict_json.decoder(parse_int=_integer, parse_float=_float)
 
 
 def _check_values(document: Json, strings: bool) -> None:
-    """Raises ValueError if `document` is nested too deeply or holds unpaired surrogates. strings: True if
-    strings are checked.
-    """
+    """Raises ValueError if lists and objects in a JSON value are nested more than MAX_DEPTH deep, or, where
+    `strings` is True, if a string holds an unpaired surrogate."""
     level: Sequence[Json] = [document]
     for _ in range(MAX_DEPTH + 1):
         children: list[Json] = []
@@ -90,8 +89,8 @@ def _check_surrogates(text: str) -> None:
 
 
 class Fields:
-    """A JSON object with typed accessors for its fields. Each raises FieldError, naming the field with its
-    dotted path."""
+    """A JSON object with typed accessors for its fields. An accessor raises FieldError, whose message has the
+    dotted path of the field, for a missing field or a wrong value."""
 
     def __init__(self, value: Json, name: str = "") -> None:
         if not isinstance(value, dict):
@@ -99,18 +98,15 @@ class Fields:
         self.value, self.name = value, name
 
     def only(self, *names: str) -> Fields:
-        """Raises FieldError for a key of the JSON object that is not among `names`; returns the object itself
-        otherwise.
-        """
+        """Returns this JSON object. Raises FieldError if it has a key that is not among `names`."""
         unknown = sorted(set(self.value) - set(names))
         if unknown:
             raise FieldError(f"unknown field {self._path(unknown[0])}")
         return self
 
     def text(self, key: str, pattern: str | None = None) -> str:
-        """Returns the field `key` as text: a non-empty string of one printable line that matches the regular
-        expression `pattern` as a whole.
-        """
+        """Returns the field `key`, a non-empty string of printable characters that matches the regular
+        expression `pattern` as a whole. Raises FieldError for another value."""
         value = self._get(key)
         if not is_line(value):
             raise self._wrong(key, f"a non-empty string of at most {MAX_TEXT} printable characters", value)
@@ -143,9 +139,8 @@ class Fields:
         return tuple(numbers)
 
     def number(self, key: str, minimum: float, maximum: float) -> float | None:
-        """Returns the field `key` as a number between the bounds, or None where the field is absent
-        or null.
-        """
+        """Returns the number in the field `key`, or None where the field is absent or null. Raises FieldError
+        for a number outside the bounds, or another type."""
         value = self.value.get(key)
         if value is None:
             return None
@@ -211,7 +206,8 @@ def describe(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yields `repr(value)` in pieces; strings and integers are cut to a bounded length."""
+    """Yields the Python expression (`repr`) of a value in pieces; strings and integers in it are cut to a
+    bounded length."""
     if isinstance(value, str):
         yield repr(value[:80])
     elif isinstance(value, int) and value.bit_length() > 1024:

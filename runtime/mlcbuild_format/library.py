@@ -37,10 +37,8 @@ class Metadata:
 
 
 def read_metadata(text: str, manifest: Manifest) -> Metadata:
-    """Returns the metadata of a library, parsed from its JSON `text`.
-
-    Raises BundleError, whose message names both sides, when it differs from what `manifest` describes.
-    """
+    """Returns the metadata of a compiled library, parsed from its JSON `text`. Raises BundleError for invalid
+    metadata, or if they contradict `manifest`."""
     try:
         top = Fields(parse_json(text.encode()))
         if top.value.get("format") != FORMAT:
@@ -100,8 +98,8 @@ def _shown(value: Json) -> str:
 
 
 def find_runtime(path: Path, manifest: Manifest) -> Path:
-    """Returns the path of the TVM runtime library: in the bundle, named by the environment variable
-    MLCBUILD_TVM_RUNTIME, or beside an installed tvm package. Raises SetupError if there is none."""
+    """Returns the path of the TVM runtime library: the bundle's, else the one that the environment variable
+    MLCBUILD_TVM_RUNTIME names, else that of an installed tvm package. Raises SetupError if there is none."""
     name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
     if f"lib/{name}" in manifest.files:
         return path / "lib" / name

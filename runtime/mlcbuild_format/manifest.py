@@ -42,7 +42,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Memory:
-    """The builder's estimate, in bytes, for serving max_batch sequences of context_window tokens each."""
+    """The builder's estimate of the memory, in bytes, that serving a bundle takes: max_batch sequences of
+    context_window tokens each."""
 
     weights: int
     kv_cache: int
@@ -80,7 +81,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of bundle.json. `scheme`, `target` and `model.config` are kept verbatim."""
+    """The content of bundle.json. The objects `scheme`, `target` and `model.config` are kept as they are in
+    the file."""
 
     name: str
     model: Model
@@ -223,8 +225,8 @@ def parse(document: Json) -> Manifest:
 
 
 def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
-    """Returns an object of the manifest that is kept verbatim. Raises FieldError if it is too large, too
-    deep, or holds values that are not safe to print, compare and write again."""
+    """Returns the JSON object in the field `key` of a manifest, unchanged. Raises FieldError if it is too
+    large, too deep, or holds values that are not safe to print, compare and write again."""
     verbatim = fields.fields(key)
     level: Sequence[Json] = [verbatim.value]
     count = 0
@@ -332,7 +334,8 @@ def is_plain_path(path: str) -> bool:
 
 
 def _cross_check(manifest: Manifest) -> None:
-    """Raises FieldError if fields of a manifest contradict each other."""
+    """Raises FieldError if fields of a manifest contradict each other, for example if it names a file that it
+    does not list."""
     needed = (manifest.library, *manifest.weights)
     for path in needed:
         if path not in manifest.files:
@@ -369,7 +372,8 @@ def _check_config(manifest: Manifest) -> None:
 
 
 def _windows(config: Mapping[str, Json]) -> list[int | None]:
-    """Returns the attention window in tokens, or None, of each kind of layer in a model's config."""
+    """Returns, for each kind of layer in a model's config, the attention window in tokens, or None if its
+    layers attend to all tokens."""
     specs = plain(config.get("layer_specs", []))
     if not isinstance(specs, list):
         raise FieldError(f"'model.config.layer_specs' must be a list of layers, found {describe(specs)}")

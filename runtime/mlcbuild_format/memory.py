@@ -12,7 +12,8 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def available() -> int:
-    """Returns the bytes of memory that this process may use: the machine's, or its cgroup's limit."""
+    """Returns the bytes of memory that this process may use: the smaller of the machine's memory and the
+    limits of the process's cgroup."""
     counts = [_UNKNOWN]
     with suppress(ValueError, OSError, AttributeError):
         counts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -100,7 +100,8 @@ class Names:
 
 @lru_cache(maxsize=1)
 def names() -> Mapping[str, Names]:
-    """Returns architecture -> LLVM's names, read from cpus.json, which tests/llvm_table.py writes."""
+    """Returns architecture -> the names by which LLVM calls its processors and features. The names are read
+    from cpus.json, which tests/llvm_table.py writes."""
     text = Path(__file__).with_name("cpus.json").read_text(encoding="utf-8")
     levels: dict[str, frozenset[str]] = {}
     for level, added in X86_LEVELS.items():
@@ -123,7 +124,8 @@ def family(architecture: str) -> str:
 
 
 def system(triple: str) -> System:
-    """Returns the operating system of an LLVM target triple, or "none" for another system or bare metal."""
+    """Returns the operating system of an LLVM target triple: "linux", "macos" or "windows"; "none" for any
+    other, and for bare metal."""
     if "linux" in triple:
         return "linux"
     if "darwin" in triple or "macos" in triple:
@@ -179,7 +181,8 @@ def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
 
 
 def present() -> frozenset[str] | None:
-    """Returns the checkable features of this machine; None where the system does not report them."""
+    """Returns LLVM's names of the checkable features that this machine's processor has; None where the system
+    does not report them."""
     kind = sys.platform, family(platform.machine())
     try:
         if kind == ("darwin", "aarch64"):
@@ -214,9 +217,8 @@ def _intel_mac_features(sysctl: Callable[[str], str]) -> frozenset[str] | None:
 
 
 def _flags(cpuinfo: str, label: str) -> frozenset[str]:
-    """Returns the CPU flags that all processors of the machine have, since a thread may move to any
-    of them.
-    """
+    """Returns the CPU flags in a text of /proc/cpuinfo that all processors of the machine have, since a
+    thread may move to any of them. label: name of the lines that list the flags."""
     common: frozenset[str] | None = None
     for line in set(cpuinfo.splitlines()):
         name, _, value = line.partition(":")

@@ -83,13 +83,13 @@ class Binding:
 
 @dataclass(frozen=True)
 class Shader:
-    """A compute shader of a GPU program. Its uniform buffer holds the first `uniforms` scalars as int32, then
-    grid[0] - 1."""
+    """A compute shader of a GPU program. Its uniform buffer holds int32 words: the scalars that the code
+    reads, then the number of workgroups in x minus 1."""
 
     file: str
     entry: str
     threads: int
-    """Number of threads in a workgroup, which has one dimension."""
+    """Number of threads in a workgroup of the shader; workgroups have one dimension."""
     shared_bytes: int
     bindings: tuple[Binding, ...]
     scalars: tuple[str, ...]
@@ -189,13 +189,13 @@ class Program:
         return {name: rounded(math.prod(shape) * ITEM_BYTES[dtype]) for name, shape, dtype, _ in self.params}
 
     def buffer_bytes(self, pages: int) -> dict[str, int]:
-        """Returns name -> bytes of each buffer, for a KV cache of `pages` pages."""
+        """Returns name of a GPU buffer -> its size in bytes, for a KV cache of `pages` pages."""
         sizes = {**self.sizes, "pages": pages}
         return {name: rounded(evaluate(buffer.size, sizes)) for name, buffer in self.buffers.items()}
 
 
 def rounded(size: int) -> int:
-    """Returns the size in bytes of a buffer that holds `size` bytes, a multiple of WORD."""
+    """Returns the size in bytes of a GPU buffer that holds `size` bytes: the next multiple of 4."""
     return max(WORD, -(-size // WORD) * WORD)
 
 
@@ -210,9 +210,8 @@ def evaluate(expression: Expression, sizes: Sizes) -> int:
 
 
 def check(program: Program, pages: int, device: DeviceLimits = GUARANTEED) -> None:
-    """Raises FieldError unless every launch stays within its buffers and the device's limits. pages: number
-    of pages of the KV cache.
-    """
+    """Raises FieldError unless every launch of a GPU program stays within its buffers and the limits of
+    `device`. pages: number of pages of the KV cache."""
     present = {**program.param_bytes(), **program.buffer_bytes(pages)}
     for name, size in present.items():
         if size > device.buffer_bytes:
@@ -249,9 +248,8 @@ def _check_kernel(name: str, kernel: Shader, device: DeviceLimits) -> None:
 def _check_launch(
     program: Program, launch: Launch, sizes: Sizes, present: Sizes, device: DeviceLimits
 ) -> None:
-    """Raises FieldError unless a launch stays within its buffers and the device's limits. sizes: maximum
-    sizes of the call; present: name -> bytes of each buffer and parameter.
-    """
+    """Raises FieldError unless one launch of a GPU program stays within its buffers and the device's limits.
+    sizes: maximum sizes of the call; present: name -> bytes of each buffer and parameter."""
     kernel = program.kernels[launch.kernel]
     scalars = scalar_values(kernel, launch, sizes)
     if max(scalars.values(), default=0) > MAX_INT32:
@@ -294,6 +292,7 @@ def _check_aliasing(kernel: Shader, launch: Launch, program: Program) -> None:
 
 
 def scalar_values(kernel: Shader, launch: Launch, sizes: Sizes) -> dict[str, int]:
-    """Returns the values of a launch's scalars, in order, for a call of these sizes."""
+    """Returns name of a scalar of the kernel -> its value in this launch, for a call of the given sizes, in
+    the kernel's order."""
     values = (evaluate(expression, sizes) for expression in launch.scalars)
     return dict(zip(kernel.scalars, values, strict=True))

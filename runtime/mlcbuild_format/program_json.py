@@ -193,8 +193,11 @@ def _use(entry: Json, where: str) -> BoundBuffer:
 
 
 def _expression(value: Json, allowed: Sizes, where: str, depth: int = 0) -> Expression:
-    """Parses an expression over sizes. allowed: names of sizes that it may contain; where: its place, for
-    messages; depth: number of enclosing expressions. Raises FieldError for anything else.
+    """Returns an expression over the sizes of a GPU program's call, parsed from JSON. Raises FieldError for
+    anything else.
+
+    allowed: names of sizes that it may contain; where: its place, for messages; depth: number of enclosing
+    expressions.
     """
     if is_integer(value) and 0 <= value <= MAX_BYTES:
         return value
@@ -218,7 +221,8 @@ def _list(fields: Fields, key: str) -> list[Json]:
 
 
 def _cross_check(program: Program) -> None:
-    """Raises FieldError unless all names in a program are defined, and its inputs lie within their buffer."""
+    """Raises FieldError unless all names in a GPU program are defined, and its inputs lie within their
+    buffer."""
     params = {name for name, *_ in program.params}
     if len(params) != len(program.params) or params & set(program.buffers):
         raise FieldError("'params' and 'buffers' have two entries of one name")

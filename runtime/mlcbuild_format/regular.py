@@ -20,8 +20,8 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
 
 
 def kind(path: Path) -> str:
-    """Returns "a regular file", or the kind of any other thing at `path`. Raises OSError if nothing is
-    there."""
+    """Returns in words what `path` is: "a regular file", "a directory" and so on. Raises OSError if nothing
+    is there."""
     return _kind(path.stat().st_mode)
 
 
@@ -35,8 +35,8 @@ def open_file(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
 
 
 def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
-    """Opens a regular file and returns its descriptor and its size in bytes. Raises OSError as `open_file`
-    does."""
+    """Opens a regular file, and returns its descriptor and its size in bytes. Raises OSError if it cannot be
+    opened, with errno EINVAL for anything that is not a regular file."""
     _check(os.stat(path, follow_symlinks=follow_link))  # noqa: PTH116 - hundreds of records in a short run
     # The file may be replaced between stat and open: O_NONBLOCK opens a named pipe without waiting.
     descriptor = os.open(path, _FLAGS if follow_link else _FLAGS | getattr(os, "O_NOFOLLOW", 0))
@@ -50,10 +50,10 @@ def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int, *, follow_link: bool = True) -> bytes:
-    """Returns the bytes of a regular file of at most `limit` bytes.
+    """Returns the bytes of a regular file. With `follow_link`, a symbolic link to one is accepted.
 
-    Raises OSError as `open_file` does, and with errno EFBIG for a larger file; `strerror` completes a
-    sentence.
+    Raises OSError if the file cannot be read, with errno EINVAL for anything that is not a regular file and
+    EFBIG for a file of more than `limit` bytes; `strerror` is the reason in words.
     """
     descriptor, size = _open(path, follow_link)
     try:

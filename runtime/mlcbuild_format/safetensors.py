@@ -74,10 +74,8 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Returns the header of a safetensors file, checked against the file's size.
-
-    Raises OSError, and HeaderError for a file that breaks a rule of the format.
-    """
+    """Returns the header of a safetensors file, checked against the file's size. Raises OSError if the file
+    cannot be read, HeaderError if it breaks a rule of the format."""
     with regular.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -171,9 +169,8 @@ class NewFile:
 
 
 def lay_out(tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> NewFile:
-    """Returns the header and the tensor offsets of a new file. Tensor data begin at a multiple of ALIGNMENT.
-
-    Tensors whose size is a multiple of ALIGNMENT come first, so that each of them is aligned, too.
+    """Returns the header and the tensor offsets of a new safetensors file. Tensor data begin at a multiple of
+    64 bytes; tensors whose size is a multiple of 64 bytes come first, so that each of them is aligned, too.
     """
     codes = {name: code for code, name in NUMPY.items()}
     document: dict[str, object] = {METADATA: dict(metadata)}

@@ -14,7 +14,8 @@ Tensor = tuple[str, Sequence[int], str, str]
 
 
 def signature(tensors: Iterable[Tensor]) -> str:
-    """Returns the digest, 64 hex digits, of the parameters that a library takes, in their order."""
+    """Returns a digest of the parameter tensors that a library takes, in their order, as 64 hex digits. A
+    library and weights files with equal digests fit together."""
     listed = [[name, [int(size) for size in shape], dtype, layout] for name, shape, dtype, layout in tensors]
     text = json.dumps(listed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return str(blake3(b"signature/1\0" + text.encode()).hexdigest())

@@ -8,11 +8,8 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def parse(text: str) -> int:
-    """Returns the bytes of a size such as 20GB (10**9 bytes each) or 20GiB (2**30 bytes each); case is
-    ignored.
-
-    Raises ValueError with a complete message.
-    """
+    """Returns the number of bytes that a text such as 20GB (10**9 bytes each) or 20GiB (2**30 bytes each)
+    states; case is ignored. Raises ValueError for another text."""
     parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text, re.IGNORECASE | re.ASCII)
     if parts is None or (parts[3] and not parts[2]):
         raise ValueError(f"must be a size such as 8GB or 512MiB, found '{text}'")
@@ -20,7 +17,7 @@ def parse(text: str) -> int:
 
 
 def show(count: float) -> str:
-    """Formats a number of bytes for people: 812 B, 3.1 MB, 16.4 GB."""
+    """Returns a number of bytes as a short text for people, such as 812 B, 3.1 MB or 16.4 GB."""
     step = 0
     while count >= 1000 and step < len(_UNITS) - 1:
         count, step = count / 1000, step + 1

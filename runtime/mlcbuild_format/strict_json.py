@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 
 class JsonError(ValueError):
-    """A document that some JSON readers accept and others refuse. The message completes a sentence."""
+    """The error for a document that some JSON readers accept and others refuse. Its message is the reason,
+    such as "NaN is not JSON"."""
 
 
 def decoder(
@@ -54,9 +55,8 @@ _decode = decoder()
 
 
 def parse(data: bytes | str) -> Any:
-    """Decodes a JSON document in UTF-8. Raises ValueError for invalid JSON, and JsonError for a document that
-    JSON readers interpret differently.
-    """
+    """Returns the value of a JSON document in UTF-8. Raises ValueError for invalid JSON, and JsonError for a
+    document that JSON readers interpret differently."""
     try:
         return _decode(data if isinstance(data, str) else data.decode())
     except RecursionError:

@@ -22,9 +22,8 @@ class WeightsHeader:
 
 
 def read_header(path: Path) -> WeightsHeader:
-    """Returns the validated header of a weights file, whose tensors fill the file. Raises BundleError for a
-    damaged file.
-    """
+    """Returns the header of a weights file after checking that its tensors fill the file. Raises BundleError
+    for a damaged file."""
     try:
         return _header(safetensors.read_header(path))
     except OSError as error:
