@@ -25,9 +25,8 @@ URLS = ("http://", "https://")
 
 
 def run(arguments: argparse.Namespace, resolve: Callable[[str], Path]) -> int:
-    """Chats with the options of parsed arguments, and returns the exit code. resolve: returns the directory
-    of the bundle that a name means.
-    """
+    """Runs a chat with the options of a parsed command line, and returns the exit code. resolve: function
+    that returns the directory of the bundle that a name means."""
     name: str = arguments.bundle
     path = name if name.startswith(URLS) else resolve(name)
     return chat(path, arguments.threads, chat_options.options(arguments))

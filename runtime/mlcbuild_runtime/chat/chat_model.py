@@ -16,7 +16,8 @@ rate.
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of one answer. Times are seconds of the engine's steps, without the delivery of tokens."""
+    """The speed of one answer. Times are seconds that the engine computed; the delivery of tokens does not
+    count."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -44,7 +45,8 @@ class Speed:
 
 
 def _rate(tokens: int, intervals: int, seconds: float) -> str:
-    """Returns the rate of `tokens` over `seconds` as text, " (12.3 tok/s)"; "" for too few tokens."""
+    """Returns the rate `intervals` / `seconds` as text, such as " (12.3 tok/s)"; "" if there are too few
+    tokens to measure one."""
     return f" ({intervals / seconds:.1f} tok/s)" if tokens >= FEWEST and seconds > 0 else ""
 
 
@@ -63,19 +65,16 @@ class ChatModel(Protocol):
 
     @property
     def speed(self) -> Speed:
-        """Returns the speed of the last answer of the model that has ended."""
+        """Returns the speed of the model's last answer that has ended."""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
-        """Raises RequestError for settings that the model refuses, as far as this can be checked without
-        computing.
-        """
+        """Raises RequestError for settings, or messages, that the model refuses, as far as this can be
+        checked without computing an answer."""
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
-        """Yields the pieces of an answer; closing the generator ends the answer. Raises ServingError if the
-        model cannot answer.
-        """
+        """Yields the pieces of the answer to a list of chat messages; closing the generator ends the answer.
+        settings: fields of the request. Raises ServingError if the model cannot answer."""
 
     def metrics(self) -> Mapping[str, object]:
-        """Returns the counts of the model's engine since its start, name -> value. Raises ServingError if the
-        server refuses or cannot be reached.
-        """
+        """Returns the counts of the model's engine since its start: name -> value. Raises ServingError if the
+        server refuses or cannot be reached."""

@@ -31,7 +31,7 @@ A line that ends with \\ goes on in the next; so does everything from \"\"\" to 
 Ctrl-C interrupts an answer."""
 COMMANDS = ("/help", "/set", "/stats", "/metrics", "/regen", "/save", "/reset", "/clear", "/exit", "/quit")
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "system")
-"""Settings that Tab completes; `/set` accepts every field of a request that does not concern this chat."""
+"""Names of the settings that Tab completes; the command `/set` also accepts other fields of a request."""
 FIXED = (
     *("messages", "model", "stream", "stream_options"),
     *("logprobs", "top_logprobs", "n", "tools", "tool_choice"),
@@ -59,9 +59,8 @@ class Conversation:
         return head + listed
 
     def answer(self, text: str) -> None:
-        """Sends a message, and shows the answer as it arrives. Raises ServingError if the model cannot
-        answer.
-        """
+        """Sends the user's message to the model, prints the answer as it arrives, and adds both to the chat.
+        Raises ServingError if the model cannot answer."""
         asked: list[Json] = [*self.history, {"role": "user", "content": text}]
         texts: list[str] = []
         pieces = self.model.answer(self._with_system(asked), self.settings)
@@ -79,9 +78,8 @@ class Conversation:
         self.history = [*asked, {"role": "assistant", "content": "".join(texts)}]
 
     def command(self, line: str) -> bool:
-        """Executes a line that begins with a slash. Returns False if the chat should end. Raises ServingError
-        if the model cannot answer.
-        """
+        """Executes a command of the chat, a line that begins with a slash. Returns False if the chat should
+        end. Raises ServingError if the command is for the model and the model fails."""
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[], str]] = {
             "/help": lambda: HELP,
@@ -112,9 +110,8 @@ class Conversation:
         return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
 
     def _regen(self) -> str:
-        """Answers the last message of the chat again, and returns a text to print. Raises ServingError if the
-        model cannot answer.
-        """
+        """Replaces the last answer of the chat by a new one. Returns a text to print, "" if there is none.
+        Raises ServingError if the model cannot answer."""
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]
@@ -162,9 +159,8 @@ class Conversation:
 
 
 def _assignment(text: str) -> tuple[str, str | None]:
-    """Returns (name, value) of a text `name=value` or `name value`; the value is None if the text has only a
-    name.
-    """
+    """Returns (name, value) of a setting written as `name=value` or `name value`; the value is None if the
+    text has only a name."""
     name, equals, value = (part.strip() for part in text.partition("="))
     if equals and name and " " not in name:
         return name, value
@@ -173,9 +169,8 @@ def _assignment(text: str) -> tuple[str, str | None]:
 
 
 def _value(text: str) -> Json:
-    """Returns a setting's value: decoded JSON if the text is JSON, the text otherwise. "" gives None, which
-    removes the setting.
-    """
+    """Returns the value of a chat's setting from its text: decoded JSON if the text is JSON, the text itself
+    otherwise. "" gives None, which removes the setting."""
     try:
         setting: Json = json.loads(text) if text else None
     except ValueError:
@@ -184,9 +179,8 @@ def _value(text: str) -> Json:
 
 
 def converse(model: ChatModel, options: ChatOptions) -> int:
-    """Chats with a model until the input ends, and returns the exit code. options: settings with which the
-    chat begins.
-    """
+    """Holds a chat with a model until the input ends, and returns the exit code. options: settings with which
+    the chat begins."""
     show = sys.stdout.isatty()
     terminal = show and sys.stdin.isatty() and options.prompt is None
     rendered = printer(sys.stdout) if show and not options.plain else plain_printer(sys.stdout, show)

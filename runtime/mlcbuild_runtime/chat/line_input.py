@@ -20,12 +20,13 @@ KEPT_LINES = 1000
 """Number of lines of the input history that are kept between chats."""
 
 ReadLine = Callable[[bool], str | None]
-"""Function that returns the next line of input; the argument says whether it continues a message. It returns
-None to drop the message that was begun, and raises EOFError at the end of the input."""
+"""Function that returns the next line of input. The argument is True if the line continues a message. It
+returns None to drop the message that was begun, and raises EOFError at the end of the input."""
 
 
 def messages(read: ReadLine) -> Iterator[str]:
-    """Yields messages, joined from continued lines, without surrounding spaces."""
+    """Yields the user's messages without surrounding spaces. Lines that end with a backslash, or that stand
+    between two lines of three quotation marks, are joined to one message. read: returns the next line."""
     begun: list[str] = []
     in_block = False
     while True:
@@ -135,7 +136,7 @@ def _alarms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def piped() -> Iterator[ReadLine]:
-    """Yields a function that reads the lines of standard input."""
+    """Yields a function that returns the next line of standard input."""
     lines = _piped_lines()
 
     def read(_continued: bool) -> str:

@@ -65,9 +65,9 @@ class LocalModel:
         return bool(self._engine.tokenizer.template.source)
 
     def _prompt(self, call: api.ChatCall) -> list[int]:
-        """Returns the tokens of a prompt; of a base model, which has no chat template, those of all texts in
-        order. Raises RequestError for a prompt that is too long, or that the chat template refuses.
-        """
+        """Returns the tokens of a chat's prompt; for a base model, which has no chat template, the tokens of
+        all texts in order. Raises RequestError for a prompt that is too long, or that the chat template
+        refuses."""
         if self._is_chat:
             return self._engine.tokenizer.chat(call.messages, call.template_options)
         text = "\n".join(str(message.get("content") or "") for message in call.messages)

@@ -25,12 +25,14 @@ Printer = Callable[[], AbstractContextManager[Show]]
 
 
 def visible(text: str) -> str:
-    """Returns a model's text with control characters, except line breaks and tabs, escaped."""
+    """Returns a model's text with its control characters, except line breaks and tabs, replaced by visible
+    escapes."""
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def plain_printer(out: TextIO, escape: bool) -> Printer:
-    """Returns a printer that writes answers as plain text. escape: True if control characters are escaped."""
+    """Returns a printer that writes the answers of a chat as plain text. escape: True if control characters
+    are replaced by visible escapes."""
 
     @contextmanager
     def show_answer() -> Iterator[Show]:
@@ -52,7 +54,7 @@ def plain_printer(out: TextIO, escape: bool) -> Printer:
 
 
 def printer(out: TextIO) -> Printer:
-    """Returns a printer for a terminal, which renders Markdown if rich is installed."""
+    """Returns a printer of a chat's answers for a terminal, which renders Markdown if rich is installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -116,10 +118,8 @@ class _Tail:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Splits Markdown before its last block, which may still grow: (complete blocks, the last block).
-
-    Blocks end at an empty line outside of a fenced code block.
-    """
+    """Returns Markdown text in two parts: the complete blocks, and the last block, which may still grow.
+    Blocks end at an empty line outside of a fenced code block."""
     fence, cut, position = "", 0, 0
     for line in text.splitlines(keepends=True):
         position += len(line)

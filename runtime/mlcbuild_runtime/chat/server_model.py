@@ -32,8 +32,8 @@ class ServerModel:
 
     @classmethod
     def connect(cls, url: str, key: str | None = None, name: str | None = None) -> Self:
-        """Returns a model of the server at `url`: `name`, or the first that it lists. Raises SetupError for a
-        server that cannot be reached, RequestError for one that refuses."""
+        """Returns the model called `name` of the server at `url`, for a chat, or the first model that the
+        server lists. Raises SetupError if the server cannot be reached, RequestError if it refuses."""
         url = url.rstrip("/").removesuffix("/v1")
         if name is not None:
             return cls(url, key, name)
@@ -86,9 +86,8 @@ class ServerModel:
             self._count(document)
 
     def _count(self, document: Mapping[str, Json]) -> None:
-        """Updates the speed of an answer with the fields `usage` and `timings` of a server's document, where
-        it has them.
-        """
+        """Updates the speed of a server's answer from the fields `usage` and `timings` of its document, where
+        it has them."""
         usage, timings = document.get("usage"), document.get("timings")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
@@ -109,9 +108,8 @@ class ServerModel:
         return dict(self._document("/health"))
 
     def _document(self, path: str) -> Mapping[str, Json]:
-        """Returns the JSON object that the server sends for a path. Raises SetupError if the server cannot be
-        reached, RequestError if it refuses.
-        """
+        """Returns the JSON object that the server sends for a GET request of the URL path `path`. Raises
+        SetupError if the server cannot be reached, RequestError if it refuses."""
         connection = self._connection()
         with closing(connection):
             response = self._send(connection, "GET", path, None)
@@ -133,8 +131,8 @@ class ServerModel:
     def _send(
         self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Json] | None
     ) -> HTTPResponse:
-        """Sends a request and returns the response to it. Raises SetupError, or RequestError if the server
-        refuses."""
+        """Sends an HTTP request to the server of a chat and returns its response. Raises SetupError if the
+        server cannot be reached, RequestError if it refuses."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -157,7 +155,7 @@ def _reason(error: Exception) -> str:
 
 
 def _parsed(data: bytes) -> Mapping[str, Json]:
-    """Returns a JSON object that a server sent. Raises SetupError for any other answer."""
+    """Returns the JSON object that a server sent as bytes. Raises SetupError for anything else."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -168,7 +166,7 @@ def _parsed(data: bytes) -> Mapping[str, Json]:
 
 
 def _refusal(data: bytes) -> str:
-    """Returns the message of an error document, or the text itself."""
+    """Returns the message in a server's error document, or the bytes as text if they are no such document."""
     try:
         return _message(_parsed(data).get("error"))
     except ServingError:

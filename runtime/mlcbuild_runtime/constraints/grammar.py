@@ -47,7 +47,7 @@ since it may begin a longer one."""
 
 
 class Matcher:
-    """The progress of one answer through its constraint."""
+    """The state of one answer that must match a constraint: which tokens may come next."""
 
     def __init__(self, of: Compiled, matcher: LLMatcher) -> None:
         # Attribute order matters: the matcher must be freed before the one that it was copied from.
@@ -59,11 +59,11 @@ class Matcher:
         self._spelled: int | None = None
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None
-        """A token that `tries` has already passed to llguidance; `take` must be called with it next."""
+        """A token that `tries` has already passed to llguidance; the next call of `take` must be with it."""
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
-        """CPU time spent on logit masks (a MaskTime), and number of tokens appended to the answer."""
+        """CPU time spent on the logit masks of the answer, and number of tokens appended to the answer."""
 
     def mask(self) -> Mask:
         """Returns the mask of allowed next tokens; it includes end-of-sequence tokens only where the text is
@@ -75,8 +75,8 @@ class Matcher:
 
     @property
     def _matcher(self) -> LLMatcher:
-        """Returns llguidance's matcher after it has consumed all accepted tokens. Raises RequestError if the
-        constraint is too costly to follow."""
+        """Returns llguidance's matcher for the answer, after it has consumed all accepted tokens. Raises
+        RequestError if the constraint is too costly to follow."""
         if self._owed:
             owed, self._owed = self._owed, []
             if not self._told.consume_tokens(owed):
@@ -85,9 +85,8 @@ class Matcher:
 
     @property
     def free(self) -> bool:
-        """Returns True if the constraint allows more than one next byte. If it does not, the mask allows only
-        the tokens by which the tokenizer itself would spell the text.
-        """
+        """Returns True if the constraint allows more than one next byte of the answer. If it does not, only
+        the tokens by which the tokenizer itself would spell the forced text are allowed."""
         return self._bytes_ahead == 0
 
     @property
@@ -97,9 +96,11 @@ class Matcher:
         return self._spelled
 
     def tries(self, token: int) -> bool:
-        """Consumes a token and returns True if the constraint allows it. Must be called only if `free` is
-        True. End-of-sequence tokens are never allowed here, and `take` must follow with the same token. It is
-        much cheaper than a mask.
+        """Appends a token to the answer if the constraint allows it, and returns True if so. It is much
+        cheaper than a mask.
+
+        Must be called only if `free` is True, and `take` must follow with the same token. End-of-sequence
+        tokens are never allowed here.
         """
         if token in self._of.ends:
             return False
@@ -169,7 +170,8 @@ class Matcher:
             raise self._failed(reason(self._told.get_error()))
 
     def _failed(self, why: str) -> RequestError:
-        """Removes the answer's constraint from the cache and returns the error that ends the answer."""
+        """Removes the constraint from the cache and returns the error that ends the answer. why: the reason,
+        for the message."""
         self._of.forget()
         return RequestError(f"the constraint cannot be followed: {why}", code="invalid_constraint")
 
@@ -180,8 +182,9 @@ class Compiled:
     def __init__(
         self, matcher: LLMatcher, ends: Collection[int], bytes: int, forget: Callable[[], None]
     ) -> None:
-        """Prepares a compiled constraint for answers. `bytes`: memory that it may use. `forget`: called when
-        it turns out to be too costly to follow."""
+        """Creates a compiled constraint. matcher: llguidance's matcher at the beginning of an answer; ends:
+        the end-of-sequence tokens; bytes: memory that the constraint may use; forget: function that is called
+        when it turns out to be too costly to follow."""
         self._matcher, self.ends, self.bytes, self.forget = matcher, ends, bytes, forget
 
     def __del__(self) -> None:
@@ -197,9 +200,8 @@ class Grammars:
     """Compiles constraints for one tokenizer, with a cache. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
-        """Prepares the compilation of constraints. `size`: number of tokens in the model's vocabulary.
-        `ends`: the end-of-sequence tokens.
-        """
+        """Creates an empty cache of compiled constraints. vocabulary: the tokens' texts; size: number of
+        tokens in the model's vocabulary; ends: the end-of-sequence tokens."""
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
         self._compiling: dict[Key, Future[Compiled | str]] = {}
         """Constraint -> future with its compiled form or an error message, for the constraints that are being
@@ -237,7 +239,7 @@ class Grammars:
 
     def _outcome(self, constraint: Constraint, key: Key) -> Compiled | str:
         """Returns the compiled constraint, from the cache if possible, or an error message if it cannot be
-        compiled."""
+        compiled. key: the constraint's key in the cache."""
         with self._lock:
             cached = self._kept.get(key)
             if cached is not None:
@@ -279,9 +281,9 @@ class Grammars:
         del dropped
 
     def _compile(self, constraint: Constraint, key: Key) -> Compiled | str:
-        """Returns the compiled constraint, or an error message if it cannot be compiled. Raises RequestError
-        (503) if too many constraints wait, and SetupError if no child process can be started.
-        """
+        """Returns the compiled constraint, or an error message if it cannot be compiled. key: the
+        constraint's key in the cache. Raises RequestError (503) if too many constraints wait, and SetupError
+        if no child process can be started."""
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are accepted"
         grammar = in_lark(constraint, key[2])
@@ -319,7 +321,7 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """Returns the vocabulary in llguidance's form, which is built for the first constraint."""
+        """Returns the vocabulary as llguidance's tokenizer object; it is created for the first constraint."""
         return self._tokens.tokenizer()
 
 

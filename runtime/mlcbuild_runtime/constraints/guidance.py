@@ -49,8 +49,8 @@ class Tokens:
     """A vocabulary in llguidance's form, which cuts a text greedily into the longest tokens."""
 
     def __init__(self, tokens: Sequence[bytes], special: Collection[int], ends: Collection[int]) -> None:
-        """Prepares the vocabulary. `tokens`: the bytes of each token, or the name of a special one.
-        `special`, `ends`: the special and the end-of-sequence tokens."""
+        """Creates the vocabulary. tokens: for each token its bytes, or the name of a special token; special:
+        the special tokens; ends: the end-of-sequence tokens."""
         self.tokens, self.special_token_ids, self.ends = list(tokens), sorted(special), sorted(ends)
         self.eos_token_id, self.bos_token_id = self.ends[0], None
         texts = set(range(len(self.tokens))) - set(special)
@@ -89,7 +89,8 @@ class Tokens:
 
 
 def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Returns a matcher for a grammar. An invalid grammar yields a matcher that reports the error."""
+    """Returns llguidance's matcher for a Lark grammar. For an invalid grammar, the matcher's methods
+    `is_error` and `get_error` report the error."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -99,9 +100,8 @@ def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def beginning(matcher: LLMatcher) -> str:
-    """Returns the error that llguidance reports for a new matcher or for its first mask; "" if there
-    is none.
-    """
+    """Returns the error that llguidance reports for a new matcher or for its first mask; "" if there is none.
+    A grammar that allows no first token is an error, too."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
         return "NoExtensionBias"
     return str(matcher.get_error()) if matcher.is_error() else ""
@@ -109,20 +109,16 @@ def beginning(matcher: LLMatcher) -> str:
 
 @dataclass
 class MaskTime:
-    """The CPU seconds that the masks of one answer took.
-
-    The slowest mask does not count, because on a loaded machine a thread may be charged with other work. A
-    second slow mask is the constraint's fault.
-    """
+    """Limits the CPU time of the masks of one answer. The slowest mask does not count, because on a loaded
+    machine a thread may be charged with other work. A second slow mask is the constraint's fault."""
 
     slowest: float = 0.0
     others: float = 0.0
     """CPU seconds of all logit masks of an answer except the slowest one."""
 
     def add(self, seconds: float, tokens: int) -> str:
-        """Adds the CPU seconds of one mask, for an answer of `tokens` tokens so far. Returns the reason why
-        the answer must end, or "".
-        """
+        """Adds the CPU seconds of one mask. Returns the reason why the answer must end, or "" if it may
+        continue. tokens: number of tokens of the answer so far."""
         counted, self.slowest = sorted((seconds, self.slowest))
         self.others += counted
         if counted > STEP_SECONDS:

@@ -58,7 +58,7 @@ SHORT = 1 << 12
 
 
 class _Try:
-    """One stage of trials of constraints, with its child process and its queue."""
+    """One stage of trials of constraints: its limits, its child process and its queue."""
 
     def __init__(self, stage: Stage, tokens: Tokens) -> None:
         self.stage, self.turns = stage, FairLock(stage.places)
@@ -66,21 +66,22 @@ class _Try:
 
 
 class Trials(Generic[T]):
-    """Tries the constraints of one vocabulary. Any thread may use it."""
+    """Tries constraints of one vocabulary, in a child process, before the server compiles them. Any thread
+    may use it."""
 
     def __init__(self, tokens: Tokens, stages: tuple[Stage, ...] = STAGES) -> None:
         self.tries = tuple(_Try(stage, tokens) for stage in stages)
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[Hashable, tuple[int, TrialOutcome]] = OrderedDict()
-        """Constraint -> number of the stage that decided, and its outcome."""
+        """Key of a constraint -> (number of the stage that decided, its outcome)."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
-        """Tries a constraint, and returns the result of `use` for one that passes, or the reason why it
-        cannot be used.
+        """Tries the constraint `grammar` (in Lark), unless its outcome is cached under `key`. Returns
+        `use(outcome)` if it passes, or the reason why it cannot be used.
 
-        use: function from the trial's outcome to a result or a reason; after the first stage only one runs at
-        a time, in a nice thread. Raises CrowdedError if too many constraints wait, and SetupError if no child
-        process can be started.
+        use: compiles the constraint and returns the result or an error message; after the first stage only
+        one runs at a time, in a nice thread. Raises CrowdedError if too many constraints wait, and SetupError
+        if no child process can be started.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):
@@ -113,9 +114,8 @@ class Trials(Generic[T]):
             return self._outcomes[key]
 
     def _tried(self, key: Hashable, number: int, grammar: str) -> TrialOutcome:
-        """Returns the outcome of trying a constraint in one stage, and caches it for short constraints.
-        Raises TooCostlyError if the limits are reached and there is a longer stage.
-        """
+        """Returns the outcome of trying the constraint `grammar` in stage `number`, and caches it for short
+        constraints. Raises TooCostlyError if the constraint reaches a limit and there is a longer stage."""
         each = self.tries[number]
         try:
             outcome = each.trial.run(grammar)

@@ -51,8 +51,8 @@ class Trial:
     run it; any thread may close it."""
 
     def __init__(self, tokens: Tokens, seconds: float, niceness: int = 0) -> None:
-        """Prepares the child process of trials. `seconds`: CPU time that one constraint may take. `niceness`:
-        niceness of the process."""
+        """Creates a trial, whose child process starts on first use. tokens: the model's vocabulary; seconds:
+        CPU time that one constraint may take; niceness: niceness of the process."""
         self._seconds = seconds
         # Latin-1 can represent every byte, such as the 255 in tokens that are not text.
         self._child = Child(
@@ -67,8 +67,9 @@ class Trial:
         )
 
     def run(self, grammar: str) -> TrialOutcome:
-        """Tries a grammar in Lark. Raises TooCostlyError if it reaches a limit, and SetupError if no child
-        process can be started."""
+        """Returns the outcome of compiling and following a Lark grammar in the child process. Raises
+        TooCostlyError if it reaches the limit of time or memory, and SetupError if no child process can be
+        started."""
         try:
             answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
         except EndedError:
@@ -84,7 +85,8 @@ class Trial:
 
 
 def work() -> None:
-    """Runs the child process: reads a vocabulary, then one grammar per line, until its input ends."""
+    """Runs the child process that tries constraints: reads a vocabulary, then one JSON object with a grammar
+    per line, until its input ends; writes a line with the outcome of each."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
     tokens = Tokens(
@@ -106,7 +108,8 @@ def work() -> None:
 
 
 def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float) -> dict[str, Any] | None:
-    """Tries a grammar in a fork of this process; returns None if it reaches a limit."""
+    """Tries a Lark grammar in a fork of this process. Returns {"error": the reason why it cannot be used, or
+    "", "bytes": memory used}; None if it reaches the limit of CPU time or memory."""
     readable, writable = os.pipe()
     if not (fork := os.fork()):
         try:
@@ -122,7 +125,8 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
-    """Compiles a grammar and follows it for some tokens; returns None if this took too much memory."""
+    """Compiles a Lark grammar and follows it for some tokens. Returns {"error": the reason why it cannot be
+    used, or "", "bytes": memory used}; None if this took more than MEMORY bytes."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)
@@ -162,8 +166,8 @@ def _peak() -> int:
 
 
 def _limit(seconds: float) -> None:
-    """Limits the CPU seconds and the memory of a forked process. A fork that reaches a limit ends without
-    writing anything."""
+    """Limits the CPU seconds and the memory of this forked process. At a limit the system ends it before it
+    writes an outcome."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # Its signal ends the process.
     limit_memory(MEMORY + (32 << 20))
