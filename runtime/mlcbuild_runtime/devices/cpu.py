@@ -42,10 +42,10 @@ _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> CpuExecutor:
-    """Loads a CPU bundle whose manifest has been read, and returns its executor; parameters as in
-    loading.load. Raises BundleError for a damaged or unsuitable bundle, SetupError if this machine cannot run
-    it.
-    """
+    """Loads a CPU bundle whose manifest has been read, and returns its executor. threads: number of computing
+    threads, None for the default; pages: number of pages of the KV cache, None for enough for a full batch of
+    full contexts. Raises BundleError for a damaged or unsuitable bundle, SetupError if this machine cannot
+    run it."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -54,16 +54,14 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class CpuExecutor:
-    """A bundle loaded on a CPU. It implements executor.Executor, where methods without a docstring are
-    documented.
-    """
+    """A bundle loaded on a CPU. Methods without a docstring implement the interface executor.Executor, which
+    documents them."""
 
     burst, exact_rows = BURST, EXACT_ROWS
 
     def __init__(self, path: Path, manifest: Manifest, threads: int, pages: int) -> None:
-        """Creates the executor of a bundle; `load` calls it. Raises BundleError for weights that do not fit
-        the library.
-        """
+        """Loads the library and maps the weights of the bundle in directory `path`. Raises BundleError if the
+        library cannot be loaded, or if the weights do not fit it."""
         self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
         self._library = Library(path, manifest)
         self._weights = tensors.load(path, manifest.weights, self._library.metadata.params)
@@ -74,9 +72,10 @@ class CpuExecutor:
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:
-        """Loads the bundle in directory `path`; parameters as in loading.load. Raises BundleError for a
-        damaged bundle, SetupError if this machine cannot run it.
-        """
+        """Loads the bundle in directory `path`, and returns its executor. threads: number of computing
+        threads, None for the default; pages: number of pages of the KV cache, None for enough for a full
+        batch of full contexts. Raises BundleError for a damaged bundle, SetupError if this machine cannot run
+        it."""
         path = Path(path).absolute()
         return load(path, bundle.read(path), threads, pages)
 
@@ -103,9 +102,9 @@ class CpuExecutor:
         return cache
 
     def prepare_pages(self, used: int) -> Iterator[None]:
-        """Allocates memory for the KV cache while the engine is idle. Each part doubles the memory allocated
-        so far. used: pages that were ever in use.
-        """
+        """Allocates memory for the KV cache in small parts while the engine is idle, until as many pages
+        again as were ever in use have memory; yields after each part. used: number of pages that were ever in
+        use."""
         first, last = max(used, self._prepared), min(2 * used, self.pages)
         for ready in tensors.back(np.from_dlpack(self._cache), first, last):
             self._prepared = ready
@@ -127,9 +126,8 @@ class CpuExecutor:
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes a decode step and the steps that follow it, as Executor.steps describes; only one step
-        while Workers tries another number of threads.
-        """
+        """Executes a decode step and the steps that follow it. Returns one list for each executed step, with
+        the token of each sequence. Only one step is executed while another number of threads is on trial."""
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))
@@ -171,8 +169,8 @@ class CpuExecutor:
         return bool(self._inputs.interrupt[0])
 
     def seconds(self) -> float:
-        """Returns the calling thread's CPU time in seconds, which other processes on a busy machine do not
-        add to."""
+        """Returns the CPU time of the calling thread in seconds: other processes do not add to it, however
+        busy the machine is."""
         return time.thread_time()
 
     def forward(self, step: ModelStep) -> Floats:
@@ -209,16 +207,16 @@ class CpuExecutor:
         return arguments
 
     def _workers(self) -> Workers:
-        """Returns the worker threads of the calling thread: TVM has one thread pool per calling thread."""
+        """Returns the object that chooses how many threads compute for the calling thread: TVM has one thread
+        pool per calling thread."""
         workers: Workers | None = getattr(_pool, "workers", None)
         if workers is None:
             workers = _pool.workers = Workers.of(self.threads, cpu_library.use_threads, machine.free_cores)
         return workers
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
-        """Returns the logits of every position of one sequence, float32 [len(tokens), vocab]; see
-        executor.score.
-        """
+        """Returns the logits of every position of one sequence, float32 [len(tokens), vocabulary]. chunk:
+        number of tokens computed in one call, None for the library's limit."""
         return executor.score(self, tokens, chunk)
 
 

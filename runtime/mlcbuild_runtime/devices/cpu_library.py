@@ -31,9 +31,8 @@ _CPU, _POOLED = 1, 2
 
 
 class Library:
-    """The functions of a CPU library that this process has loaded. Those that every step calls are looked up
-    once: a lookup costs as much as a small call.
-    """
+    """The functions of a CPU bundle's library in this process. Functions that every step calls are looked up
+    once, since a lookup costs as much as a small call."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         """Opens the library of the bundle in directory `path`. Raises BundleError if it cannot be loaded, or
@@ -88,10 +87,9 @@ _loaded: list[ctypes.CDLL | None] = []
 
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
-    """Loads the TVM runtime into this process, once, and returns the number of its threads. `threads` is the
-    requested number, as in loading.load. Raises SetupError if the runtime is missing, or TVM_NUM_THREADS is
-    not a number of threads.
-    """
+    """Loads the TVM runtime, unless this process has loaded it already, and returns the number of its
+    threads. threads: requested number, None for the default. Raises SetupError if the runtime is missing, or
+    if TVM_NUM_THREADS is not a number of threads."""
     if not _loaded:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
         os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
@@ -110,9 +108,8 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the library of a bundle, without weights, as a test; see loading.try_out. Raises BundleError if
-    it cannot be loaded, SetupError if the TVM runtime is missing.
-    """
+    """Loads the library of a bundle, without weights, to see whether it can be loaded: damaged code may end
+    the process. Raises BundleError if it cannot be loaded, SetupError if the TVM runtime is missing."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -129,7 +126,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def use_threads(count: int) -> None:
-    """Sets the number of threads of the calling thread's TVM pool that compute."""
+    """Sets how many threads of the calling thread's TVM pool compute."""
     big_cores = 1  # TVM's ThreadGroup::AffinityMode::kBig
     tvm_ffi.get_global_func("runtime.config_threadpool")(big_cores, count)
 

@@ -42,8 +42,8 @@ Arguments = dict[str, object]
 
 
 class IntTensors:
-    """Creates the int32 tensors that every step passes. They share one memory block, which is written in one
-    call."""
+    """Converts lists of integers to int32 tensors for a call of the library. The tensors share one memory
+    block, which one call of `pack_into` fills."""
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
@@ -69,9 +69,8 @@ class IntTensors:
 
 
 class SamplingTensors:
-    """The sampling parameters of a fixed number of rows of logits, and the tokens that are sampled from the
-    rows.
-    """
+    """Tensors for a fixed number of rows of logits: the sampling parameters of each row, and the tokens that
+    the library samples from the rows."""
 
     def __init__(self, rows: int) -> None:
         self.params = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
@@ -105,13 +104,15 @@ class LoopTensors:
 
 
 class MaskTensors:
-    """Creates tensors of logit masks in the library's format: the index of the row, then the mask's bits."""
+    """Converts logit masks to int32 tensors [masks, 1 + words], the form that the library takes: the index of
+    the row of logits, then the mask's bits."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], tuple[list[memoryview], tvm_ffi.Tensor]] = {}
 
     def tensor(self, masks: Masks) -> tvm_ffi.Tensor:
-        """Returns logit masks as one int32 tensor in the library's format, valid until the next call."""
+        """Returns logit masks as one int32 tensor [masks, 1 + words]: the index of the row of logits, then
+        the mask's bits. The tensor is valid until the next call."""
         size = len(masks), len(masks[0][1]) if masks else 0
         block = self._blocks.get(size)
         if block is None:
@@ -123,8 +124,8 @@ class MaskTensors:
 
 
 class StepInputs:
-    """Creates all arguments of library calls except the weights and the KV cache; one instance serves all
-    calls in turn."""
+    """Creates the arguments of library calls, except the weights and the KV cache. One instance serves all
+    calls, one after the other."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -193,12 +194,12 @@ class StepInputs:
 
 
 def rows_of(logits: tvm_ffi.Tensor) -> Floats:
-    """Returns logits [1, rows, vocabulary] as an array [rows, vocabulary] that shares their memory."""
+    """Returns logits of the shape [1, rows, vocabulary] as a float32 array [rows, vocabulary] that shares
+    their memory."""
     return cast(Floats, np.from_dlpack(logits)[0])
 
 
 def rows_tensor(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
-    """Returns lists of equal length as an int32 tensor. one: an example of such a list, which determines the
-    shape if `rows` is empty.
-    """
+    """Returns lists of equal length, one for each row, as an int32 tensor [rows, length]. one: an example of
+    such a list, from which the length is read if `rows` is empty."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])

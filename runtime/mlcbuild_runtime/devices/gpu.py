@@ -44,9 +44,9 @@ _SMALL_VOCABULARY = 256
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> GpuExecutor:
-    """Loads a GPU bundle whose manifest has been read, and returns its executor; see loading.Loader. Raises
-    BundleError for a damaged or unsuitable bundle, SetupError if there is no GPU that can run it.
-    """
+    """Loads a GPU bundle whose manifest has been read, and returns its executor. threads: not used; pages:
+    number of pages of the KV cache, None for enough for a full batch of full contexts. Raises BundleError for
+    a damaged or unsuitable bundle, SetupError if there is no GPU that can run it."""
     program = gpu_program.read(path, manifest)
     _check_interface(path / manifest.library, program)
     adapter = gpu_adapter.choose()
@@ -62,7 +62,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 def _check_interface(file: Path, program: Program) -> None:
-    """Raises BundleError for a program that lacks functions, inputs or outputs that the executor uses."""
+    """Raises BundleError for a GPU program that lacks a function, an input or an output that the executor
+    uses. file: its path, for the message."""
     parts: Sequence[tuple[tuple[str, ...], Collection[str]]] = (
         (_FUNCTIONS, program.functions),
         (_BUFFERS, program.buffers),
@@ -78,15 +79,15 @@ def _check_interface(file: Path, program: Program) -> None:
 
 
 class GpuExecutor:
-    """A bundle loaded on a GPU. It implements executor.Executor, where methods without a docstring are
-    documented.
-    """
+    """A bundle loaded on a GPU. Methods without a docstring implement the interface executor.Executor, which
+    documents them."""
 
     burst = BURST
     capabilities = frozenset(abi.CAPABILITIES)
 
     def __init__(self, path: Path, manifest: Manifest, program: DeviceProgram) -> None:
-        """Creates the executor of a bundle; `load` calls it."""
+        """Creates the executor of the bundle in directory `path`. program: the bundle's GPU program, loaded
+        on a device."""
         self.path, self.manifest, self.interrupted = path, manifest, False
         self.device = program
         sizes, functions = program.program.sizes, program.program.functions
@@ -126,9 +127,8 @@ class GpuExecutor:
 
     def _passes(self, step: ModelStep) -> list[tuple[int, int]]:
         """Divides the tokens of a step into parts that are computed one after the other, since the kernels
-        for decoding can compute at most `exact_rows` rows. Returns (first token, token after the last) of
-        each part.
-        """
+        for decoding are limited in rows. Returns (index of the first token, index after the last) of each
+        part."""
         count = len(step.tokens)
         if step.prompt or count <= self.exact_rows:
             return [(0, count)]
@@ -137,9 +137,10 @@ class GpuExecutor:
     def _prepare(
         self, step: ModelStep, part: tuple[int, int], rows: Sequence[int], again: bool
     ) -> list[tuple[str, dict[str, int]]]:
-        """Uploads the inputs of a part of a step, and returns the calls of the GPU program that compute the
-        logits of `rows`. again: True if the part's tokens were computed before, for other rows.
-        """
+        """Uploads the inputs of a part of a step, and returns the calls of the GPU program that compute its
+        logits. part: (index of the first token, index after the last); rows: indices, counted in the part, of
+        the tokens whose logits are computed; again: True if the part's tokens were computed before, for other
+        rows."""
         head = [("head", {"q": len(rows)})] if rows else []
         if again:
             self.device.write("inputs", self._inputs.rows(rows))
@@ -156,9 +157,8 @@ class GpuExecutor:
     def _draw(
         self, calls: list[tuple[str, dict[str, int]]], params: Sequence[SamplingRow], masks: Masks
     ) -> list[int]:
-        """Executes calls of the GPU program that end with logits, applies masks to the logits, and returns a
-        token sampled from each row.
-        """
+        """Executes calls of the GPU program, (function, sizes) each, that end with logits. Applies masks to
+        the logits, and returns a token sampled from each row with the parameters of that row."""
         count = len(params)
         if masks:
             self._masked(calls, masks)
@@ -187,7 +187,8 @@ class GpuExecutor:
         return tokens
 
     def _drawn(self, number: int, row: SamplingRow) -> int:
-        """Samples a token on the host from the whole row of logits with index `number`."""
+        """Reads the row of logits with index `number` from the GPU, and returns a token sampled from it on
+        the host."""
         return host_sampling.draw(self._read_logits(1, number)[0], row)
 
     def _masked(self, calls: list[tuple[str, dict[str, int]]], masks: Masks) -> None:
@@ -222,9 +223,8 @@ class GpuExecutor:
         return sampled
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
-        """Executes decode steps with greedy sampling, and returns for each step the token of each sequence.
-        Tokens stay on the GPU until a submit ends.
-        """
+        """Executes decode steps in which the most likely token is sampled. Returns one list for each executed
+        step, with the token of each sequence. Tokens stay on the GPU until a submit ends."""
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
         calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]
@@ -267,11 +267,11 @@ class GpuExecutor:
         self.interrupted = False
 
     def prepare_pages(self, used: int) -> Iterator[None]:
-        """Does nothing: buffers on a GPU have their memory from the start."""
+        """Yields nothing and allocates nothing: buffers on a GPU have their memory from the start."""
         yield from ()
 
     def seconds(self) -> float:
-        """Reads the wall clock: the calling thread waits while the GPU computes."""
+        """Returns the wall-clock time in seconds: the calling thread waits while the GPU computes."""
         return time.perf_counter()
 
     def close(self) -> None:

@@ -27,7 +27,8 @@ _PREFERRED = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "CPU": 3}
 
 
 def adapters() -> list[Any]:
-    """Returns the adapters of this machine, the fastest kind first. Raises SetupError without wgpu."""
+    """Returns wgpu's adapters for the GPUs of this machine, the fastest kind first. Raises SetupError if wgpu
+    is not installed."""
     try:
         import wgpu
     except ImportError:
@@ -46,11 +47,8 @@ def describe(adapter: Any) -> str:
 
 
 def choose(name: str | None = None) -> Any:
-    """Returns the GPU adapter with a name or number, or the first one. name: by default the value of the
-    environment variable DEVICE_VARIABLE.
-
-    Raises SetupError if there is none.
-    """
+    """Returns the GPU adapter whose number or part of whose name is `name`; the first one where neither
+    `name` nor the environment variable MLCBUILD_DEVICE states one. Raises SetupError if there is none."""
     name = name if name is not None else os.environ.get(DEVICE_VARIABLE, "")
     present = adapters()
     if not present:
@@ -69,7 +67,8 @@ def choose(name: str | None = None) -> Any:
 
 
 def limits(adapter: Any) -> DeviceLimits:
-    """Returns the limits of a GPU adapter. Offsets stay multiples of 256, which every device accepts."""
+    """Returns the limits of a GPU adapter. The alignment of offsets is always 256, which every device
+    accepts."""
     values = {field: int(adapter.limits[name]) for name, field in _LIMITS.items() if name in adapter.limits}
     return DeviceLimits(**values, alignment=GUARANTEED.alignment)
 

@@ -16,7 +16,8 @@ QUERY_TILE = 32
 
 
 class InputBlock:
-    """The memory block with the int32 inputs of a call, which one call after the other fills."""
+    """The memory block that holds the int32 inputs of a call of a GPU program; it is filled again for each
+    call."""
 
     def __init__(self, program: Program, page_size: int) -> None:
         (buffer,) = (candidate for candidate in program.buffers.values() if candidate.kind == "inputs")
@@ -29,11 +30,8 @@ class InputBlock:
         self._words[start : start + len(values)] = values
 
     def fill(self, step: ModelStep, first: int, last: int, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the int32 words to upload for those new tokens of a step whose indices are `first` to
-        `last`.
-
-        rows: indices of those tokens, from `first` on, whose logits are computed.
-        """
+        """Returns the int32 words to upload for a part of a step: the new tokens with the indices `first` to
+        `last` - 1. rows: indices of the tokens whose logits are computed, counted from `first` on."""
         positions, slots = step.places(self._page_size)
         first_page = [
             step.page_indptr[sequence]
@@ -53,13 +51,15 @@ class InputBlock:
         return self._words[: self._starts["page_table"] + len(step.page_table)]
 
     def rows(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the int32 words to upload in order to compute other rows of the same call."""
+        """Returns the int32 words to upload so that the GPU program computes the logits of other tokens of
+        the same part of a step. rows: indices of these tokens, counted from the part's first token on."""
         self._set("rows", rows)
         return self._words[: self._starts["rows"] + len(rows)]
 
 
 def tiles(step: ModelStep) -> list[tuple[int, int]]:
-    """Returns (first token, number of tokens) of each attention tile; a tile has tokens of one sequence."""
+    """Returns (index of the first token, number of tokens) of each tile into which attention divides a step's
+    tokens; a tile has tokens of one sequence."""
     return [
         (start, min(QUERY_TILE, end - start))
         for begin, end in zip(step.indptr, step.indptr[1:], strict=False)
@@ -68,9 +68,8 @@ def tiles(step: ModelStep) -> list[tuple[int, int]]:
 
 
 def mask_words(masks: Masks, vocab: int) -> NDArray[np.int32]:
-    """Returns logit masks in the form that a GPU program requires: for each mask the index of its row, then
-    one bit per token.
-    """
+    """Returns logit masks as the int32 words that a GPU program reads: for each mask the index of its row of
+    logits, then one bit per token of the vocabulary."""
     words = -(-vocab // abi.MASK_WORD)
     block = np.empty((len(masks), 1 + words), np.int32)
     for index, (row, mask) in enumerate(masks):

@@ -41,9 +41,8 @@ minUniformBufferOffsetAlignment."""
 
 
 def read(path: Path, manifest: Manifest) -> Program:
-    """Reads and checks the GPU program of a bundle. Raises BundleError for a program that is damaged or
-    belongs to another bundle.
-    """
+    """Returns the GPU program of the bundle in directory `path` after checking it. Raises BundleError for a
+    program that is damaged or belongs to another bundle."""
     file = path / manifest.library
     data = files.read_bytes(file, MAX_PROGRAM)
     try:
@@ -74,8 +73,8 @@ class _Prepared:
 
 
 class DeviceProgram:
-    """A GPU program whose buffers are allocated on a device. Raises BundleError for one that the device
-    cannot run."""
+    """A GPU program on a device, with its buffers, its pipelines and the weights. Creating it raises
+    BundleError for a program that the device cannot run."""
 
     def __init__(self, path: Path, manifest: Manifest, adapter: Any, program: Program, pages: int) -> None:
         import wgpu
@@ -104,7 +103,7 @@ class DeviceProgram:
 
     @property
     def allocated_bytes(self) -> int:
-        """Returns the number of bytes of all buffers except those of uniforms."""
+        """Returns the number of bytes of all GPU buffers except those of uniforms."""
         return sum(buffer.size for buffer in self._buffers.values())
 
     def _pipeline(self, shader: Shader) -> Any:
@@ -142,12 +141,14 @@ class DeviceProgram:
         self._guarded(lambda: self.queue.write_buffer(self._buffers[name], 0, data))
 
     def read(self, name: str, first: int, count: int) -> NDArray[np.int32]:
-        """Returns `count` int32 words of a buffer, from word `first` on, after all calls so far."""
+        """Returns `count` int32 words of the GPU buffer `name`, from word `first` on, after all earlier calls
+        have been computed."""
         data = self._guarded(lambda: self.queue.read_buffer(self._buffers[name], 4 * first, 4 * count))
         return np.frombuffer(data, np.int32)
 
     def run(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
-        """Executes calls of the GPU program's functions, each (name, sizes), in one submit."""
+        """Executes calls of the GPU program's functions in one submit. calls: (function, name of a size ->
+        value) each."""
         self._guarded(lambda: self._submit(calls))
 
     def _submit(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
@@ -165,7 +166,8 @@ class DeviceProgram:
         self.queue.submit([encoder.finish()])
 
     def _ready(self, function: str, sizes: Mapping[str, int]) -> _Prepared:
-        """Returns the variant of a function for a call of these sizes, with its uniforms and grids set."""
+        """Returns the variant of a GPU function for a call of these sizes, after setting its uniforms and
+        grids."""
         variant = self.program.variant(function, sizes)
         place = self.program.functions[function].index(variant)
         call = self._prepared.get((function, place))
@@ -214,9 +216,8 @@ class DeviceProgram:
         call.sizes, call.grids = sizes, grids
 
     def _guarded(self, action: Any) -> Any:
-        """Runs `action` and returns its result. Raises EngineError if the device fails, for example because
-        it is lost.
-        """
+        """Calls `action` and returns its result. Raises EngineError if the GPU fails, for example because it
+        is lost."""
         try:
             return action()
         except (self._wgpu.GPUError, RuntimeError) as error:
@@ -231,9 +232,8 @@ class DeviceProgram:
 
 
 def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: str) -> None:
-    """Raises BundleError for a GPU program whose buffers exceed the limits of a device. name: the device, for
-    the message.
-    """
+    """Raises BundleError for a GPU program whose buffers or launches exceed the limits of a device. pages:
+    number of pages of the KV cache; name: the device, for the message."""
     try:
         check(program, pages, device)
     except FieldError as error:
@@ -241,9 +241,8 @@ def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: s
 
 
 def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
-    """Returns the number of pages, at most `most`, that each layer's KV cache can have on a device with these
-    limits of a buffer's size.
-    """
+    """Returns the number of pages, at most `most`, that each layer's KV cache can have on a device, whose
+    buffers are limited in size."""
     each = [
         evaluate(buffer.size, {**program.sizes, "pages": 1})
         for buffer in program.buffers.values()
@@ -253,8 +252,8 @@ def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
 
 
 def angles(rope: RopeTable) -> NDArray[np.float32]:
-    """Returns cosines and sines, float32 [rows, 2 * frequencies], of angles that are rounded to float32 as
-    transformers rounds them."""
+    """Returns a table of rotary embeddings, float32 [rows, 2 * frequencies]: cosines, then sines, of angles
+    that are rounded to float32 as transformers rounds them."""
     turns = np.arange(rope.rows, dtype=np.float32)[:, None] * np.array(rope.inv_freq, np.float32)
     wide = turns.astype(np.float64)
     table = np.concatenate([np.cos(wide), np.sin(wide)], axis=1) * rope.factor

@@ -12,19 +12,21 @@ from mlcbuild_runtime.executor.batch import Masks
 from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 _MARGIN = 1e-4
-"""Relative error of a sum of float32 exponentials, estimated generously."""
+"""Assumed relative error of a sum of float32 exponentials, which is larger than the real one."""
 
 
 def apply_masks(logits: Floats, masks: Masks) -> None:
-    """Sets the logits of the tokens that masks exclude to minus infinity, in place."""
+    """Sets the logits of the tokens that masks exclude to minus infinity, in the caller's array. masks:
+    (index of a row of logits, bits) each."""
     for row, mask in masks:
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
         logits[row, bits[: logits.shape[1]] == 0] = -np.inf
 
 
 def draw(logits: Floats, row: SamplingRow) -> int:
-    """Returns a token sampled from logits [vocabulary]; see abi.SamplingParams. The filters apply in the
-    order top_k, min_p, top_p."""
+    """Returns a token sampled from one row of logits, float32 [vocabulary], in float64. The filters apply in
+    the order top_k, min_p, top_p. Returns NO_TOKEN if the row's parameters ask for no token, INVALID_TOKEN if
+    the largest logit is NaN."""
     params = abi.SamplingParams(*row)
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN
@@ -38,9 +40,8 @@ def draw(logits: Floats, row: SamplingRow) -> int:
 
 
 def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float | None) -> int:
-    """Returns the index of a token sampled from logits minus the largest one. below: those differences;
-    total: the sum of all weights, if some tokens are left out, else None.
-    """
+    """Returns the index of a token sampled from a row of logits. below: each logit minus the largest one;
+    total: the sum of the weights of all tokens if the row lacks some, else None."""
     allowed = below >= params.logit_drop
     if 0 < params.top_k < len(below):
         allowed &= below >= np.partition(below, -int(params.top_k))[-int(params.top_k)]
@@ -55,11 +56,11 @@ def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float 
 
 
 def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
-    """Returns the token that `draw` would sample from the whole row, or None if only the whole row decides
-    that.
+    """Returns the token that sampling from a whole row of logits would return, or None if the row's 64
+    largest logits do not determine it.
 
-    top: the bits of the largest logit and of the sum of exp(logit - largest), then of the 64 largest logits
-    the bits and the token.
+    top: int32 words that hold the bits of the largest logit and of the sum of exp(logit - largest), then of
+    each of the 64 largest logits its bits and its token.
     """
     params = abi.SamplingParams(*row)
     largest, total = top[:2].view(np.float32)

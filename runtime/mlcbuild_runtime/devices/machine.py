@@ -58,11 +58,9 @@ def missing_features(target: Machine, present: frozenset[str]) -> list[str]:
 
 
 def prepare(target: Machine) -> str | None:
-    """Requests from the system the registers that a bundle for `target` uses.
-
-    Returns the reason why the bundle cannot run, as a complete message; None if it can. Must be called before
-    any code of the bundle runs, on a machine whose processor `refusal` has accepted.
-    """
+    """Requests from the operating system the registers (AMX tiles) that a bundle for `target` uses. Returns
+    the reason why the bundle cannot run, as an error message; None if it can. Must be called before any code
+    of the bundle runs, on a machine whose processor `refusal` has accepted."""
     if "amx-tile" not in _needed(target) or allow_tiles():
         return None
     return (

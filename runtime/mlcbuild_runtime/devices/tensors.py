@@ -28,15 +28,15 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True)
 class Weights:
-    """The mapped tensors of a bundle's weights, in the order in which its library takes them. They are views
-    of `maps`, which must stay alive as long."""
+    """The weights of a bundle as arrays, in the order in which its library takes them. The arrays are views
+    of the memory maps `maps`, which must stay open as long as the arrays are used."""
 
     arrays: tuple[Array, ...]
     maps: tuple[mmap.mmap, ...]
 
 
 def aligned(array: NDArray[Scalar]) -> NDArray[Scalar]:
-    """Returns the array, or a copy of it, whose data start at a multiple of ALIGNMENT."""
+    """Returns `array` itself if its data start at a multiple of 64 bytes, else a copy whose data do."""
     if array.ctypes.data % ALIGNMENT == 0:
         return array
     buffer = np.empty(array.nbytes + ALIGNMENT, np.uint8)
@@ -63,8 +63,9 @@ def prefer_large_pages(address: int, size: int) -> None:
 
 
 def back(tensor: Array, first: int, last: int) -> Iterator[int]:
-    """Allocates memory for tensor[:, first:last] by writing zeros, since page faults are slow in virtual
-    machines. Yields after each part with the index up to which all rows have memory."""
+    """Allocates memory for the entries `first` to `last` - 1 of the second dimension of an array by writing
+    zeros, since page faults are slow in virtual machines. Yields after each part with the index up to which
+    the array has memory."""
     for start in range(first, last, BACKED):
         end = min(start + BACKED, last)
         for row in tensor:
@@ -74,11 +75,9 @@ def back(tensor: Array, first: int, last: int) -> Iterator[int]:
 
 
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
-    """Returns the tensors that `params` lists, mapped from the files `names` in the directory `path`.
-
-    The few tensors that are not aligned are copied. Raises BundleError when one is missing or has another
-    dtype or shape.
-    """
+    """Returns the tensors that `params` lists, mapped from the weights files `names` in the directory `path`.
+    Tensors that are not aligned, which are few, are copied. Raises BundleError if a tensor is missing or has
+    another dtype or shape."""
     maps: list[mmap.mmap] = []
     stored: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:
@@ -94,8 +93,8 @@ def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
 
 
 def _bytes(mapped: mmap.mmap) -> NDArray[np.uint8]:
-    """Returns the bytes of a memory map as an array. It claims to be writable, because DLPack has no
-    read-only arrays; it is not."""
+    """Returns the bytes of a memory map as an array. The array must not be written: it claims to be writable
+    only because DLPack has no read-only arrays."""
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     return np.ctypeslib.as_array((ctypes.c_uint8 * len(mapped)).from_address(address))
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from mlcbuild_format.processors import sysctl
 
 STATIC = 0.92
-"""The part of a decoding step's work that is assigned to threads in equal parts before it begins; threads
-that finish early continue with the rest. It is the largest such part of the CPU kernels.
-"""
+"""Fraction of a decode step's work that is divided equally among the threads before the step begins; threads
+that finish early take parts of the rest. It is the largest such fraction of all CPU kernels."""
 _INTEL_EFFICIENCY, _APPLE_EFFICIENCY = 0.4, 0.35
 """Vector throughput of an efficiency core divided by that of a performance core of the same chip: half as
 many vector pipes at 0.7 to 0.8 of the clock.
@@ -69,10 +68,9 @@ def stay_on_socket() -> None:
 
 
 def best_socket(allowed: Collection[int], root: Path) -> frozenset[int]:
-    """Returns those of the allowed processors that are on one socket; all where the system lists no nodes.
-
-    Of equally fast sockets the one with the lowest node is returned.
-    """
+    """Returns those of the allowed processors that are on the fastest socket; all of them where the system
+    lists no NUMA nodes. Of equally fast sockets the one with the lowest node is returned. allowed: numbers of
+    logical processors; root: where /sys is."""
     nodes = sorted(_processor_list(root / _NODES / "online"))
     sockets = []
     for node in nodes:
@@ -85,12 +83,12 @@ def best_socket(allowed: Collection[int], root: Path) -> frozenset[int]:
 
 
 def best_count(speeds: Collection[float]) -> int:
-    """Returns the number of cores, fastest first, that together compute a step soonest; the smallest such
-    number.
+    """Returns how many cores compute a step soonest if the fastest ones are used; of equally good numbers the
+    smallest.
 
-    Each of n threads gets the same part of STATIC of the work, so the slowest takes STATIC / (n * slowest);
-    nothing is sooner than all cores at full speed, 1 / sum. On equal cores that is all of them. speeds: of
-    each core, in any unit; at least one.
+    The fraction STATIC of the step's work is divided equally among n threads, so the step takes at least
+    STATIC / (n * speed of the slowest of the n cores). It also takes at least 1 / (sum of the speeds of the n
+    cores). On equal cores all are used. speeds: the speed of each core, in any unit; at least one.
     """
     ordered = sorted(speeds, reverse=True)
     rates = [min(n * ordered[n - 1] / STATIC, sum(ordered[:n])) for n in range(1, len(ordered) + 1)]
@@ -117,11 +115,8 @@ def core_speeds(allowed: Collection[int], root: Path) -> list[float]:
 
 
 def apple_core_speeds(sysctl: Callable[[str], str]) -> list[float]:
-    """Returns the speed of each core of a machine with macOS, 1 for the fastest; empty if the system does not
-    report it.
-
-    sysctl: maps a name to its value, or to "" if there is no such name.
-    """
+    """Returns the speed of each core of a machine with macOS, 1 for the fastest; [] if the system does not
+    report it. sysctl: function from a name of sysctl to its value, "" if there is no such name."""
     levels = sysctl("hw.nperflevels")
     if not levels.isdecimal():
         cores = sysctl("hw.physicalcpu")
@@ -139,7 +134,8 @@ def _text(path: Path) -> str:
 
 
 def _processor_list(path: Path) -> frozenset[int]:
-    """Returns the processors of a list such as "0-3,8"; empty if the file is absent or malformed."""
+    """Returns the numbers of the processors that a file lists in the form "0-3,8"; an empty set if the file
+    is absent or malformed."""
     numbers: set[int] = set()
     for part in filter(None, _text(path).split(",")):
         first, dash, last = part.partition("-")
@@ -171,7 +167,8 @@ def _quota(root: Path) -> int | None:
 
 
 def _grant(group: Path) -> int | None:
-    """Returns the CPU limit of one control group in processors, rounded up; None if it has none."""
+    """Returns the CPU limit of the control group in directory `group`, in processors, rounded up; None if it
+    has none."""
     try:
         if (group / "cpu.max").is_file():
             limit, period = (group / "cpu.max").read_text().split()

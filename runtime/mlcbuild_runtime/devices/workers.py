@@ -17,7 +17,7 @@ REST = 8.0
 IDLE = 0.5
 """Seconds without a step after which earlier measurements are discarded."""
 DOUBT = 60.0
-"""Seconds after which more threads are tried even if the system reports no free cores for them."""
+"""Seconds after which more threads are tried even if the system reports too few free cores for them."""
 
 Clock = Callable[[], float]
 
@@ -26,9 +26,8 @@ class Meter:
     """Measures the wall time and the CPU time of decode steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """Prepares the measurement. now: returns the time; spent: returns the CPU time of this process; both
-        in seconds.
-        """
+        """Creates a meter whose sums are 0. now: returns the time; spent: returns the CPU time of this
+        process; both in seconds."""
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
@@ -40,7 +39,8 @@ class Meter:
         return self._began
 
     def stop(self) -> float:
-        """Ends measuring a step and adds its times to the sums; returns the present time in seconds."""
+        """Ends measuring a step and adds its wall time and CPU time to the sums; returns the present time in
+        seconds."""
         ended = self.now()
         self.wall += ended - self._began
         self.cpu += self._spent() - self._before
@@ -69,10 +69,9 @@ class Workers:
         spent: Clock,
         free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """Prepares the choice. most: maximum number of threads; use: sets their number; now: returns the
-        time, and spent: the CPU time of this process, in seconds; free: returns the number of idle cores,
-        counted up to its argument, or None.
-        """
+        """Starts with the maximum number of threads, `most`. use: sets the number of threads; now: returns
+        the time, and spent the CPU time of this process, both in seconds; free: returns the number of idle
+        cores, counted up to its argument, or None if the system does not report it."""
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False
@@ -119,9 +118,8 @@ class Workers:
                 self._set(more, trying=True)
 
     def _fitting(self, count: int) -> int:
-        """Returns a number of threads: the largest of `count`, `count` / 2, ... for which each thread has a
-        free core; at least 1.
-        """
+        """Returns the largest of the numbers of threads `count`, `count` / 2, ... for which each thread has a
+        free core; at least 1."""
         if (free := self._free(count)) is not None:
             while count > max(1, free):
                 count //= 2

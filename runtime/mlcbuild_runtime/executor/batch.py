@@ -16,7 +16,8 @@ Masks = Sequence[tuple[int, Mask]]
 
 
 class ModelStep(NamedTuple):
-    """New tokens of some sequences, as ragged rows, and the pages that hold their keys and values.
+    """New tokens of some sequences, as ragged rows, and the pages that hold their keys and values: the input
+    of one step of the model.
 
     Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
     `lengths[s]` is its length after this step. These are plain lists because a decode step has just streamed
@@ -45,11 +46,11 @@ class ModelStep(NamedTuple):
         counts: Sequence[int] | None = None,
         prompt: bool | None = None,
     ) -> ModelStep:
-        """Returns the step for `parts`: (new tokens, length after them, pages) of each sequence.
+        """Returns the input of a step that computes `parts`: (new tokens, length after them, KV cache pages)
+        of each sequence. A negative page is one that no layer reads any more.
 
-        A negative page is one that no layer reads any more. counts: for each sequence the number of its last
-        tokens that need logits (default: 1). prompt: True if the tokens belong to prompts; by default if any
-        sequence has more than one new token.
+        counts: for each sequence the number of its last tokens that need logits (default: 1). prompt: True if
+        the tokens belong to prompts; by default if any sequence has more than one new token.
         """
         tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
         indptr, page_indptr = [0], [0]
@@ -67,8 +68,8 @@ class ModelStep(NamedTuple):
         return cls(tokens, indptr, lengths, page_indptr, table, rows, many if prompt is None else prompt)
 
     def places(self, page_size: int) -> tuple[list[int], list[int]]:
-        """Returns two lists over the new tokens: each token's position in its sequence, and its slot in the
-        KV cache, page * page_size + offset."""
+        """Returns (positions, slots) of the step's new tokens: each token's position in its sequence, and its
+        place in the KV cache, page * page_size + offset."""
         positions, slots = list[int](), list[int]()
         for s, length in enumerate(self.lengths):
             first = self.page_indptr[s]
@@ -80,9 +81,8 @@ class ModelStep(NamedTuple):
 
 
 class FollowingSteps(NamedTuple):
-    """The random numbers and end conditions of decode steps that directly follow another one in the same
-    call; each sequence continues with the token that was sampled for it.
-    """
+    """The random numbers and end conditions of decode steps that follow another one in the same call. In each
+    of these steps a sequence continues with the token that was sampled for it."""
 
     random_numbers: Sequence[Sequence[float]]
     """For each following step, the random number of each sequence."""
@@ -92,7 +92,8 @@ class FollowingSteps(NamedTuple):
 
 
 class NextInput(NamedTuple):
-    """The input of one sequence in a decode step whose tokens the caller chooses."""
+    """The input of one sequence in a decode step whose tokens the caller chooses: the token, the random
+    number for sampling the next one, and a logit mask or None."""
 
     token: int
     random_number: float

@@ -36,10 +36,11 @@ GuidedSteps = Generator[StepOutput, Sequence[NextInput], None]
 
 
 class Executor(Protocol):
-    """A bundle that is loaded on a device.
+    """A bundle that is loaded on a device: the interface of CPUs and GPUs. All methods but `interrupt` must
+    be called from one thread.
 
-    All methods but `interrupt` must be called from one thread. Methods may raise any exception: a step that
-    raises leaves the KV cache of its own sequences undefined, and no other.
+    Methods may raise any exception: a step that raises one leaves the KV cache of its own sequences
+    undefined, and of no others.
     """
 
     @property
@@ -73,68 +74,67 @@ class Executor(Protocol):
         """Returns the library's capabilities: names that are keys of abi.CAPABILITIES."""
 
     def step(self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> StepOutput:
-        """Writes the keys and values of the step's tokens to the KV cache, computes logits and samples
-        tokens.
+        """Computes a step of the model: writes the keys and values of its tokens to the KV cache, computes
+        logits and samples tokens. Returns the tokens and the logits.
 
-        `sampling_params` has one entry for each row of `step.rows`, of which there is at least one. `masks`
-        lists the rows with a logit mask: the logits of the tokens that it excludes become minus infinity.
+        sampling_params: one entry for each row of `step.rows`, of which there is at least one. masks: (index
+        of a row, bits) of each row with a logit mask; the logits of the tokens that it excludes become minus
+        infinity.
         """
 
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes a decode step and those that follow it, up to `burst` in all.
+        """Executes a decode step and steps that follow it, up to `burst` in all. Returns one list for each
+        executed step, with the token of each sequence.
 
-        Returns one list for each executed step, with the token of each sequence. At least one step is
-        executed, and fewer than requested when a sequence ends, when logits are NaN, and after `interrupt`.
+        At least one step is executed; fewer than requested when a sequence ends, when logits are NaN, and
+        after `interrupt`.
         """
 
     def guided_steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
     ) -> GuidedSteps:
-        """Yields the results of up to `count` decode steps. The caller chooses the inputs of each step after
-        the previous one.
-
-        The caller sends the next input of each sequence, or closes the generator. All sampling parameters
-        except the random number stay the same.
-        """
+        """Yields the output of up to `count` decode steps, the first of which is `step`. After each, the
+        caller sends a list with the next input of every sequence, or closes the generator. All sampling
+        parameters except the random number stay the same."""
 
     def hidden_states(self, step: ModelStep) -> Floats:
-        """Returns the hidden states after the last norm, float32 [tokens, hidden], of all the step's tokens,
-        and writes their keys and values. Requires the capability "hidden_states"."""
+        """Computes a step without logits: writes the keys and values of its tokens to the KV cache, and
+        returns their hidden states after the last norm, float32 [tokens, hidden]. Requires the capability
+        "hidden_states"."""
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
-        """Samples one token from each row of logits, float32 [rows, any size]; the array may be modified. A
-        row's token depends only on the row, its parameters and its mask."""
+        """Returns one token sampled from each row of logits, float32 [rows, any size]; the array may be
+        modified. A row's token depends only on the row, its parameters and its mask."""
 
     def interrupt(self) -> None:
-        """Ends a running call of `steps` after its current step, and later calls likewise until `resume`. Any
-        thread may call it.
-        """
+        """Ends a running call of `steps` after its current step. Until `resume` is called, later calls end
+        after one step, too. Any thread may call it."""
 
     def resume(self) -> None:
-        """Undoes `interrupt`, so that decode steps run again."""
+        """Ends the effect of `interrupt`: calls of `steps` execute several steps again."""
 
     @property
     def interrupted(self) -> bool: ...
 
     def prepare_pages(self, used: int) -> Iterator[None]:
-        """Allocates memory for further pages of the KV cache while the engine is idle.
-
-        `used` is the number of pages that have ever been in use, which are the first ones. The caller stops
-        iterating when it has work.
-        """
+        """Allocates memory for further pages of the KV cache, in small parts, while the engine is idle;
+        yields after each part. The caller stops iterating when it has work. used: number of pages that have
+        ever been in use, which are the first ones."""
 
     def seconds(self) -> float:
-        """Reads a clock, in seconds, that advances while the device computes for the calling thread: the
-        difference of two readings is the cost of the steps between them, whatever else the machine does."""
+        """Returns the reading of a clock, in seconds, that advances while the device computes for the calling
+        thread: the difference of two readings is the cost of the steps between them, whatever else the
+        machine does."""
 
     def close(self) -> None:
         """Frees the device's memory. No method may be called afterwards."""
 
 
 def next_step(step: ModelStep, tokens: Sequence[int]) -> ModelStep:
-    """Returns the decode step after `step`: one new token of each sequence; a negative one counts as 0."""
+    """Returns the decode step after `step`. tokens: the new token of each sequence; a negative one, which
+    stands for no token, counts as 0."""
     return step._replace(
         tokens=[max(0, token) for token in tokens], lengths=[length + 1 for length in step.lengths]
     )
@@ -143,8 +143,8 @@ def next_step(step: ModelStep, tokens: Sequence[int]) -> ModelStep:
 def guided_by_step(
     executor: Executor, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks
 ) -> GuidedSteps:
-    """Implements `Executor.guided_steps`, decode steps whose inputs the caller chooses, by calls of
-    `step`."""
+    """Yields the output of decode steps whose inputs the caller sends, as Executor.guided_steps does, by
+    calling `step` of an executor for each: an implementation for devices without a faster one."""
     params = list(sampling_params)
     while True:
         inputs = yield executor.step(step, params, masks)
@@ -154,7 +154,7 @@ def guided_by_step(
 
 
 def forward(executor: Executor, step: ModelStep) -> Floats:
-    """Returns the logits of `step` on an executor, without sampling tokens."""
+    """Returns the logits of a step of the model, float32 [rows, vocabulary], without sampling tokens."""
     return executor.step(step, [SKIP] * len(step.rows)).logits()
 
 

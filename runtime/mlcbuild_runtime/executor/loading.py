@@ -17,8 +17,8 @@ from mlcbuild_format.errors import BundleError
 from mlcbuild_runtime.executor.executor import Executor
 
 Loader = Callable[[Path, Manifest, int | None, int | None], Executor]
-"""Function that loads a bundle on one kind of device: (directory, manifest, threads, pages) -> executor; see
-`load`. It raises BundleError or SetupError."""
+"""Function that loads a bundle on one kind of device: (directory, manifest, number of threads or None, number
+of KV cache pages or None) -> executor. It raises BundleError or SetupError."""
 
 LOADERS: dict[str, str] = {
     "cpu": "mlcbuild_runtime.devices.cpu:load",
@@ -37,8 +37,8 @@ def load(
     pages: int | None = None,
     check: Callable[[Path, Manifest], None] = lambda path, manifest: None,
 ) -> Executor:
-    """Loads the bundle in directory `path` on its device. Raises BundleError for a damaged bundle or one for
-    a device that this runtime lacks, SetupError if this machine cannot run it.
+    """Loads the bundle in directory `path` on its device, and returns its executor. Raises BundleError for a
+    damaged bundle or one for a device that this runtime lacks, SetupError if this machine cannot run it.
 
     threads: number of computing threads on a CPU (default: the physical cores that this process may use; the
     first load of a process decides). pages: number of pages of the KV cache (default: enough for max_batch
@@ -61,12 +61,11 @@ def load(
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the compiled code of a bundle, without weights, as a test: damaged code may end the process.
-    Raises BundleError for a damaged bundle, SetupError if this machine cannot run it.
-    """
+    """Loads the compiled code of a bundle, without weights, to see whether it can be loaded: damaged code may
+    end the process. Raises BundleError for a damaged bundle, SetupError if this machine cannot run it."""
     import_module(CODE[manifest.machine.device]).try_out(path, manifest)
 
 
 def code_version(manifest: Manifest) -> str:
-    """Returns the version of the package that loads a bundle's compiled code."""
+    """Returns the version of the Python package that loads a bundle's compiled code."""
     return str(import_module(CODE[manifest.machine.device]).VERSION)

@@ -19,10 +19,12 @@ from mlcbuild_runtime.executor.batch import Masks
 
 Floats = NDArray[np.float32]
 SamplingRow = tuple[float, float, float, float, float]
-"""The values of an abi.SamplingParams as a plain tuple, which is created faster."""
+"""The sampling parameters of one row of logits as a plain tuple, in the order of abi.SamplingParams; it is
+created faster than a NamedTuple."""
 SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
-"""The type of Executor.sample: samples one token from each row of logits."""
+"""Function that samples one token from each row of logits: (logits, sampling parameters of each row, masks)
+-> tokens."""
 _RANDOM_BLOCK = 32
 """Number of random numbers for sampling that are drawn in one NumPy call, which takes as long as drawing one.
 """
@@ -61,7 +63,7 @@ class Sampling:
     bias: tuple[tuple[int, float], ...] = ()
     """Pairs (token, number that is added to its logit)."""
     min_tokens: int = 0
-    """Number of tokens of the answer before which none of `ends` is sampled."""
+    """Minimum number of tokens of the answer: before it, none of `ends` is sampled."""
     ends: tuple[int, ...] = ()
     """Tokens that end the answer; only `min_tokens` uses them."""
 
@@ -76,7 +78,8 @@ class Sampling:
 
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
-        """Returns the values of a SamplingRow without its last column, the random number."""
+        """Returns the request's sampling parameters in the order of abi.SamplingParams, without the last one,
+        the random number."""
         greedy = abi.SamplingParams(
             inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0
         )
@@ -114,7 +117,8 @@ def generator(sampling: Sampling) -> np.random.Generator:
 
 
 class RandomNumbers:
-    """The random numbers of one request: one for each position of the answer, the same on every read."""
+    """The random numbers, in [0, 1), of one request: one for each position of the answer, which stays the
+    same however often it is read."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random, self._drawn = random, list[float]()
@@ -125,16 +129,17 @@ class RandomNumbers:
         return self._drawn[position]
 
     def some(self, first: int, count: int) -> list[float]:
-        """Returns the random numbers for `count` positions of the answer, from position `first` on."""
+        """Returns the random numbers for the positions `first` to `first` + `count` - 1 of the answer."""
         self.at(first + count)
         return self._drawn[first : first + count]
 
 
 def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
-    """Returns logits after penalties and biases; a copy if they change.
+    """Returns a row of logits after penalties and biases, as a copy if they change. prompt: the prompt's
+    tokens; answer: token -> number of times that it is in the answer.
 
-    `answer` maps token -> number of times that it is in the answer. The penalties are those of OpenAI's API;
-    repetition_penalty is from Keskar et al., 2019 (arXiv:1909.05858).
+    The penalties are those of OpenAI's API; repetition_penalty is from Keskar et al., 2019
+    (arXiv:1909.05858).
     """
     if not sampling.adjusts:
         return logits
@@ -155,17 +160,16 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
 
 
 def checked(token: int) -> int:
-    """Returns a sampled token unchanged. Raises EngineError if it marks logits that are NaN."""
+    """Returns a sampled token unchanged. Raises EngineError if it is the special value that marks logits as
+    NaN."""
     if token < 0:
         raise EngineError("the model's logits are not numbers")
     return token
 
 
 def logprobs(logits: Floats, token: int, count: int) -> Score:
-    """Returns the natural logarithm of the probabilities of `token` and of the `count` most likely tokens.
-
-    They are computed before temperature and filters, as in OpenAI's API.
-    """
+    """Returns (log-probability of `token`, those of the `count` most likely tokens) for a row of logits. They
+    are natural logarithms, before temperature and filters, as in OpenAI's API."""
     most = logits.max()
     log_sum = float(most) + log(np.exp(logits - most).sum(dtype=np.float64))
     chosen, *others = (Logprob(i, float(logits[i]) - log_sum) for i in (token, *_likely(logits, count)))
@@ -185,25 +189,23 @@ def _likely(logits: Floats, count: int) -> list[int]:
 
 
 class PromptScores:
-    """The log-probabilities of a prompt's tokens, from the second token on, which are computed as logits
-    arrive.
-    """
+    """Computes the log-probabilities of a prompt's tokens, from the second token on, as the logits of the
+    prompt arrive."""
 
     def __init__(self, prompt: Sequence[int], alternatives: int) -> None:
         self._prompt, self._alternatives = prompt, alternatives
         self._count, self._pending = 0, list[Score]()
 
     def add(self, rows: Floats, position: int) -> None:
-        """Computes log-probabilities from the logits, float32 [n, vocab], of the n tokens of the prompt from
-        `position` on, and stores them. Positions that were added before, as happens after a preemption, are
-        skipped.
-        """
+        """Computes and stores log-probabilities. rows: logits, float32 [n, vocabulary], of n consecutive
+        tokens of the prompt; position: index of the token that follows the first of these. Tokens that have a
+        log-probability already, as happens after a preemption, are skipped."""
         for at, row in enumerate(rows, position):
             if at == self._count + 1 < len(self._prompt):
                 self._pending.append(logprobs(row, self._prompt[at], self._alternatives))
                 self._count += 1
 
     def take(self) -> tuple[Score, ...]:
-        """Returns the log-probabilities of prompt tokens that were added since the last call."""
+        """Returns the log-probabilities of the prompt's tokens that were computed since the last call."""
         pending, self._pending = tuple(self._pending), []
         return pending
