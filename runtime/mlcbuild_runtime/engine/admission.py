@@ -11,9 +11,8 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 def answer_limit(request: Request, executor: Executor) -> int:
-    """Returns the maximum number of tokens of the answer. Raises RequestError for a request that does not fit
-    the model.
-    """
+    """Returns the maximum number of tokens of a request's answer. Raises RequestError for a request that does
+    not fit the model."""
     size, limits = len(request.prompt), executor.manifest.limits
     context = min(limits.context_window, executor.pages * limits.page_size)
     if not size:

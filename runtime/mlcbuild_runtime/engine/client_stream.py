@@ -18,11 +18,12 @@ class Stopwatch:
         self._begin = self._first = self._last = 0.0
 
     def begin(self, moment: float) -> None:
-        """Records that a step with this request began at `moment`; only the first call counts."""
+        """Records that a step of the model with this request began at `moment`, a time of time.perf_counter
+        in seconds. Only the first call counts."""
         self._begin = self._begin or moment
 
     def token(self) -> None:
-        """Records that the answer has one more token, which was computed at the present time."""
+        """Records that the answer has one more token, which was computed now."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
 
@@ -41,9 +42,8 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """Prepares the client's side of one answer. sink: function that receives its events; ignore_eos: True
-        if end-of-sequence tokens do not end the answer.
-        """
+        """Creates the text stream, the deadline and the stopwatch of one answer. sink: function that receives
+        the answer's events; ignore_eos: True if end-of-sequence tokens do not end the answer."""
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = (frozenset[int]() if ignore_eos else tokenizer.eos) | set(request.stop_tokens)
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout

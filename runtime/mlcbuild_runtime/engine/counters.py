@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Counts work since the engine's start. The engine's thread writes them; other threads read single
-    numbers."""
+    """Counts of the work that one engine has done since its start. Only the engine's thread writes them;
+    other threads may read single numbers."""
 
     prompt_tokens: int = 0
     """Number of prompt tokens that were computed; those read from the prefix cache do not count."""

@@ -20,7 +20,8 @@ Part = tuple[Sequence, int]
 
 
 class Delivery:
-    """Delivers events to clients. The last event of a request frees its batch slot and its pages."""
+    """Delivers events to the clients of an engine. The last event of a request frees its place in the batch
+    and its pages of the KV cache."""
 
     def __init__(self, schedule: Schedule, counters: Counters) -> None:
         self._schedule, self._counters = schedule, counters
@@ -49,7 +50,7 @@ class Delivery:
         sequence.client.deliver(event)
 
     def fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """Ends all requests of a step that failed with `error`."""
+        """Ends the requests of a step that failed with `error`: each client gets an error event."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
@@ -60,9 +61,9 @@ class Delivery:
         self._trace_end(sequence, "cancelled")
 
     def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
-        """Records a step in the trace. kind: what the step computed, such as "decode"; parts: its sequences;
-        moments: times, in seconds, of the step's beginning, of the model's result and of the end of delivery.
-        """
+        """Records a step in the trace. kind: what the step computed, such as "decode"; parts: (sequence,
+        number of its tokens in the step); moments: times, in seconds, of the step's beginning, of the model's
+        result and of the end of delivery."""
         if self.trace is not None and parts:
             self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)
             schedule = self._schedule

@@ -10,7 +10,7 @@ class DraftState:
     """The draft tokens of one sequence for the coming step, and statistics of its earlier drafts."""
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
-        """Begins speculative decoding of a sequence. `prediction`: tokens that the client expects in the
+        """Begins speculative decoding of a sequence. prediction: tokens that the client expects in the
         answer."""
         self.tokens: list[int] = []
         """Draft tokens of the sequence, which the next step verifies."""
@@ -19,7 +19,7 @@ class DraftState:
         self.best_path = 0
         """Index of the accepted path of the last draft tree: 0 is the draft itself, 1 the first branch."""
         self.branch_gain = 0
-        """Number of tokens accepted in the last step that were on branches."""
+        """Number of tokens on branches that the last step accepted."""
         self.cached = 0
         """Number of tokens whose keys and values are in the draft model's KV cache."""
         self.doubts: list[tuple[float, int]] = []

@@ -44,7 +44,8 @@ class Branch:
 
 
 def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[int]:
-    """Returns all draft tokens up to the end of path `index`; 0 is the draft itself, 1 the first branch."""
+    """Returns all draft tokens from the draft's beginning to the end of path `index`: 0 is the draft itself,
+    1 the first branch."""
     if not index:
         return draft
     branch = branches[index - 1]
@@ -52,7 +53,8 @@ def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[in
 
 
 def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int]:
-    """Returns the pages of path `index` in order. trunk: the pages of the sequence."""
+    """Returns the numbers of the KV cache pages of path `index`, in order: 0 is the draft itself, 1 the first
+    branch. trunk: the pages of the sequence."""
     if not index:
         return trunk
     branch = branches[index - 1]
@@ -60,9 +62,8 @@ def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int
 
 
 def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
-    """Returns, for each row of a draft tree, (index of the row's path, number of draft tokens up to and
-    including this row's).
-    """
+    """Returns (index of a path, number of draft tokens on it up to this row) for each row of a draft tree:
+    the row of the token before the draft, those of the draft's tokens, then those of each branch's tokens."""
     path_rows = [(0, depth) for depth in range(len(draft) + 1)]
     for index, branch in enumerate(branches, 1):
         path_rows += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]
@@ -70,7 +71,8 @@ def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
 
 
 def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
-    """Returns, for each row of a draft tree, draft token that may follow it -> row of that token."""
+    """Returns a mapping for each row of a draft tree: draft token that may follow the row's token -> row of
+    that draft token."""
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
@@ -90,9 +92,10 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
 
 
 def parts(length: int, trunk: list[int], branches: List[Branch], size: int) -> tuple[list[Part], list[Fork]]:
-    """Returns (parts, page copies) that the branches of a draft tree add to a step: a part is like another
-    sequence in the batch, with its new tokens and pages. length: number of tokens of the sequence; size:
-    number of tokens in a page.
+    """Returns (parts, page copies) that the branches of one sequence's draft add to a step. Each branch
+    becomes a part, like another sequence of the batch, with its tokens and pages.
+
+    length: number of tokens of the sequence; trunk: its pages; size: number of tokens in a page.
     """
     parts, forks = list[Part](), list[Fork]()
     for branch in branches:

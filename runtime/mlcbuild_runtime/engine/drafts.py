@@ -72,8 +72,9 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns branches of `draft`, which follows `tokens`: the other continuations of the draft's
-        n-grams, with up to `count` tokens in all."""
+        """Returns alternatives to a draft: branches with the other continuations that the draft's n-grams
+        have had in the text. tokens: the text, which the draft follows; count: maximum number of tokens on
+        all branches."""
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):
@@ -86,9 +87,8 @@ class Lookup:
         return branches
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` draft tokens that may follow `tokens`. Each call must pass the same list,
-        which may have grown.
-        """
+        """Returns up to `count` draft tokens: those that followed the last tokens of the text earlier in it,
+        or none. tokens: the whole text; each call must pass the same list, which may have grown."""
         self._learn(tokens)
         for size in SIZES:
             place = self._places.get(tuple(tokens[-size:]))
@@ -101,7 +101,8 @@ class Lookup:
 
 
 class Prediction:
-    """The answer that a client expects, such as a text with a few changes, as a source of drafts."""
+    """The text that a client expects as the answer, such as a text with a few changes, as a source of draft
+    tokens."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._answered, self._place = list(tokens), 0, 0
@@ -146,9 +147,8 @@ class Credit:
         return min(self.length, most) if self.balance > 0 else 0
 
     def rest(self) -> None:
-        """Adds a small amount, in tokens, to the balance from which a sequence pays for drafts, because one
-        token was computed without a draft.
-        """
+        """Adds a small amount, in tokens, to the balance from which a sequence pays for drafts, because a
+        step has computed a token without a draft."""
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
@@ -177,8 +177,8 @@ class Odds:
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
         """Returns the number of tokens to draft on branches; 0 if branches do not pay off.
 
-        pace: number of tokens that the step adds for all sequences; shares: the fractions of the step's time
-        that 1, 2, ... more tokens add.
+        pace: number of tokens that the step yields for all sequences; shares: shares[i] is the time that i +
+        1 tokens on branches add, as a fraction of the step's time.
         """
         gains = [(self.rate * count - pace * share, count) for count, share in enumerate(shares, 1)]
         gain, count = max(gains, default=(0.0, 0))
@@ -215,11 +215,9 @@ class Prices:
         self._tried: Counter[tuple[int, int, int]] = Counter()
 
     def observe(self, batch: int, drafted: int, seconds: float, branched: int = 0) -> None:
-        """Adds the measured time of a step of `batch` rows with `drafted` draft tokens, and `branched` more
-        on branches.
-
-        seconds: device time of the step and of drafting.
-        """
+        """Records the measured time of a step. batch: rows of the step without drafts; drafted: number of
+        draft tokens; branched: number of further draft tokens on branches; seconds: device time of the step
+        and of drafting."""
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
         self._tried[kind] += 1
@@ -229,9 +227,9 @@ class Prices:
         return self._best[kind] if self._tried[kind] >= self._TRIES else None
 
     def price(self, batch: int, drafted: int) -> float:
-        """Returns the cost of verifying one draft token, as the number of target tokens that could be
-        computed in the same time.
-        """
+        """Returns the cost of verifying one draft token, as the number of tokens that could be computed
+        without drafts in the same time. batch: rows of the step without drafts; drafted: number of draft
+        tokens, at least 1."""
         undrafted_time, drafted_time = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
         extra = (
             drafted * self._GUESS
@@ -241,8 +239,8 @@ class Prices:
         return extra * batch / drafted
 
     def best(self, batch: int, most: int) -> int:
-        """Returns the number of draft tokens, at most `most`, for which a step yields most tokens per second
-        if all are accepted.
+        """Returns the number of draft tokens, at most `most`, with which a step yields most tokens per second
+        if all are accepted. batch: rows of the step without drafts.
 
         Kernels compute rows in groups, and the first row of a group costs as much as the whole group. A
         number without measurements is assumed to take as long as the next smaller one.
@@ -255,8 +253,9 @@ class Prices:
         return best[1]
 
     def share(self, batch: int, drafted: int, branched: int) -> float:
-        """Returns the fraction of a step's time that draft tokens on branches add; infinite without
-        measurements. It is at least the fraction that as many tokens in the draft itself would add.
+        """Returns the time that `branched` draft tokens on branches add to a step, as a fraction of the time
+        without them; infinite without measurements. It is at least the fraction that as many tokens in the
+        draft itself would add. batch: rows of the step without drafts; drafted: number of tokens in drafts.
         """
         undrafted_time, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
         if undrafted_time is None or longer is None:

@@ -32,8 +32,9 @@ class Engine:
     def __init__(
         self, executor: Executor, tokenizer: Tokenizer, options: EngineOptions | None = None
     ) -> None:
-        """Prepares serving with a loaded bundle, and loads the draft bundle, if there is one. Raises
-        BundleError if it does not fit the model."""
+        """Creates an engine for a loaded bundle, which does not run yet, and loads the draft bundle that
+        `options` names, if any. Raises BundleError if the draft bundle cannot be loaded or does not fit the
+        model."""
         self.executor, self.tokenizer, self.options = executor, tokenizer, options or EngineOptions()
         manifest = executor.manifest
         self.grammars = Grammars(tokenizer.vocabulary, manifest.vocab_size, tokenizer.eos)
@@ -51,7 +52,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Returns the model's name in requests and answers."""
+        """Returns the name by which requests and answers call the model."""
         return self.options.name or self.manifest.name
 
     @property
@@ -60,7 +61,7 @@ class Engine:
 
     @property
     def max_batch(self) -> int:
-        """Returns the maximum number of sequences in a step."""
+        """Returns the maximum number of sequences that the engine computes in one step."""
         limit = self.manifest.limits.max_batch
         return min(self.options.max_batch or limit, limit)
 
@@ -76,7 +77,8 @@ class Engine:
         return longest_text(self.manifest, self.tokenizer)
 
     def start(self, trace: Trace | None = None) -> Engine:
-        """Starts the engine's thread and returns the engine. `trace` receives every step and request."""
+        """Starts the engine's thread and returns this engine. trace: file to which every step and request is
+        written; None for no trace."""
         self._runner.delivery.trace = trace
         self._thread.start()
         return self
@@ -91,9 +93,8 @@ class Engine:
         self._intake.drain()
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Ends every request with an error and stops the engine's thread. Returns False if a step still runs
-        after `timeout` seconds.
-        """
+        """Ends every request with an error and stops the engine's thread. Waits up to `timeout` seconds;
+        returns False if a step still runs then."""
         self._intake.close()
         self.tokenizer.template.close()
         self.grammars.close()
@@ -121,11 +122,12 @@ class Engine:
         )
 
     def submit(self, request: Request, sink: Sink, window: int | None = None) -> Ticket:
-        """Accepts a request and returns its ticket; `sink` receives the events.
+        """Submits a request to the engine and returns its ticket; `sink` is called with each of the request's
+        events.
 
-        `window` is the number of events that may be delivered and not yet `read` from the ticket; at that
-        number the request pauses. Raises RequestError when the request cannot be served, EngineError after
-        `close`.
+        window: maximum number of events that are delivered before the client marks them as read on the
+        ticket; at that number the request pauses; None for no limit. Raises RequestError if the request
+        cannot be served, EngineError if the engine is stopped.
         """
         request = replace(request, max_tokens=answer_limit(request, self.executor))
         matcher = None if request.constraint is None else request.constraint.matcher()

@@ -12,13 +12,13 @@ from mlcbuild_runtime.engine.sequence import Sequence
 
 
 class Intake:
-    """A queue of requests that can be closed. Any thread may call its methods, except `get` and `received`,
-    which only the engine calls.
-    """
+    """The queue through which requests reach the engine's thread. Any thread may call its methods, except
+    `get` and `received`, which only the engine calls."""
 
     def __init__(self, max_waiting: int, interrupt: Callable[[], None]) -> None:
-        """Prepares an empty queue. `max_waiting` is the number of requests that may wait for admission.
-        `interrupt` ends running decode steps early, so that the engine reads the queue."""
+        """Creates an empty queue. max_waiting: maximum number of requests that wait for admission; further
+        ones are refused. interrupt: function that ends running decode steps early, so that the engine reads
+        the queue."""
         self.max_waiting, self._interrupt = max_waiting, interrupt
         self._queue: SimpleQueue[Sequence | None] = SimpleQueue()
         self.closed, self.draining, self._door = False, False, threading.Lock()
@@ -27,11 +27,11 @@ class Intake:
     def submit(
         self, sequence: Sequence, waiting: Callable[[], int], announce: Callable[[int, Sequence], None]
     ) -> None:
-        """Puts a request into the queue.
+        """Puts a request into the queue. Raises EngineError if the engine is stopped, and RequestError (503)
+        while it is stopping or too many requests wait.
 
-        `waiting` returns the number of requests that wait for admission. `announce` is called with the
-        request's number before the engine can see it. Raises EngineError after `close`, and RequestError
-        (503) while the engine is full or draining.
+        waiting: returns the number of requests that wait for admission; announce: is called with the
+        request's number and the request before the engine can see it.
         """
         with self._door:
             if self.closed:
@@ -49,13 +49,12 @@ class Intake:
             self._put(sequence)
 
     def wake(self) -> None:
-        """Makes the engine's thread read its queue, and so detect changes by other threads, such as a
-        cancelled request.
-        """
+        """Makes the engine's thread read its queue, so that it notices changes by other threads, such as a
+        cancelled request."""
         self._put(None)
 
     def drain(self) -> None:
-        """Makes the queue refuse new requests; submitted ones continue."""
+        """Makes the queue refuse new requests; requests that are in it are still served."""
         with self._door:
             self.draining = True
 
@@ -74,8 +73,9 @@ class Intake:
         return self._submitted - self._received
 
     def get(self, wait: bool, timeout: float | None) -> Sequence | None:
-        """Returns the next request after setting its order of arrival; None after `wake`. Raises queue.Empty
-        after `timeout` seconds."""
+        """Returns the next request of the queue, with its order of arrival set; None if the engine was only
+        woken. wait: True to wait for a request, up to `timeout` seconds. Raises queue.Empty if there is none.
+        """
         sequence = self._queue.get(wait, timeout)
         if sequence is not None:
             sequence.order = self._received

@@ -36,7 +36,8 @@ class Loop:
     engine's thread."""
 
     def __init__(self, runner: Runner, intake: Intake, prefill_chunk: int) -> None:
-        """Prepares the loop. `prefill_chunk`: maximum prompt tokens computed between two decode steps."""
+        """Creates the loop of an engine's thread. prefill_chunk: maximum number of prompt tokens computed
+        between two decode steps."""
         self._runner, self._intake, self._turn = runner, intake, TurnLength(prefill_chunk)
         self._executor, self._counters = runner.executor, runner.counters
         self._schedule, self._delivery = runner.schedule, runner.delivery
@@ -94,7 +95,8 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(late(sequence.request.timeout)))
 
     def _prefill(self) -> None:
-        """Computes the next part of the waiting prompts."""
+        """Computes some more tokens of the prompts that are not computed yet, as many as one turn has time
+        for."""
         room = self._turn.tokens(alone=len(self._schedule.active) + len(self._schedule.waiting) == 1)
         begun = self._executor.seconds()
         parts = self._schedule.prefills(room)
@@ -105,9 +107,9 @@ class Loop:
         self._runner.step(self._schedule.scored(room), prompt=True)
 
     def _decode(self, parts: List[Part]) -> None:
-        """Computes the next token of each sequence and its draft tokens; or several tokens of each sequence,
-        if nothing is drafted and no client waits.
-        """
+        """Executes the decode step of `parts`: (sequence, number of tokens to compute). Each sequence gets
+        its next token, more if its draft tokens are accepted; without drafts, several steps are executed at
+        once if no client waits."""
         speculation = self._runner.speculation
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         if not any(map(speculation.concerns, ready)):
@@ -127,7 +129,8 @@ class Loop:
         speculation.settle(rows, outcomes, self._executor.seconds() - begun)
 
     def _decode_plain(self, parts: List[Part]) -> None:
-        """Decodes without drafts: several steps in one burst if no client waits for the tokens in between."""
+        """Executes decode steps without drafts for `parts`: (sequence, number of tokens to compute). Several
+        steps run in one burst if no client waits for the tokens in between."""
         sequences = [sequence for sequence, _ in parts]
         begun, before = time.perf_counter(), self._counters.decode_steps
         count = self._burst_length(sequences)
@@ -139,9 +142,8 @@ class Loop:
             self._pace[len(parts)] = (time.perf_counter() - begun) / steps
 
     def _burst_length(self, sequences: List[Sequence]) -> int:
-        """Returns the number of decode steps to execute in one burst (without delivering tokens in between),
-        after allocating KV cache pages for their tokens.
-        """
+        """Returns the number of decode steps to execute in one burst, without delivering tokens in between.
+        KV cache pages for their tokens are allocated."""
         if any(sequence.prefilling for sequence in self._schedule.active):
             return 1
         count = min((sequence.steps_ahead for sequence in sequences), default=1)

@@ -18,7 +18,7 @@ Mode = Literal["interactive", "local", "server"]
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a machine's memory and batch size that one memory mode uses."""
+    """The share of a machine's memory, and the batch size, that one memory mode uses."""
 
     about: str
     memory: int
@@ -40,7 +40,7 @@ MODES: Mapping[Mode, Share] = {
 
 @dataclass(frozen=True)
 class LimitOverrides:
-    """The limits that the command line states; None: the mode decides."""
+    """The limits that the command line states. None: the memory mode decides."""
 
     mode: Mode = "server"
     memory: int | None = None
@@ -71,10 +71,9 @@ class ChosenLimits:
 
 
 def choose(requested: LimitOverrides, manifest: Manifest) -> ChosenLimits:
-    """Returns the limits for a bundle. The KV cache gets the remaining memory, at most a full context for
-    each request of a batch and at least one. Raises SetupError if the bundle does not fit an explicit memory
-    limit.
-    """
+    """Returns the limits with which a bundle is served. The KV cache gets the memory that weights and
+    workspace leave, at most a full context for each request of a batch and at least one full context. Raises
+    SetupError if the bundle does not fit a memory limit that the command line states."""
     share, limits, needs = MODES[requested.mode], manifest.limits, manifest.memory
     each = limits.sequence_pages
     max_batch = min(requested.max_batch or share.max_batch or limits.max_batch, limits.max_batch)

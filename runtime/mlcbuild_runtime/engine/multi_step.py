@@ -17,11 +17,9 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 
 def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
-    """Executes up to `count` decode steps in one device call; each sequence continues with the token that was
-    sampled from its logits.
-
-    The sequences have KV cache pages for these steps, and one token each that is not in the KV cache.
-    """
+    """Executes up to `count` decode steps of sequences in one device call, and appends the sampled tokens to
+    the sequences. Each sequence must have KV cache pages for these steps, and exactly one token that is not
+    in the KV cache."""
     random_numbers = list(zip(*(sequence.random_numbers(count - 1) for sequence in sequences), strict=True))
     stops_at_eos = [not sequence.request.ignore_eos for sequence in sequences]
     following = FollowingSteps(random_numbers, stops_at_eos, sequences[0].client.eos)
@@ -30,9 +28,9 @@ def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
 
 
 def guided(executor: Executor, sequences: List[Sequence], count: int, until: float) -> None:
-    """Executes up to `count` decode steps of sequences with constraints, in which each sampled token decides
-    what may follow it. No step begins after `until`, a time of time.perf_counter in seconds.
-    """
+    """Executes up to `count` decode steps of sequences, some of which have constraints, and appends the
+    sampled tokens to the sequences. Between two steps the constraints compute masks for the next one. No step
+    begins after `until`, a time of time.perf_counter in seconds."""
     params = _params(sequences)
     masks = masks_of(sequences, [1] * len(sequences))
     steps = executor.guided_steps(_step(sequences), params, masks, count)
@@ -61,8 +59,7 @@ def _params(sequences: List[Sequence]) -> list[SamplingRow]:
 
 
 def _advance(sequences: List[Sequence], result: StepOutput) -> bool:
-    """Appends the token of a decode step to each sequence. Returns False if no further step may follow at
-    once.
-    """
+    """Appends the token that a decode step has sampled for each sequence to that sequence. Returns False if
+    no further step may follow at once."""
     continuing = [s.advance(SequenceRows(result, row, row + 1)) for row, s in enumerate(sequences)]
     return all(continuing)  # This follows only once each sequence has its token.

@@ -52,7 +52,8 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Returns the number of KV cache pages that `take` could allocate."""
+        """Returns the number of KV cache pages that can be allocated: free ones, and idle ones of the prefix
+        tree."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -61,15 +62,13 @@ class Pages:
         return len(self._nodes)
 
     def depth(self, keys: Sequence[Key]) -> int:
-        """Returns the number of full pages of a prompt, from its first one on, whose keys are in the prefix
-        tree, so that they need not be computed.
-        """
+        """Returns how many of a prompt's pages, from the first one on, are in the prefix tree, so that they
+        need not be computed. keys: the contents of the prompt's full pages, in order."""
         return len(self._path(keys))
 
     def share(self, keys: Sequence[Key]) -> list[int]:
-        """Returns the tree's pages for the longest prefix of `keys` that the tree has, after adding a user to
-        each page.
-        """
+        """Returns the numbers of the pages in the prefix tree that hold the longest prefix of `keys`, and
+        counts one more user of each. keys: the contents of a sequence's full pages, in order."""
         path = self._path(keys)
         for node in path:
             node.users += 1
@@ -77,7 +76,8 @@ class Pages:
         return [node.page for node in path]
 
     def take(self, count: int) -> list[int] | None:
-        """Allocates `count` pages, evicting idle ones if necessary; returns None if there are too few."""
+        """Allocates `count` pages, evicting idle ones from the prefix tree if necessary, and returns their
+        numbers; None if there are too few."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -168,7 +168,8 @@ class PageKeys:
     """
 
     def __init__(self, prompt: int) -> None:
-        """Prepares the keys of a sequence's pages. `prompt`: number of tokens of the prompt."""
+        """Creates the page keys of a sequence, none of which is computed yet. prompt: number of tokens of the
+        prompt."""
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, answer_key: int) -> Sequence[Key]:

@@ -30,13 +30,14 @@ class TurnLength:
     """Computes the number of prompt tokens of the coming turn from the speed of the last one."""
 
     def __init__(self, limit: int) -> None:
-        """Prepares the first turn. `limit`: maximum prompt tokens of a turn."""
+        """Creates the length of the first turn, which is `limit`: the maximum number of prompt tokens of a
+        turn."""
         self._limit = limit
         self._token_seconds = 0.0
 
     def tokens(self, alone: bool) -> int:
-        """Returns the maximum number of prompt tokens for the coming turn. `alone`: no other request runs or
-        waits."""
+        """Returns the maximum number of prompt tokens that the coming turn computes. alone: True if no other
+        request runs or waits."""
         if alone or not self._token_seconds:
             return self._limit
         whole_tiles = int(TURN_SECONDS / self._token_seconds) // ROW_MULTIPLE * ROW_MULTIPLE

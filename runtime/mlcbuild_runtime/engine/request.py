@@ -105,21 +105,23 @@ class Ticket:
     """The client's handle of a submitted request. Any thread may call its methods."""
 
     def __init__(self, wake: Callable[[], None], window: int | None) -> None:
-        """Prepares the handle of a request. wake: makes the engine check it. window: number of delivered
-        events that the client may leave unread; at this number the request pauses.
-        """
+        """Creates the handle of a request. wake: function that makes the engine check the request. window:
+        number of delivered events that the client may leave unread, None for any number; at this number the
+        request pauses."""
         self.cancelled = False
         self.delivered = 0
         """Number of events that were delivered for the request; the engine counts them."""
         self._read, self._wake, self._window = 0, wake, window
 
     def cancel(self) -> None:
-        """Ends the request soon; no event of it is delivered after the current step."""
+        """Requests the end of this request; the events of the step that runs now are the last ones to be
+        computed, and no further event is delivered."""
         self.cancelled = True
         self._wake()
 
     def deliver(self, sink: Sink, event: Event) -> None:
-        """Passes an event to the sink, unless the request was cancelled."""
+        """Calls `sink` with an event, unless the request was cancelled. An exception of the sink cancels the
+        request."""
         if self.cancelled:
             return
         self.delivered += 1

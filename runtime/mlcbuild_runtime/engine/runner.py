@@ -33,8 +33,8 @@ class StepInput(NamedTuple):
 
 
 class Runner:
-    """Executes one step at a time, while this engine holds the lock of `Turns`. A step that raises ends the
-    requests of its own sequences."""
+    """Executes one step of the model at a time, while this engine holds the lock that all engines of the
+    process share. A step that raises an exception ends the requests of its own sequences."""
 
     def __init__(
         self, executor: Executor, schedule: Schedule, speculation: Speculation, turns: Turns
@@ -44,9 +44,11 @@ class Runner:
         self.delivery = Delivery(schedule, self.counters)
 
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
-        """Computes one step of the model and delivers its events. parts: (sequence, number of its next tokens
-        to compute, draft tokens last). A token is sampled for each sequence all of whose tokens are then
-        computed; returns the DraftOutcome of each of these sequences.
+        """Computes one step of the model and delivers the events of the new tokens. Returns the outcome of
+        the draft of each sequence for which a token was sampled: those of which all tokens are then computed.
+
+        parts: (sequence, number of its next tokens to compute, draft tokens included); prompt: True if the
+        tokens belong to prompts.
         """
         if not parts:
             return []
@@ -93,9 +95,8 @@ class Runner:
         return DraftOutcome(sequence, drafted, accepted - gained, branched, gained)
 
     def pool(self, parts: List[Part]) -> None:
-        """Computes the next prompt tokens of each sequence, and pools their hidden states. parts: (sequence,
-        number of tokens).
-        """
+        """Computes the next prompt tokens of sequences whose answer is an embedding, and delivers the
+        embeddings that are complete. parts: (sequence, number of tokens to compute)."""
         if not parts:
             return
         step, inputs = self._step_of(parts, None, prompt=True)
@@ -109,9 +110,8 @@ class Runner:
                 self.delivery.deliver(sequence, [event])
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
-        """Executes up to `count` decode steps before any event is delivered. With constraints, no step begins
-        later than `seconds` after the first one.
-        """
+        """Executes up to `count` decode steps of `sequences`, then delivers the events of all their tokens.
+        With constraints, no step begins later than `seconds` after the first one."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:
@@ -137,9 +137,9 @@ class Runner:
     def _step_of(
         self, parts: List[Part], counts: List[int] | None, prompt: bool
     ) -> tuple[ModelStep, list[StepInput]]:
-        """Returns (the model step for `parts`, the input of each sequence). `counts`: for each sequence the
-        number of rows whose logits are computed.
-        """
+        """Returns (the input of the model for one step, the part of each sequence in it). parts: (sequence,
+        number of tokens to compute); counts: for each sequence the number of rows whose logits are computed;
+        prompt: True if the tokens belong to prompts."""
         size = self.executor.manifest.limits.page_size
         inputs = []
         for sequence, count in parts:
@@ -151,9 +151,8 @@ class Runner:
         return ModelStep.of(inputs, counts, prompt), inputs
 
     def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
-        """Runs `compute` while this engine holds the lock of `Turns`, and returns the result. If it raises,
-        ends the requests of `parts` and returns None.
-        """
+        """Calls `compute` while this engine may use the cores, and returns the result. If it raises an
+        exception, ends the requests of `parts` with an error and returns None."""
         try:
             with self._turns:
                 return compute()

@@ -62,7 +62,8 @@ class Sampler:
         None: all tokens are allowed.
         """
         self.plain = matcher is None and not request.sampling.adjusts
-        """True if the device alone can sample the answer's tokens."""
+        """True if the device alone can sample the answer's tokens: there is no constraint, no penalty and no
+        bias."""
 
     @property
     def constrained(self) -> bool:
@@ -74,23 +75,25 @@ class Sampler:
         return self._matcher is not None and self._matcher.finished
 
     def params(self, position: int) -> SamplingRow:
-        """Returns the sampling parameters of a token that is sampled from the whole vocabulary."""
+        """Returns the sampling parameters of the token at index `position` of the answer, for sampling from
+        the whole vocabulary."""
         return (*self._sampling.columns, self._numbers.at(position))
 
     def random_numbers(self, position: int, count: int) -> list[float]:
-        """Returns the random numbers of `count` positions from `position` on."""
+        """Returns the random numbers, in [0, 1), for the tokens with the indices `position` to `position` +
+        `count` - 1 of the answer."""
         return self._numbers.some(position, count)
 
     def first_params(self, position: int) -> SamplingRow:
-        """Returns the sampling parameters of the next token, and sets `mask` so that only allowed tokens are
-        sampled. Returns SKIP if `token` must sample it on the host."""
+        """Returns the sampling parameters with which the device samples the token at index `position` of the
+        answer, and sets `mask` to the logit mask to use, or None. The parameters are SKIP (no token) if the
+        host must sample it."""
         number = self._first_number(position)
         return SKIP if number is None else (*self._sampling.columns, number)
 
     def _first_number(self, position: int) -> float | None:
-        """Returns the random number for sampling a token with `first_params` on the device, or None if
-        `token` must sample it on the host.
-        """
+        """Returns the random number with which the device samples the token at index `position` of the
+        answer, and sets the logit mask to use; None if the host must sample the token."""
         matcher, self.mask = self._matcher, None
         if matcher is None or self._tries(self._backoff, position):
             return self._numbers.at(position)
@@ -103,8 +106,9 @@ class Sampler:
         return self._mask_numbers.at(position)
 
     def next_number(self, position: int) -> float | None:
-        """Returns the random number of the next guided step, and sets `mask`. Returns None if `token` must
-        sample on the host, or if the constraint allows a single token."""
+        """Returns the random number for the token at index `position` of the answer in a decode step that
+        follows another one at once, and sets the logit mask to use. Returns None if the host must sample the
+        token, or if the constraint allows a single one."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)
@@ -116,9 +120,9 @@ class Sampler:
         return backoff.due(position) and not self._sampling.filters
 
     def token(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the next token. `drawn` is the token that the device sampled with `first_params`, or
-        NO_TOKEN. Raises ServingError for logits that are NaN, or a constraint that is too costly to follow.
-        """
+        """Returns the token at index `position` of the answer. drawn: the token that the device sampled, or
+        NO_TOKEN; logits: function that returns the row of logits, for sampling on the host. Raises
+        ServingError for logits that are NaN, or a constraint that is too costly to follow."""
         if self.mask is not None and drawn != NO_TOKEN:
             self.mask = None
             return checked(drawn)
@@ -135,24 +139,24 @@ class Sampler:
         return self._choose(logits.copy, NO_TOKEN, matcher, (position, draft), copy(self._backoff))
 
     def add(self, token: int) -> None:
-        """Appends a token of the answer to the constraint's and the penalties' state. Raises ServingError for
-        a constraint that is too costly to follow.
-        """
+        """Records a new token of the answer for the constraint and the penalties. Raises ServingError for a
+        constraint that is too costly to follow."""
         if self._matcher is not None:
             self._matcher.take(token)
         if self._sampling.adjusts:
             self._counts[token] += 1
 
     def prepare(self, position: int) -> None:
-        """Computes the mask of a position in advance, if it will be needed, while the grammar is in the CPU's
-        caches."""
+        """Computes the logit mask of the token at index `position` of the answer in advance, if it will be
+        needed, while the grammar is in the CPU's caches."""
         matcher = self._matcher
         if matcher is not None and not self._tries(self._backoff, position):
             with suppress(ServingError):  # reported when the mask is needed
                 matcher.mask()
 
     def forced(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that are the only ones the constraint allows."""
+        """Returns up to `count` tokens that must follow in the answer, because the constraint allows no
+        others."""
         if (
             self._matcher is None or self._request.logprobs is not None
         ):  # Only the model has log-probabilities.
@@ -173,10 +177,9 @@ class Sampler:
         after: tuple[int, list[int]],
         backoff: Backoff,
     ) -> int:
-        """Returns the token that is sampled at a position. It depends only on the logits, the seed and the
-        grammar violations of the answer so far. `after`: (position at which a draft begins, the draft's
-        tokens).
-        """
+        """Returns the token that is sampled after a draft, which may be empty. It depends only on the logits,
+        the seed and the grammar violations of the answer so far. drawn: the token that the device sampled, or
+        NO_TOKEN; after: (index in the answer at which the draft begins, the draft's tokens)."""
         counts, (position, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts
@@ -188,7 +191,8 @@ class Sampler:
         return self._fitting(logits, drawn, matcher, backoff, position)
 
     def _free(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token that is sampled from one row of logits as if the request had no constraint."""
+        """Returns the token at index `position` of the answer as if the request had no constraint: `drawn`,
+        the token that the device sampled, or one sampled from the row of logits."""
         if drawn != NO_TOKEN:
             return checked(drawn)
         return self._draw(logits(), self._numbers.at(position))
@@ -201,10 +205,8 @@ class Sampler:
     def _fitting(
         self, logits: ReadLogits, drawn: int, matcher: Matcher, backoff: Backoff, position: int
     ) -> int:
-        """Returns (allowed token, its probability among the allowed tokens). The token is the unconstrained
-        sample if it is allowed, else one sampled under the mask with another random number (rejection
-        sampling).
-        """
+        """Returns an allowed token: the unconstrained sample if the grammar allows it, else one sampled under
+        the logit mask with another random number (rejection sampling)."""
         if self._tries(backoff, position) and matcher.free:
             token = self._free(logits, drawn, position)
             backoff.settle(position, fits := matcher.tries(token))

@@ -52,7 +52,8 @@ class Schedule:
         sequence.pages = []
 
     def admit(self) -> None:
-        """Admits waiting requests by rank; none overtakes a request that waits for pages."""
+        """Admits waiting requests in the order of their rank, as long as there are places in the batch and
+        pages of the KV cache; a request that waits for pages is not overtaken."""
         if len(self.active) >= self._max_batch and not any(s.resting for s in self.active):
             return
         for sequence in list(self.waiting):
@@ -67,19 +68,19 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def prefills(self, room: int) -> list[tuple[Sequence, int]]:
-        """Returns (sequence, number of tokens to compute now) for sequences whose prompt is not computed yet.
-
-        room: maximum number of tokens in the step.
-        """
+        """Returns (sequence, number of prompt tokens to compute now) for running sequences whose prompt is
+        not computed yet. room: maximum number of tokens together."""
         prompts = [s for s in self.active if s.prefilling and not s.request.prompt_logprobs]
         left = [(s.request.priority, len(s.request.prompt) - s.length) for s in prompts]
         counts = prompt_turns.allot(left, room)
         return [(sequence, count) for sequence, count in zip(prompts, counts, strict=True) if count]
 
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
-        """Returns the first sequence whose prompt needs log-probabilities with the number of tokens to
-        compute, or an empty list. It gets a separate step: kernels may round many rows' logits differently,
-        which must not change other answers.
+        """Returns [(sequence, number of prompt tokens to compute)] for the first running sequence whose
+        prompt needs log-probabilities; [] if there is none.
+
+        It gets a separate step: kernels may round many rows' logits differently, which must not change other
+        answers.
         """
         for sequence in self.active:
             if sequence.prefilling and sequence.request.prompt_logprobs:
@@ -87,10 +88,11 @@ class Schedule:
         return []
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
-        """Returns (sequence, number of tokens to compute) for the coming decode step.
+        """Returns (sequence, number of tokens to compute) for each sequence of the coming decode step, after
+        allocating pages for these tokens.
 
         A sequence that was preempted computes several of its old tokens again, as long as the step has at
-        most `rows` rows. Pages for all these tokens are allocated.
+        most `rows` rows.
         """
         parts = []
         for sequence in list(self.active):
@@ -117,8 +119,8 @@ class Schedule:
         return min(count, len(sequence.pages) * self._page_size - sequence.length - 1)
 
     def branch(self, sequence: Sequence) -> None:
-        """Allocates pages for the branches of a draft without preempting a request; drops the branches that
-        do not fit."""
+        """Allocates KV cache pages for the branches of a sequence's draft without preempting a request; drops
+        the branches that do not fit."""
         branches = sequence.draft.branches
         for place, branch in enumerate(branches):
             begin, size = len(sequence.tokens) + branch.start, self._page_size
@@ -130,7 +132,8 @@ class Schedule:
             branch.pages = branch_pages
 
     def prune(self, sequence: Sequence) -> None:
-        """Frees the pages of a draft tree except those of its accepted path; no keys or values are copied."""
+        """Frees the KV cache pages of a sequence's draft tree except those of its accepted path; no keys or
+        values are copied."""
         draft = sequence.draft
         if not draft.branches:
             return
@@ -150,7 +153,8 @@ class Schedule:
         del sequence.pages[needed:]
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """Records that `count` more tokens are in the KV cache, and shares the full pages of the prompt."""
+        """Records that `count` more tokens of a sequence are in the KV cache, and puts the full pages of its
+        prompt into the prefix cache."""
         before = sequence.length
         sequence.length += count
         if before < len(sequence.request.prompt):
@@ -170,7 +174,8 @@ class Schedule:
         sequence.pages[first:count] = [GONE] * (count - first)
 
     def _place(self, sequence: Sequence) -> bool:
-        """Allocates pages for all tokens of a sequence. Returns False if there are too few."""
+        """Allocates KV cache pages for all tokens of a waiting sequence, sharing those of the prefix cache.
+        Returns False if there are too few pages or no place in the batch."""
         if len(self.active) >= self._max_batch:
             return False
         # At least one token must be computed, because the next one is sampled from its logits.
@@ -189,9 +194,8 @@ class Schedule:
         return True
 
     def _is_computed_elsewhere(self, sequence: Sequence) -> bool:
-        """Returns True if a running request will compute pages that this request can share, so that waiting
-        pays off.
-        """
+        """Returns True if a running request will compute pages that this waiting request can share, so that
+        it should wait for them."""
         keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
         for other in self.active:
             if other.prefilling:

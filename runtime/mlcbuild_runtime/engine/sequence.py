@@ -38,7 +38,7 @@ end would be wasted. `ci/bench/step` prints what a burst costs beside the model.
 
 
 class SequenceRows(NamedTuple):
-    """The rows of a step's result that belong to one sequence."""
+    """The rows of logits, among those of one step, that belong to one sequence."""
 
     result: StepOutput
     start: int
@@ -72,8 +72,9 @@ class Sequence:
         sample: Sample,
         matcher: Matcher | None = None,
     ) -> None:
-        """Prepares a sequence for a request, whose max_tokens fits the context; `matcher` follows the
-        request's constraint."""
+        """Creates a waiting sequence for a request, whose max_tokens must fit the context already. sink:
+        function that receives the events; sample: function that samples tokens from logits; matcher: follows
+        the request's constraint, None without one."""
         self.request = request
         self.order = 0
         """The number of the request in order of arrival; set by the intake."""
@@ -110,9 +111,8 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Returns True if all tokens of the sequence are in the KV cache, so that the next token can be
-        sampled.
-        """
+        """Returns True if the keys and values of all tokens of the sequence are in the KV cache, so that the
+        next token can be sampled."""
         return self.length == len(self.tokens)
 
     @property
@@ -155,17 +155,16 @@ class Sequence:
         return remaining if room is None else min(remaining, room)
 
     def keys(self, page_size: int, length: int) -> List[Key]:
-        """Returns the keys of the pages that the first `length` tokens fill; see pages.PageKeys."""
+        """Returns the keys that identify the contents of the KV cache pages which the first `length` tokens
+        fill; none if the pages must not be shared."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
             return []  # Cached pages lack the logits, or hidden states, of their tokens.
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)
 
     def sampling_params(self, count: int) -> list[SamplingRow]:
-        """Returns the sampling parameters of each row whose logits are needed, for `count` new tokens and the
-        draft.
-
-        A row is SKIP where its token depends on the tokens of other rows: `consume` samples it.
-        """
+        """Returns the sampling parameters of each row of logits that a step computes for this sequence.
+        count: number of tokens that the step computes, the draft's included. A row is SKIP if the device must
+        not sample its token; the host samples it later."""
         sampler, draft, row_count = self.sampler, self.draft, 1 + self.draft.size
         sampler.mask = None
         last = self.length + count - len(draft.tokens) == len(self.tokens) and self.request.max_tokens
@@ -185,14 +184,14 @@ class Sequence:
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:
-        """Returns the input of the next guided decode step; None if no step may follow at once."""
+        """Returns the sequence's input for a decode step that follows another one at once; None if no step
+        may follow at once."""
         number = self.sampler.next_number(self.answered)
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
     def advance(self, rows: SequenceRows) -> bool:
-        """Appends the token of a decode step to the sequence. `take_events` returns its event later. Returns
-        False if the events must be taken before the next step.
-        """
+        """Appends the token of a decode step to the sequence, without its event. Returns False if events must
+        be delivered before the next step."""
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
@@ -203,7 +202,8 @@ class Sequence:
         return not self.client.is_end(token)
 
     def take_events(self) -> list[Event]:
-        """Returns the events of the tokens that `advance` has appended."""
+        """Returns the events of the tokens that decode steps of a burst have appended without delivering an
+        event."""
         client, events = self.client, list[Event]()
         for position in range(self.answered - client.unsent, self.answered):
             events.append(self._event_at(position))
@@ -215,9 +215,8 @@ class Sequence:
         return self._with_forced(events)
 
     def consume(self, rows: SequenceRows) -> list[Event]:
-        """Appends the tokens that the rows [1 + draft.size] of a step determine: one token, and one more for
-        each accepted draft token. Returns the events of these tokens; an error is an event, too.
-        """
+        """Appends the tokens that a step has sampled for this sequence: one, and one more for each accepted
+        draft token. Returns the events of these tokens; an error is an event, too."""
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -228,9 +227,8 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Appends the events of further tokens to `events`, as long as the constraint allows only one token
-        next, and returns `events`.
-        """
+        """Appends tokens to the answer as long as the constraint allows only one, and their events to
+        `events`. Returns `events`."""
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
@@ -238,7 +236,8 @@ class Sequence:
         return events
 
     def _verify(self, rows: SequenceRows) -> list[Event]:
-        """Samples tokens along the draft tree, for as long as a sampled token is among the draft tokens."""
+        """Samples tokens along the sequence's draft tree, for as long as a sampled token is among the draft
+        tokens, and appends them to the answer. Returns their events."""
         draft = self.draft
         draft.branch_gain = draft.best_path = 0
         if not draft.tokens:
@@ -256,9 +255,8 @@ class Sequence:
         return events
 
     def _draw(self, rows: SequenceRows, row: int, drafted: Container[int]) -> Event:
-        """Samples the token of one row of a step, appends it to the answer and returns its event; an error is
-        an event, too. `drafted`: the draft tree's tokens at this position.
-        """
+        """Samples a token from row `row` of a step's logits, appends it to the answer and returns its event;
+        an error is an event, too. drafted: the tokens that the draft tree has at this position."""
         scored = self.request.logprobs
         logits = None if scored is None else rows.logits()[row]
         try:
@@ -286,8 +284,9 @@ class Sequence:
         self.client.stopwatch.token()
 
     def _forced(self, unsent: int) -> list[Event]:
-        """Appends tokens that are the only ones the constraint allows; the model computes them together with
-        the next one. `unsent` is the number of events before them that are not delivered yet."""
+        """Appends tokens that must follow because the constraint allows no others, and returns their events;
+        the model computes them together with the next token. unsent: number of events before them that are
+        not delivered yet."""
         room = self.client.ticket.room
         count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
         events: list[Event] = []
@@ -306,9 +305,8 @@ class Sequence:
         return self.sampler.allowed(draft)
 
     def propose(self, logits: Floats) -> bool:
-        """Adds a token to the draft, sampled from a draft model's logits. Returns False if no token can
-        follow it.
-        """
+        """Adds a token to the sequence's draft, sampled from a row of the draft model's logits. Returns False
+        if no draft token can follow it."""
         draft = self.draft
         if not draft.tokens:
             draft.doubts = []
@@ -368,8 +366,8 @@ class Sequence:
 
 
 def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
-    """Returns (row, mask) of each sequence that has a mask. `counts` lists the rows of each sequence in the
-    step."""
+    """Returns (index of a row of logits in the step, logit mask) for each sequence that has a mask. counts:
+    number of rows of each sequence."""
     starts = accumulate(counts, initial=0)
     return [
         (start + count - 1 - sequence.draft.size, sequence.mask)

@@ -37,18 +37,15 @@ class ModelSource:
 
     @classmethod
     def of(cls, text: str) -> ModelSource:
-        """Returns the bundle's source (directory, name) that a command-line argument DIRECTORY or
-        NAME=DIRECTORY describes.
-        """
+        """Returns the bundle that a command-line argument DIRECTORY or NAME=DIRECTORY describes."""
         name, equals, path = text.partition("=")
         if equals and name and not Path(text).exists():
             return cls(Path(path), name)
         return cls(Path(text))
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns one source for each bundle in a directory of bundles; for any other path, a list of this
-        source alone.
-        """
+        """Returns one source for each bundle if this source's path is a directory of bundles; for any other
+        path, a list of this source alone."""
         if self.name is not None:
             return [self]
         return [ModelSource(path) for path in directories(self.path)] or [self]
@@ -56,7 +53,7 @@ class ModelSource:
 
 @dataclass
 class ServedModel:
-    """One served bundle. Only Models changes its mutable fields."""
+    """A bundle of a server, loaded or not. Only the object `Models` changes its mutable fields."""
 
     path: Path
     names: list[str]
@@ -71,7 +68,7 @@ class ServedModel:
 
 
 class Use:
-    """A reference to an engine, which stays loaded until `end` is called."""
+    """A reference to a model's engine. The model stays loaded until `end` is called."""
 
     def __init__(self, models: Models, entry: ServedModel, engine: Engine) -> None:
         self.engine, self._models, self._entry = engine, models, entry
@@ -94,8 +91,8 @@ class Models:
         options: EngineOptions | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """Prepares the bundles of a server. requested: limits that override those of a mode; options:
-        settings that all engines share; trace: receives every step.
+        """Creates the entries of a server's bundles; none is loaded yet. requested: limits that the command
+        line states; options: settings that all engines share; trace: file to which every step is written.
 
         Raises SetupError if two bundles have one name, and BundleError if the only bundle cannot be read. Of
         several bundles, one that cannot be read becomes an entry that answers with its error.
@@ -153,19 +150,16 @@ class Models:
         self._load(self.entries[0])
 
     def at_once(self, name: Json) -> Use | None:
-        """Returns a reference to a model's engine, as `use` does, if it is loaded, else None. It
-        never waits."""
+        """Returns a reference to the engine of the model called `name` if it is loaded, else None. It never
+        waits."""
         entry = self.find(name)
         with self._door:
             return None if entry.engine is None else self._lend(entry, entry.engine)
 
     def use(self, name: Json) -> Use:
-        """Returns a reference to a model's engine, after loading it if necessary. A `name` of null is the
-        first model.
-
-        Raises RequestError if there is no model of that name (404), no memory for it now (503), or an error
-        in its bundle (500).
-        """
+        """Returns a reference to the engine of the model called `name`, after loading it if necessary. null
+        is the first model. Raises RequestError if there is no model of that name (404), no memory for it now
+        (503), or an error in its bundle (500)."""
         entry = self.find(name)
         if self._draining:
             raise RequestError("the server is stopping: use another server", code="stopping", status=503)
@@ -187,8 +181,7 @@ class Models:
 
     def find(self, name: Json) -> ServedModel:
         """Returns the entry of the served model called `name`; null is the first model. Raises RequestError
-        (404) if there is none.
-        """
+        (404) if there is no model of that name."""
         if name is None:
             return self.entries[0]
         if not isinstance(name, str) or name not in self._by_name:
@@ -270,11 +263,11 @@ class Models:
             return [entry.engine for entry in self.entries if entry.engine is not None]
 
     def states(self) -> dict[str, State]:
-        """Returns name -> state of each loaded model."""
+        """Returns name of a loaded model -> a snapshot of its engine's gauges and counters."""
         return {engine.name: engine.state() for engine in self.engines}
 
     def state(self) -> State:
-        """Returns the sums of the states of all loaded models."""
+        """Returns the gauges and counters of all loaded models' engines, added up."""
         states = list(self.states().values())
         counts = {
             item.name: sum(getattr(state, item.name) for state in states)
@@ -298,7 +291,8 @@ class Models:
 
 
 def card(entry: ServedModel, created: int) -> dict[str, Json]:
-    """Returns the description of one model in the list of /v1/models. `created` is a Unix time in seconds."""
+    """Returns the JSON object that describes one model in the list of /v1/models. created: Unix time in
+    seconds."""
     chosen, manifest = entry.chosen, entry.manifest
     limits: Mapping[str, Json] | None = (
         None

@@ -56,19 +56,17 @@ class Speculation:
     def __init__(
         self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
     ) -> None:
-        """Prepares speculative decoding. tokens: maximum length of a draft in tokens. rows: maximum rows of a
-        step with draft tokens, or with tokens that are computed again. drafter: the draft model; None for
-        prompt lookup. guesses: drafts are not limited to what clients predict. parts: maximum sequences and
-        branches of a step; 0 allows no branches.
-        """
+        """Creates the speculative decoding of one engine. tokens: maximum length of a draft in tokens. rows:
+        maximum rows of a step with draft tokens, or with tokens that are computed again. drafter: the draft
+        model; None for prompt lookup. guesses: False if only tokens that clients predict are drafted. parts:
+        maximum number of sequences and branches of a step; 0 allows no branches."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses, self._parts = guesses, parts
 
     @classmethod
     def load(cls, how: Speculate | None, executor: Executor, tokenizer: Tokenizer) -> Speculation:
-        """Returns the drafts of an engine with the settings `how`; None: only clients' predictions are
-        drafted. Raises BundleError if the draft bundle does not fit the model.
-        """
+        """Returns the speculative decoding of an engine. how: its settings; None: only clients' predictions
+        are drafted. Raises BundleError if the draft bundle cannot be loaded or does not fit the model."""
         limits = executor.manifest.limits
         rows = min(executor.exact_rows, limits.prefill_chunk)
         if how is None:
@@ -84,9 +82,8 @@ class Speculation:
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """Returns how many draft tokens to compute for each of `sequences`, in a step that has `rows` rows
-        without drafts.
-        """
+        """Returns (sequence, maximum number of draft tokens) for those of `sequences` that may draft in the
+        coming step. rows: number of rows of the step without drafts."""
         room = self.rows - rows
         candidates = [
             (sequence, most)
@@ -165,8 +162,8 @@ class Speculation:
                 sequence.draft.credit.rest()
 
     def prefilled(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """Makes the draft model compute the prompt tokens that the model has computed, since both share pages
-        in the same way."""
+        """Makes the draft model, if there is one, compute the prompt tokens that the model has just computed,
+        since both use the same pages. parts: (sequence, its part of the step)."""
         if self._drafter is not None:
             try:
                 self._drafter.follow(parts)
@@ -196,7 +193,8 @@ def _predicted(sequence: Sequence, count: int) -> list[int]:
 
 
 def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
-    """Returns the branches of a sequence's draft, cut to the tokens that its constraint allows."""
+    """Returns the branches of a sequence's draft, each cut to the tokens that the sequence's constraint
+    allows."""
     fitting = []
     for branch in branches:
         before = sequence.draft.tokens[: branch.start]
@@ -207,9 +205,8 @@ def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
 
 
 def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
-    """Returns branches of one token each: the second most likely token at the positions where the draft model
-    was least certain.
-    """
+    """Returns up to `count` branches of a sequence's draft, of one token each: the second most likely token
+    at the positions where the draft model was least certain."""
     doubts = sequence.draft.doubts[: len(sequence.draft.tokens)]
     positions = sorted(range(len(doubts)), key=lambda position: doubts[position])
     return [Branch(position, [doubts[position][1]]) for position in positions[:count]]
@@ -221,14 +218,14 @@ class Drafter:
     """
 
     def __init__(self, executor: Executor, vocab_size: int) -> None:
-        """Prepares drafting with a loaded bundle. `vocab_size`: vocabulary size of the model that
-        verifies."""
+        """Creates a drafter. executor: the loaded draft bundle; vocab_size: number of tokens in the
+        vocabulary of the model that verifies the drafts."""
         self._executor, self._vocab_size = executor, vocab_size
 
     @classmethod
     def load(cls, path: Path, model: Executor, tokenizer: Tokenizer) -> Drafter:
-        """Loads a draft bundle. Raises BundleError if it cannot be loaded or does not fit `model` and its
-        tokenizer."""
+        """Loads the draft bundle in directory `path` and returns its drafter. Raises BundleError if it cannot
+        be loaded, or does not fit `model` and its tokenizer."""
         draft, tokens = untrusted.load(path, pages=model.pages)
         refused = refusal(model, draft) or _other_tokens(model, tokenizer, draft, tokens)
         if refused is not None:
@@ -236,7 +233,8 @@ class Drafter:
         return cls(draft, model.manifest.vocab_size)
 
     def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """Computes, with the draft model, the keys and values of the tokens that the model has computed."""
+        """Computes, with the draft model, the keys and values of tokens that the model has just computed.
+        parts: (sequence, its part of the step)."""
         fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
         if fitting:
             self._forward([part for _, part in fitting])
@@ -244,9 +242,8 @@ class Drafter:
             sequence.draft.cached = end
 
     def draft(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Drafts tokens for sequences, one token after the other for all of them together. parts: (sequence,
-        number of draft tokens).
-        """
+        """Drafts tokens for sequences and adds them to each sequence's draft, one token at a time for all of
+        them together. parts: (sequence, maximum number of draft tokens)."""
         going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
         while going:
             rows = self._forward([self._part(sequence) for sequence, _ in going])
@@ -267,8 +264,8 @@ class Drafter:
         return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Returns those parts for which one step of the draft model can compute all tokens that it lacks. Of
-        the other parts, it computes a chunk of the first one.
+        """Returns those of `parts`, (sequence, number of draft tokens), for which one step of the draft model
+        can compute all tokens that it lacks. For the first of the others it computes a chunk of these tokens.
         """
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
@@ -286,7 +283,8 @@ class Drafter:
         return ready
 
     def _forward(self, parts: List[Part]) -> Floats:
-        """Returns the draft model's logits, float32 [len(parts), vocab], of the last tokens of `parts`."""
+        """Computes a step of the draft model. Returns its logits, float32 [len(parts), vocabulary], of the
+        last token of each part."""
         manifest = self._executor.manifest
         size, last = manifest.limits.page_size, manifest.vocab_size - 1
         # The larger vocabulary ends with padding tokens that the smaller one lacks.
@@ -296,9 +294,8 @@ class Drafter:
 
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelStep:
-    """Returns the step with the branches of drafts added, each as a separate part after its sequence's part
-    in `inputs`. size: number of tokens in a page.
-    """
+    """Returns the input of a decode step to which each branch of a draft is added as a separate part, after
+    the part of its sequence in `inputs`. size: number of tokens in a page."""
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):
         draft = sequence.draft
@@ -310,7 +307,7 @@ def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelSte
 
 
 def refusal(model: Executor, draft: Executor) -> str | None:
-    """Returns the reason why the limits of a draft bundle do not fit a model; None if they do."""
+    """Returns the reason why the limits of the draft bundle `draft` do not fit `model`; None if they do."""
     ours, theirs = model.manifest.limits, draft.manifest.limits
     if ours.page_size != theirs.page_size:
         return f"its pages hold {theirs.page_size} tokens, not {ours.page_size}"

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def _ignore() -> None:
-    """Does nothing. It stands for the callback of a turn that cannot be shortened."""
+    """Does nothing. It is the callback of an engine whose work cannot be ended early."""
 
 
 class Turns:
@@ -40,9 +40,8 @@ class Turns:
         gate.acquire()
 
     def on_wait(self, callback: Callable[[], None]) -> None:
-        """Registers a callback for the current turn. It is called, possibly from another thread, as soon as
-        another engine waits for the lock, or at once if one waits already.
-        """
+        """Registers a function for as long as this engine holds the lock. It is called, possibly from another
+        thread, as soon as another engine waits for the lock, or at once if one waits already."""
         with self._lock:
             self._on_wait = callback
             if self._waiting:
@@ -58,11 +57,8 @@ class Turns:
 
 
 class Task:
-    """Work on a daemon thread, which does not keep the process alive.
-
-    Threads are used again after their work has ended, because TVM keeps the workers of every thread that has
-    ever used it.
-    """
+    """A function that runs on a daemon thread, which does not keep the process alive. Threads are used again
+    after a task has ended, because TVM keeps the workers of every thread that has ever used it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work

@@ -25,10 +25,8 @@ Args = Mapping[str, object]
 
 
 class Trace:
-    """An open trace file. If the process is killed, only the closing bracket is missing, and viewers read it.
-
-    Any thread may call its methods.
-    """
+    """An open trace file. If the process is killed, only the closing bracket of the JSON array is missing,
+    which viewers accept. Any thread may call its methods."""
 
     def __init__(self, path: Path | str) -> None:
         """Opens the trace file for writing. Raises OSError if the file cannot be created."""
@@ -53,8 +51,8 @@ class Trace:
             self._event("C", name, args={name: value})
 
     def request(self, number: int, phase: str, args: Args | None = None) -> None:
-        """Adds an event of a request to the trace. `phase` is "b" at its arrival, "n" at its first token, "e"
-        at its end."""
+        """Adds an event of a request to the trace. number: the request's number; phase: "b" at its arrival,
+        "n" at its first token, "e" at its end; args: values that a viewer shows with the event."""
         self._event(phase, "first token" if phase == "n" else "request", id=number, args=args)
 
     def close(self) -> None:
