@@ -35,10 +35,10 @@ def room() -> int:
 async def accept(
     listener: socket.socket, make: Callable[[], Connection], connections: Collection[object]
 ) -> None:
-    """Accepts connections until the task is cancelled.
+    """Accepts connections on a listening socket until the task is cancelled.
 
-    make: creates the protocol of a connection. connections: the open ones. At the limit, the connection that
-    has been idle for longest is closed; while none is idle, new ones wait.
+    make: creates the protocol of a connection. connections: the open connections. When the maximum number is
+    open, the connection that has been idle for longest is closed; while none is idle, new ones wait.
     """
     loop = asyncio.get_running_loop()
     opening: set[asyncio.Task[object]] = set()
@@ -78,9 +78,8 @@ async def _open(make: Callable[[], Connection], accepted: socket.socket) -> None
 
 
 def _drop_idle(connections: Collection[object]) -> bool:
-    """Closes the connection that has been idle for longest; returns False if all connections are serving a
-    request.
-    """
+    """Closes the connection that has been idle for longest; returns False if none of
+    `connections` is idle."""
     idle = [(c.idle_since, id(c), c) for c in connections if isinstance(c, Connection) and c.is_idle]
     if not idle:
         return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Access:
-    """The clients that may use a server, and the limits of their requests."""
+    """The rules of a server for access: which clients may use it, and how large their requests may be."""
 
     keys: tuple[str, ...] = ()
     """Accepted bearer keys; () means that no key is required."""

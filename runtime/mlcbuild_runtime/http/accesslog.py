@@ -52,9 +52,8 @@ class AccessRecord:
         self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
 
     def watched(self, sink: Sink) -> Sink:
-        """Returns a sink for events that passes them on and also stores the last event of each answer for the
-        log.
-        """
+        """Returns a function for the events of one answer: it stores the last event for the log line, and
+        passes each event to `sink`."""
         place = len(self._answers)
         self._answers.append(None)
 
@@ -91,7 +90,8 @@ def _finish(event: Event | None) -> str | None:
 
 
 def record(scope: Scope) -> AccessRecord:
-    """Returns the access-log record of a request; without an access log, one that is never written."""
+    """Returns the record to which an HTTP request's fields of the access log are added; without an access
+    log, a record that is never written."""
     record_of_request = scope.get(_SCOPE)
     return record_of_request if isinstance(record_of_request, AccessRecord) else AccessRecord()
 
@@ -108,7 +108,7 @@ def _json(fields: Mapping[str, object]) -> str:
 
 
 def _text(fields: Mapping[str, object]) -> str:
-    """Returns a log line for a terminal; "" for a path without lines."""
+    """Returns a request's log line for a terminal; "" for a path that monitors request all the time."""
     path = str(fields["path"])
     if path.startswith(_QUIET):
         return ""
@@ -122,7 +122,8 @@ def _text(fields: Mapping[str, object]) -> str:
 
 
 class AccessLog:
-    """ASGI middleware that writes a line for every request. A write error ends no request."""
+    """ASGI middleware that writes a line of the access log for every request. A failing write does not end
+    the request."""
 
     def __init__(self, app: ASGIApp, out: TextIO, form: Form = "json") -> None:
         self._app, self._out, self._broken = app, out, False

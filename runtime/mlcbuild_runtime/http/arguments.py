@@ -19,9 +19,8 @@ NAMES = "a bundle, or a directory of bundles"
 
 
 def add(parser: argparse.ArgumentParser, names: str = NAMES) -> None:
-    """Adds the arguments for bundles and all options of a server to a parser. names: describes the accepted
-    bundles.
-    """
+    """Adds the arguments for bundles and all options of a server to a parser. names: text for the help that
+    describes the accepted bundles."""
     defaults = ServerOptions()
     parser.add_argument(
         "bundles",
@@ -169,7 +168,8 @@ def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
 
 
 def options(arguments: argparse.Namespace) -> ServerOptions:
-    """Returns the options of parsed arguments. Raises ArgumentTypeError for conflicting options."""
+    """Returns the options of a server from parsed command-line arguments. Raises ArgumentTypeError if an
+    option lacks the one that it belongs to."""
     _refuse_conflicts(arguments)
     if arguments.device is not None:
         # This also applies to the processes that this one starts.
@@ -207,7 +207,7 @@ def options(arguments: argparse.Namespace) -> ServerOptions:
 
 
 def _refuse_conflicts(arguments: argparse.Namespace) -> None:
-    """Raises ArgumentTypeError for an option that has no effect without another one."""
+    """Raises ArgumentTypeError for an option that has no effect without another one, which is missing."""
     if arguments.draft_tokens is not None and arguments.speculate is None:
         raise argparse.ArgumentTypeError(
             "--draft-tokens limits the drafts of --speculate, which is missing: add --speculate"

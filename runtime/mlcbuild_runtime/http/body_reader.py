@@ -30,27 +30,27 @@ MAX_LARGE = 64 << 20
 
 
 def _trim() -> None:
-    """Returns free memory to the system with glibc's malloc_trim, without which hundreds of megabytes stay
-    allocated after many large bodies."""
+    """Returns memory that was freed after large bodies to the system, with glibc's malloc_trim; otherwise
+    hundreds of megabytes would stay allocated."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class BodyReader:
-    """Receives and parses the bodies of one server."""
+    """Receives and parses the bodies of HTTP requests, within limits for all of a server's
+    requests together."""
 
     def __init__(self, most: int) -> None:
-        """Prepares reading bodies. `most`: maximum bytes of one body."""
+        """Creates the reader of a server's bodies. most: maximum bytes of one body."""
         self._most, self._kept = most, 0
         self._parsing, self._processing = CapacityLimiter(1), CapacityLimiter(1)
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
-        """Returns the body, a JSON object, as a context: its memory is counted until the context ends.
-
-        Raises RequestError with status 408, 413, 415 or 503, or 400 for invalid content.
-        """
+        """Yields the JSON object in the body of a request, as an async context manager: the body counts as
+        held in memory until the context ends. Raises RequestError with status 400 (invalid content), 408 (too
+        slow), 413 (too large), 415 (compressed) or 503 (too many large bodies)."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise RequestError(
@@ -82,8 +82,8 @@ class BodyReader:
             return await to_thread.run_sync(parse_body, data)
 
     async def _alone(self, turn: AsyncExitStack) -> None:
-        """Waits until no other body with many values is being processed; `turn` ends that turn. Raises
-        RequestError after TURN_SECONDS."""
+        """Waits until no other body with many values is being processed, and keeps others waiting until
+        `turn` is closed. Raises RequestError after TURN_SECONDS."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await turn.enter_async_context(self._processing)

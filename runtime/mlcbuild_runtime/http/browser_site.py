@@ -59,9 +59,8 @@ _PAGE = (".html", ".css", ".js", ".LICENSE")
 
 
 def site_files(bundle: Path) -> dict[str, Path]:
-    """Returns path on the site -> file, for a bundle whose files are checked first. Raises BundleError for a
-    damaged bundle, or one for another device than browsers' GPUs.
-    """
+    """Returns path on the web site -> file, for the page and a bundle that it runs. Raises BundleError for a
+    damaged bundle, or one for another device than browsers' GPUs."""
     manifest = form.read(bundle)
     if manifest.machine.output != "program" or manifest.machine.device != "webgpu":
         raise BundleError(
@@ -75,9 +74,12 @@ def site_files(bundle: Path) -> dict[str, Path]:
 
 
 def write(bundle: Path, directory: Path) -> str:
-    """Writes the site to a new or empty directory and returns a sentence about it. Files of the bundle are
-    linked where the file system can, since weights are large. Raises BundleError for a bundle that browsers
-    cannot run, SetupError if the directory is not empty or cannot be written.
+    """Writes the web site that runs a bundle in browsers to a new or empty directory, and returns a sentence
+    that reports it. Files of the bundle are hard links where the file system allows it, since weights are
+    large.
+
+    Raises BundleError for a bundle that browsers cannot run, SetupError if the directory is not empty or
+    cannot be written.
     """
     paths = site_files(bundle)
     try:
@@ -104,7 +106,8 @@ def _link(source: Path, target: Path) -> None:
 
 
 def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
-    """Returns the application that serves the files of a site, also in ranges. Nothing else is readable."""
+    """Returns the web application that serves the files of a site, whole or in ranges. paths: path on the
+    site -> file; no other file can be read."""
 
     async def serve_file(request: Request) -> Response:
         path = request.path_params["path"] or INDEX
@@ -131,7 +134,8 @@ def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
 
 
 def run(app: Starlette, listener: socket.socket, ready: str) -> None:
-    """Serves an application on a bound socket until SIGINT or SIGTERM; prints a line once it is ready."""
+    """Serves a web application on a bound socket until SIGINT or SIGTERM; prints the line `ready` once it
+    accepts requests."""
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -139,7 +143,8 @@ def run(app: Starlette, listener: socket.socket, ready: str) -> None:
             print(printable(ready), flush=True)  # noqa: T201
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Ends the server in an orderly way: uvicorn would raise the signal again afterwards."""
+            """Requests the end of the server after a signal; uvicorn's own method would raise the signal
+            again afterwards."""
             self.should_exit = True
 
     config = uvicorn.Config(

@@ -45,9 +45,8 @@ _BEGINNING = b"HTTP/1.1 "
 
 
 class _Outlet(asyncio.Transport):
-    """The asyncio transport that uvicorn uses for a connection. Its `close` leaves the closing to the
-    connection.
-    """
+    """The transport that uvicorn writes to: it passes everything to the socket's transport, except `close`,
+    which lets the connection decide when to close."""
 
     def __init__(self, wire: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
@@ -81,9 +80,8 @@ class _Outlet(asyncio.Transport):
 
 
 class _Flow(FlowControl):
-    """Flow control of a connection. While `held` is True, it ignores requests to read from code that waits
-    for a body or a disconnect.
-    """
+    """Flow control of a connection's input. While `held` is True, reading stays paused, even if uvicorn wants
+    to resume it."""
 
     held = False
 
@@ -148,8 +146,9 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes at once
-        """Handles a client that closes its sending half and may wait for the answer. One that has
-        disconnected altogether looks the same until something is sent to it."""
+        """Handles the end of a client's data; returns True to keep the connection open, because the client
+        may still wait for an answer. A client that has disconnected altogether looks the same until something
+        is sent to it."""
         cycle = self._running
         if self.ended or cycle is None or cycle.more_body:
             return False
@@ -160,8 +159,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         return True
 
     def _look_after(self, cycle: RequestResponseCycle, delay: float) -> None:
-        """Ends a request whose client has reset the connection, which asyncio cannot notice without
-        reading."""
+        """Closes the connection if the client has reset it while a request runs, which asyncio cannot notice
+        without reading. Checks again after `delay` seconds, which grow, until the answer is complete."""
         if self.ended or cycle.response_complete:
             return
         if self._wire.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -171,7 +170,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     @property
     def _running(self) -> RequestResponseCycle | None:
-        """Returns the request on the connection whose answer is not complete yet, if there is one."""
+        """Returns the request on the connection whose answer is not complete yet; None if there is none."""
         cycle: RequestResponseCycle | None = self.cycle
         return None if cycle is None or cycle.response_complete else cycle
 
@@ -258,13 +257,12 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Returns True if no request is running, so that the connection may be closed to make room."""
+        """Returns True if no request is running on the connection, so that it may be closed to make room."""
         return self._running is None and not self._wire.is_closing()
 
     def _refuse(self, error: RequestError) -> None:
-        """Sends a last answer and ends the connection, because its further input cannot be understood or is
-        not wanted.
-        """
+        """Sends an error as the last answer and closes the connection, because its further input cannot be
+        understood or is not wanted."""
         if self.is_over:
             return
         cycle = self._running
@@ -344,7 +342,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        """Ends a connection whose request head did not arrive completely within the time limit."""
+        """Closes the connection because its time limit has passed; the client gets an error (408) if a part
+        of a request head has arrived."""
         if self._input.framing:
             text = f"the request's head did not arrive completely within {HEAD_SECONDS:g} s"
             self._refuse(RequestError(text, code="timeout", status=408))

@@ -32,10 +32,10 @@ BACKLOG = 2048
 def run(
     app: ASGIApp, models: Models, listener: socket.socket, drain: float, ready_line: Callable[[], str]
 ) -> None:
-    """Serves `app` on a bound socket until SIGINT or SIGTERM.
+    """Serves a web application on a bound socket until SIGINT or SIGTERM.
 
-    drain: seconds that running requests get to finish after SIGTERM. ready_line: returns what is printed when
-    the server answers.
+    drain: seconds that running requests get to finish after SIGTERM. ready_line: returns the line that is
+    printed once the server accepts requests.
     """
     config = uvicorn.Config(
         app,
@@ -52,7 +52,8 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ends the engines first, so that every open stream ends by itself."""
+    """A uvicorn server that ends the engines before it shuts down, so that every open stream
+    ends by itself."""
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: SIGTERM lets running requests finish; SIGINT, or a second signal, does not."""
+        """Handles a signal: after SIGTERM running requests may finish; SIGINT, or a second signal, ends them
+        at once."""
         if sig == signal.SIGTERM and self._models.ready and self._drain:
             self._models.drain()
             self._last_moment = time.monotonic() + self._drain

@@ -19,7 +19,7 @@ SHOWN = 100
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Answers requests that the router refuses: unknown paths and methods."""
+    """Returns the response to a request whose path or method the server does not have."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:SHOWN]
     if error.status_code == 405:
@@ -31,7 +31,8 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 def _paths(routes: Sequence[BaseRoute]) -> str:
-    """Returns a clause that names the paths of the routes; of Ollama's, which stand below /api, a prefix."""
+    """Returns a clause for an error message that names the paths which the server has. Paths of Ollama's API
+    are named by their common prefix, /api."""
     paths = [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]
     openai = [path for path in paths if path.startswith("/v1/")]
     same = {path.removeprefix("/v1") for path in openai}
@@ -41,11 +42,11 @@ def _paths(routes: Sequence[BaseRoute]) -> str:
 
 
 async def gone(_request: Request, _error: Exception) -> Response:
-    """Ends a request whose client has disconnected. Nobody reads the response."""
+    """Returns a response that nobody reads, to end a request whose client has disconnected."""
     return Response(status_code=400)
 
 
 async def unexpected_error(_request: Request, _error: Exception) -> Response:
-    """Answers after a defect: the log has its traceback, and the client learns only that the server
-    failed."""
+    """Returns the response after a defect of the server: the log has the traceback, and the client learns
+    only that the server failed."""
     return JSONResponse(error_document(ServingError("the server has failed: see its log")), 500)

@@ -22,8 +22,8 @@ _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class EventStream(StreamingResponse):
-    """A response with server-sent events, or other lines, that ends the request when the client leaves, even
-    before the first event."""
+    """A streaming response with server-sent events, or other lines. When the client disconnects, even before
+    the first event, the requests are cancelled."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class EventStream(StreamingResponse):
         use: ExitStack,
         media_type: str = "text/event-stream",
     ) -> None:
-        """Prepares a response. `lines` are the events as text. `use` keeps the model loaded; it is closed
-        when the stream ends."""
+        """Creates the response. answers: the submitted requests, which are cancelled when the stream ends;
+        lines: the events as text; use: keeps the model loaded, and is closed when the stream ends."""
         super().__init__(lines, media_type=media_type)
         self.headers["cache-control"] = "no-cache"
         self._answers, self._use = answers, use
@@ -47,9 +47,8 @@ class EventStream(StreamingResponse):
 
 
 async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterator[str]:
-    """Yields the server-sent events of a job. Events of several answers that arrive together are yielded as
-    one text.
-    """
+    """Yields the answers of a completion as server-sent events. Events of several answers that arrive
+    together are yielded as one text."""
     async for batch in answers.batches():
         documents = (
             document
@@ -62,9 +61,8 @@ async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterato
 
 
 async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of `work`. If the client disconnects first, cancels the answers and raises
-    ClientDisconnect.
-    """
+    """Awaits `work` and returns its result. If the client disconnects first, cancels the answers and raises
+    ClientDisconnect."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:
@@ -79,7 +77,8 @@ async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[N
 
 
 async def collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """Returns the events of each of `count` complete answers. Raises the error of one that failed."""
+    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of an
+    answer that fails."""
     received: list[list[Event]] = [[] for _ in range(count)]
     async for index, event in answers.events():
         received[index].append(event)
@@ -89,7 +88,7 @@ async def collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
 
 
 async def exhausted(events: AsyncIterator[object]) -> None:
-    """Consumes all events of an iterator, ignoring them."""
+    """Reads an iterator to its end, and ignores its items."""
     async for _ in events:
         pass
 

@@ -52,8 +52,9 @@ class RequestHandling:
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
-        """Returns the body of a request as a context, as BodyReader.body does; with --lenient, without the
-        fields that the server would refuse by name."""
+        """Yields the JSON object in the body of a request, as an async context manager; with --lenient,
+        without the fields that the server would refuse by name. Raises RequestError for a body that is
+        invalid, or that exceeds a limit."""
         path, table = request.url.path, openapi.table(request.url.path)
         async with self._intake.body(request) as body:
             if not self._access.lenient or table is None:
@@ -71,9 +72,13 @@ class RequestHandling:
         engine: Engine,
         body: Mapping[str, Json],
     ) -> CompletionJob:
-        """Processes the body of a request on another thread. Constraints may take seconds to compile, and
-        chat templates to render: they have threads of their own, so that other requests do not wait for them.
-        Raises RequestError, also when the request's time limit has passed."""
+        """Calls `prepare` with an engine and a body on another thread, and returns the requests for the
+        engine that it creates. Raises RequestError for a body that cannot be served, if too many constraints
+        wait, and when the request's time limit has passed.
+
+        Constraints may take seconds to compile, and chat templates to render: they have threads of their own,
+        so that other requests do not wait for them.
+        """
         waiting = self._compiling.statistics().tasks_waiting
         if service.constrained(body) and waiting >= MAX_COMPILING:
             raise RequestError(
@@ -90,8 +95,9 @@ class RequestHandling:
         engine: Engine,
         body: Mapping[str, Json],
     ) -> T:
-        """Runs `work` on a thread, which inherits the client's address. Raises RequestError after the time
-        limit; the thread ends soon after that, since constraints and templates are bounded."""
+        """Calls `work` with an engine and a body on another thread, and returns its result. Raises
+        RequestError when the request's time limit has passed; the thread ends soon after that, since
+        constraints and templates are bounded."""
         rendering = self._rendering if body.get("messages") else None
         limiter = self._compiling if service.constrained(body) else rendering
         service.serve_in_turn(request.client.host if request.client else "")
@@ -100,9 +106,8 @@ class RequestHandling:
         raise late(self._access.timeout)
 
     async def engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
-        """Returns the engine of the model that a body names; it stays loaded until `use` ends. Raises
-        RequestError if the server has no such model, or no memory for it now.
-        """
+        """Returns the engine of the model that a body names, loaded if necessary; it stays loaded until `use`
+        is closed. Raises RequestError if the server has no such model, or no memory for it now."""
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "a text", name)
@@ -115,14 +120,15 @@ class RequestHandling:
     def submit(
         self, request: Request, engine: Engine, requests: Sequence[EngineRequest], stream: bool = False
     ) -> AsyncAnswers:
-        """Submits requests to an engine; metrics and the access log observe the events of the answers."""
+        """Submits requests to an engine and returns their answers; the metrics and the access log also
+        receive the events."""
         line, name = record(request.scope), engine.name
         line.model(name, requests, stream)
         limited = [self._limited(engine, each) for each in requests]
         return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
 
     def _limited(self, engine: Engine, request: EngineRequest) -> EngineRequest:
-        """Returns a request with this server's limits: an answer that reaches them ends with `length`."""
+        """Returns a request for the engine with the server's limits of tokens and time applied."""
         most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(request.prompt)
         if most is not None and request.pooling is None and room > 0:
             count = room if request.max_tokens is None else request.max_tokens

@@ -13,8 +13,8 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 
 class Keys:
-    """ASGI middleware that passes only requests with one of the keys. Health checks and the chat page need
-    none: they reveal nothing, and the page asks for the key."""
+    """ASGI middleware that refuses requests without one of the server's API keys. Health checks and the chat
+    page need no key: they reveal nothing, and the page asks its user for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]

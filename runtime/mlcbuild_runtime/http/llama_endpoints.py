@@ -30,7 +30,7 @@ class LlamaEndpoints:
         self._requests = requests
 
     def routes(self) -> list[Route]:
-        """Returns the routes of llama.cpp's endpoints: paths and handlers."""
+        """Returns the routes (path, handler, methods) of llama.cpp's endpoints."""
         return [
             Route("/completion", self.completion, methods=["POST"]),
             Route("/apply-template", self.template, methods=["POST"]),
@@ -69,9 +69,8 @@ class LlamaEndpoints:
         return await self._described(request, llama_completion.slots)
 
     async def _described(self, request: Request, describe: Callable[[Engine], Json]) -> Response:
-        """Returns llama.cpp's description of the model that the request's query names, or of the
-        first model.
-        """
+        """Returns the response of an endpoint that describes a model: the one that the query parameter
+        `model` names, or the first one. describe: returns the JSON document for the model's engine."""
         with ExitStack() as use:
             engine = await self._requests.engine({"model": request.query_params.get("model")}, use)
             return JSONResponse(await run_in_threadpool(describe, engine))

@@ -45,7 +45,8 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The measurements of a server and the current state of its engines, both by name of the model."""
+    """The Prometheus metrics of a server: for each model the latencies and counts of answers and the state of
+    the engine, and the counts of errors by HTTP status."""
 
     def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()
@@ -71,7 +72,8 @@ class Metrics:
         )
 
     def watched(self, model: str, sink: Sink) -> Sink:
-        """Returns a sink that measures the events of one answer of a model and passes them on to `sink`."""
+        """Returns a function for the events of one answer: it measures their times for the metrics of
+        `model`, and passes each event to `sink`."""
         start, first = time.perf_counter(), 0.0
 
         def take(event: Event) -> None:

@@ -32,13 +32,13 @@ _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class OllamaEndpoints:
-    """Ollama's endpoints of one server."""
+    """The endpoints of Ollama's API on this server."""
 
     def __init__(self, requests: RequestHandling) -> None:
         self._requests = requests
 
     def routes(self) -> list[Route]:
-        """Returns the routes of Ollama's endpoints: paths and handlers."""
+        """Returns the routes (path, handler, methods) of Ollama's endpoints."""
         return [
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
@@ -121,7 +121,8 @@ class OllamaEndpoints:
         return JSONResponse({"model": name, "embeddings": vectors, **times})
 
     async def embedding(self, request: Request) -> Response:
-        """Serves /api/embeddings, the older path for one text."""
+        """Returns the response to a request for /api/embeddings, Ollama's older path for the embedding of one
+        text."""
         async with self._requests.body(request) as body:
             fields = RequestBody(body, ollama_request.EMBEDDING)
             vectors, _, _ = await self._vectors(request, body, fields.text("prompt"), True, None)
@@ -135,9 +136,9 @@ class OllamaEndpoints:
         truncate: bool,
         dimensions: int | None,
     ) -> tuple[list[Json], str, int]:
-        """Returns (embeddings of a text or of a list of texts, the model's name, number of tokens), for
-        Ollama's API.
-        """
+        """Computes embeddings for Ollama's API: returns (embedding of each text, the model's name, number of
+        tokens). value: a text or a list of texts; truncate: True if texts longer than the context are cut
+        instead of refused; dimensions: number of values of each embedding, None for all."""
         texts = ollama_request.texts(value)
         with ExitStack() as use:
             engine = await self._engine(body, use)
@@ -175,7 +176,8 @@ async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[s
 
 
 def _loaded(engine: Engine, body: Mapping[str, Json], empty: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the answer to a request without a prompt, by which clients load and unload models."""
+    """Returns Ollama's document for a request without a prompt, by which clients load and unload models.
+    empty: the fields of an empty answer."""
     reason = "unload" if body.get("keep_alive") in (0, "0", "0s") else "load"
     document: dict[str, Json] = {"model": engine.name, "created_at": moment(), **empty}
     return {**document, "done": True, "done_reason": reason}

@@ -18,7 +18,8 @@ _END = re.compile(rb"\n\r?\n")
 
 
 class RequestInput:
-    """Parses the HTTP requests that arrive on one connection."""
+    """Divides the bytes that arrive on one connection into HTTP requests, so that the parser gets one request
+    at a time."""
 
     def __init__(self) -> None:
         self.in_body = False
@@ -53,7 +54,8 @@ class RequestInput:
         return self._at >= len(self._ahead)
 
     def take(self) -> bytes:
-        """Returns the received bytes up to the end of the current request, and counts them as parsed."""
+        """Returns the received bytes that are not parsed yet, at most up to the end of the current request or
+        of its head, and counts them as parsed."""
         part = self._ahead[self._at : self._at + self._size()]
         self._at += len(part)
         if self._left:
@@ -84,7 +86,7 @@ class RequestInput:
     # Events of the parser
 
     def begin(self) -> None:
-        """Resets the parser's state when a request begins."""
+        """Resets the counts of the last request when the next one begins."""
         self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
 
     def add_field(self) -> bool:
@@ -93,9 +95,8 @@ class RequestInput:
         return self._fields <= HEAD_FIELDS
 
     def end_head(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Updates the parser's state at the end of a request head. headers: the fields of the head, as (name
-        in small letters, value).
-        """
+        """Records that the head of the request is complete. headers: its fields, as (name in small letters,
+        value)."""
         self.in_body, self._tail = True, b""
         self.framing, self._fields = 0, 0
         self._left = next((int(value) for name, value in headers if name == b"content-length"), 0)
@@ -105,6 +106,6 @@ class RequestInput:
         self._payload += size
 
     def end(self) -> None:
-        """Resets the parser's state when a request ends."""
+        """Records that the request, body included, is complete."""
         self.in_body = self.has_line = False
         self.framing, self._left, self._tail = 0, 0, b""

@@ -49,7 +49,8 @@ class Logs:
 class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
-    """TCP port of the server; 0 selects any free port, which the ready line reports."""
+    """TCP port of the server; 0 selects any free port, which the line that the server prints at its start
+    reports."""
     threads: int | None = None
     limits: LimitOverrides = field(default_factory=LimitOverrides)
     max_waiting: int | None = None
@@ -66,9 +67,9 @@ class ServerOptions:
 
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:
-    """Serves bundles until SIGINT or SIGTERM; returns the exit code.
+    """Serves bundles over HTTP until SIGINT or SIGTERM; returns the exit code.
 
-    `bundles` is one bundle or several, each DIRECTORY or NAME=DIRECTORY. A single bundle is loaded at once,
+    bundles: one bundle or several, each DIRECTORY or NAME=DIRECTORY. A single bundle is loaded at once,
     several are loaded when requests first name them.
     """
     listed = [bundles] if isinstance(bundles, str | Path) else bundles
@@ -115,8 +116,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _for_listener(access: Access, listener: socket.socket) -> Access:
-    """Returns the access rules for a listening socket. Hosts and origins are checked only by a server without
-    keys on the loopback interface.
+    """Returns the access rules for a server on `listener`. The names of hosts and the origins of pages are
+    checked only if the server has no keys and is on the loopback interface, or if the user has stated hosts.
     """
     from mlcbuild_runtime.http.sites import is_loopback
 
@@ -125,9 +126,8 @@ def _for_listener(access: Access, listener: socket.socket) -> Access:
 
 
 def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
-    """Returns the access log, opened for appending; None if there is none. Raises SetupError if the file
-    cannot be written.
-    """
+    """Returns the file of the access log, opened for appending, as a context manager; it yields None if
+    `name` is None. "-" is standard output. Raises SetupError if the file cannot be written."""
     if name is None or name == "-":
         return nullcontext(None if name is None else sys.stdout)
     try:
@@ -137,7 +137,8 @@ def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
 
 
 def _log(form: str) -> list[tuple[TextIO, Form]]:
-    """Returns [(standard error, form of the lines about requests)]; [] if no lines are written."""
+    """Returns [(standard error, form)] if lines about requests are written there, else []. form: "text",
+    "json", "none", or "auto", which is text on a terminal."""
     if form == "json":
         return [(sys.stderr, "json")]
     is_shown = form == "text" or (form == "auto" and sys.stderr.isatty())
@@ -145,7 +146,8 @@ def _log(form: str) -> list[tuple[TextIO, Form]]:
 
 
 def _trace(name: str | None) -> Trace | None:
-    """Returns an open trace file, or None. Raises SetupError if the file cannot be written."""
+    """Returns the trace file `name`, opened for writing; None if no name is stated. Raises SetupError if the
+    file cannot be written."""
     from mlcbuild_runtime.engine.trace import Trace
 
     try:
@@ -155,9 +157,9 @@ def _trace(name: str | None) -> Trace | None:
 
 
 def _serve_site(bundles: Sequence[str | Path], options: ServerOptions, listener: socket.socket | None) -> int:
-    """Serves the page for browsers, or writes its files to `options.site` without a listener. Raises
-    ServingError for options or a bundle that the page cannot use.
-    """
+    """Serves the web page that runs a bundle in browsers, and returns the exit code. Without a listener,
+    writes the page's files to the directory `options.site` instead. Raises ServingError for options or a
+    bundle that the page cannot use."""
     from mlcbuild_runtime.http import browser_site
 
     if len(bundles) != 1:
@@ -220,7 +222,8 @@ def _serve(
 
 
 def _ready_line(models: Models, url: str) -> str:
-    """Returns the line that announces the served models, the URL and the limits."""
+    """Returns the line that announces, once the server is ready, the served models, the URL
+    and the limits."""
     requested, first = models.requested, models.entries[0]
     if first.engine is None or first.chosen is None:
         names = ", ".join(name for entry in models.entries for name in entry.names)

@@ -63,9 +63,9 @@ def create_app(
     access: Access | None = None,
     access_logs: Sequence[tuple[TextIO, Form]] = (),
 ) -> Starlette:
-    """Returns the web application for an engine that has been started, or for several models.
+    """Returns the web application that serves a running engine, or several models.
 
-    `access_logs` are streams that receive a line for each request, and the lines' form.
+    access_logs: (stream, form of its lines) of each access log.
     """
     access = access or Access()
     models = Models.of(running) if isinstance(running, Engine) else running
@@ -87,7 +87,7 @@ def create_app(
 
 
 def _others(server: _Server) -> list[Route]:
-    """Returns the endpoints of other servers' APIs: Ollama's, llama.cpp's, and OpenAI's without /v1."""
+    """Returns the routes of other servers' APIs: Ollama's, llama.cpp's, and OpenAI's without /v1."""
     without_prefix = [
         Route(route.path.removeprefix("/v1"), route.endpoint, methods=[*(route.methods or ())])
         for route in _routes(server, keys=False)
@@ -101,7 +101,7 @@ def _others(server: _Server) -> list[Route]:
 
 
 def _routes(server: _Server, keys: bool) -> list[Route]:
-    """Returns the endpoints. `keys` is true if bearer keys are required."""
+    """Returns the routes of the server's own API. keys: True if requests must have an API key."""
     return [
         Route("/", page),
         Route("/health", server.health),
@@ -129,7 +129,7 @@ def _routes(server: _Server, keys: bool) -> list[Route]:
 
 
 def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the endpoint that serves the OpenAPI document. `keys` is true if bearer keys are required."""
+    """Returns the handler of /openapi.json. keys: True if requests must have an API key."""
     document = openapi.document(keys)
 
     async def describe(_request: Request) -> Response:
@@ -139,7 +139,7 @@ def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def page(_request: Request) -> Response:
-    """Serves the chat page: one file, which loads nothing from elsewhere."""
+    """Returns the chat page: one HTML file, which loads nothing from other sites."""
     text = files("mlcbuild_runtime.http").joinpath("page.html").read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
@@ -147,7 +147,7 @@ async def page(_request: Request) -> Response:
 async def _message_events(
     answers: AsyncAnswers, output: anthropic_stream.MessageOutput
 ) -> AsyncIterator[dict[str, Json]]:
-    """Yields the server-sent events of a streamed answer in the format of Anthropic's API."""
+    """Yields the events of a streamed answer as the JSON documents of Anthropic's API."""
     yield output.begin()
     async for _, event in answers.events():
         for document in output.events(event):
@@ -296,9 +296,8 @@ class _Server:
     async def _making(
         self, answers: AsyncAnswers, output: ResponseOutput, entry: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
-        """Yields the events of a response of /v1/responses, and stores the response at its end if the request
-        requires it. Without a stream, which would report an error, the error is raised.
-        """
+        """Yields the stream events of a response of /v1/responses, and stores the response at its end if the
+        request demands it. Without `stream`, an error of the engine is raised instead of yielded."""
         cancelled = RequestError("the response was cancelled", code=CANCELLED)
         self._history.start(output, lambda: answers.interrupt(cancelled))
         try:
@@ -326,6 +325,7 @@ class _Server:
         return JSONResponse(listed(self._history.find(request.path_params["id"]).items))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancels a running response; a response that has ended is not changed."""
+        """Ends a running response of /v1/responses and returns its document; one that has ended is not
+        changed. Raises RequestError (404) if there is no such response."""
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)

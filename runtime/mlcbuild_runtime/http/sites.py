@@ -27,7 +27,7 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Returns the host name in a Host header, without the port."""
+    """Returns the host name in the value of a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
@@ -38,8 +38,8 @@ class Sites:
     pages of another origin."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """Prepares the check. `hosts`: host names that are allowed besides those of the loopback interface.
-        `origins`: origins of web pages that are allowed; "*" stands for all."""
+        """Creates the check. hosts: host names that requests may address besides those of the loopback
+        interface. origins: origins of web pages that may send requests; "*" stands for all."""
         self._app, self._hosts, self._origins = app, {host_name(host) for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
