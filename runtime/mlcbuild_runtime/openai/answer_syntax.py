@@ -18,29 +18,28 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 class AnswerSyntax(Protocol):
-    """The syntax of the answers to one rendered prompt: how they are constrained, and how they are split into
-    pieces.
-    """
+    """The interface of a syntax of answers: how an answer is constrained, and how its text is split into
+    reasoning, text and tool calls."""
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the special tokens that are part of the syntax of answers."""
+        """Returns text -> token, for the special tokens that belong to the syntax of answers and so must
+        appear in their text."""
         ...
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
-        """Returns the constraint of an answer: its format, its calls, and the reasoning before it. space:
-        True if the answer may begin with a space. Raises RequestError for an invalid grammar or schema.
-        """
+        """Returns the constraint that the text of an answer must match, with its reasoning and tool calls;
+        None if any text is allowed. space: True if the answer may begin with a space. Raises RequestError for
+        an invalid grammar or schema."""
         ...
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser of an answer; None if the whole answer is text."""
+        """Returns a function that creates the parser of one answer; None if the whole answer is text."""
         ...
 
 
 def answer_syntax(tokenizer: Tokenizer, form: Form, prompt: str) -> AnswerSyntax:
-    """Returns the syntax of the answers to a rendered prompt, according to the tokenizer's chat template.
-    form: the syntax of tool calls.
-    """
+    """Returns the syntax of the answers to a prompt, according to the tokenizer's chat template. form: the
+    syntax of tool calls; prompt: the rendered prompt."""
     channels = Harmony.of(tokenizer.template.source, tokenizer.vocabulary)
     if channels is not None:
         return ChannelSyntax(channels)
@@ -54,7 +53,7 @@ class ChannelSyntax:
     channels: Harmony
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the marks of channels."""
+        """Returns text -> token, for the special tokens that divide an answer into channels."""
         return self.channels.tokens
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
@@ -64,7 +63,8 @@ class ChannelSyntax:
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser of an answer."""
+        """Returns a function that creates the parser of one answer; None if the answer is not split into
+        pieces."""
         has_tools = call.toolbox is not None
         return partial(HarmonyReader, has_tools) if has_tools or call.splits_reasoning else None
 
@@ -77,7 +77,7 @@ class MarkedSyntax:
     thinking: Thinking | None
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the marks that are special tokens."""
+        """Returns text -> token, for the marks around tool calls and reasoning that are special tokens."""
         call_tokens = {} if call.toolbox is None else self.form.tokens
         return {**call_tokens, **({} if self.thinking is None else self.thinking.tokens)}
 
@@ -95,7 +95,8 @@ class MarkedSyntax:
         return self.thinking.before(constraint, space, free)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser of an answer; None if the whole answer is text."""
+        """Returns a function that creates the parser of one answer; None if the answer is not split into
+        pieces."""
         box, formatted = call.toolbox, call.options.constraint is not None
         texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
         inner = None if box is None else partial(Reader, self.form, box.choice, formatted, texts)

@@ -58,9 +58,8 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 
 def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the chat request that means the same as a body of /v1/messages. Raises RequestError, naming the
-    field.
-    """
+    """Returns the body of a chat completion that means the same as a body of Anthropic's /v1/messages. Raises
+    RequestError for an invalid field, naming it."""
     fields = RequestBody(body, TABLE)
     if fields.integer("max_tokens") is None:
         raise wrong("max_tokens", "an integer of at least 1", None)
@@ -68,14 +67,14 @@ def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def counted_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the chat request whose prompt is counted for a body of /v1/messages/count_tokens. Raises
-    RequestError for an invalid field.
-    """
+    """Returns the body of a chat completion whose prompt has the tokens that a request to Anthropic's
+    /v1/messages/count_tokens counts. Raises RequestError for an invalid field."""
     return _chat(RequestBody(body, COUNT))
 
 
 def _chat(fields: RequestBody) -> dict[str, Json]:
-    """Returns the fields of a chat request for messages, tools and thinking."""
+    """Returns the messages, tools and options for thinking of a request of Anthropic's API, as fields of a
+    chat completion. Raises RequestError for an invalid field."""
     messages: list[Json] = []
     if (system := fields.get("system")) is not None:
         messages.append({"role": "system", "content": _text("system", system)})
@@ -107,8 +106,7 @@ def _chat(fields: RequestBody) -> dict[str, Json]:
 
 def _messages(where: str, message: Json) -> list[Json]:
     """Returns a message of Anthropic's API as OpenAI chat messages: one for each tool result in it, then one
-    for the rest. where: the place that errors name.
-    """
+    for the rest. where: the message's place, for errors. Raises RequestError for an invalid message."""
     match message:
         case {"role": "user" | "assistant" as role, "content": str() | list() as content}:
             blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -146,9 +144,8 @@ def _messages(where: str, message: Json) -> list[Json]:
 
 
 def _text(where: str, content: Json) -> str:
-    """Returns the text of a content, which is a string or text blocks. where: place for errors. Raises
-    RequestError for any other content.
-    """
+    """Returns the text of a message's content, which is a string or a list of text blocks. where: the
+    content's place, for errors. Raises RequestError for any other content."""
     if isinstance(content, str):
         return content
     blocks = content if isinstance(content, list) else [content]

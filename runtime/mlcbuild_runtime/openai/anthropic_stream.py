@@ -44,9 +44,8 @@ def error_document(error: ServingError) -> Document:
 
 
 class MessageOutput:
-    """One answer of Anthropic's endpoint /v1/messages while it is generated. `events` converts the engine's
-    events, and `document` is the message so far as JSON.
-    """
+    """One answer of Anthropic's endpoint /v1/messages while it is generated. Its method `events` converts the
+    engine's events to those of a stream; its attribute `document` is the message so far, as JSON."""
 
     def __init__(self, model: str, prompt: Prompt) -> None:
         self._reader = prompt.reader() if prompt.reader is not None else None
@@ -68,7 +67,7 @@ class MessageOutput:
         return {"type": "message_start", "message": dict(self.document)}
 
     def events(self, event: Event) -> Iterator[Document]:
-        """Yields the stream events that one event of the engine causes."""
+        """Yields the events of Anthropic's stream that one event of the engine causes."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -123,7 +122,8 @@ class MessageOutput:
 
 
 def _arguments(text: str) -> Json:
-    """Returns the arguments of a tool call; {} for a call that the limit of tokens has cut off."""
+    """Returns the arguments of a tool call, decoded from JSON; {} for a call that the limit of tokens has cut
+    off."""
     try:
         value: Json = json.loads(text)
     except ValueError:

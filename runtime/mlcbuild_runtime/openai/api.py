@@ -198,7 +198,8 @@ class CompletionCall:
 
 
 def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
-    """Returns a checked body of /v1/chat/completions. Raises RequestError, naming the field."""
+    """Returns the checked fields of a body of /v1/chat/completions. serving: the bundle's default sampling
+    parameters. Raises RequestError for an invalid field, naming it."""
     fields = RequestBody(translated(body), CHAT)
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
@@ -234,7 +235,8 @@ def _prediction(prediction: Json) -> str:
 
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
-    """Returns a checked body of /v1/completions. Raises RequestError, naming the field."""
+    """Returns the checked fields of a body of /v1/completions. serving: the bundle's default sampling
+    parameters. Raises RequestError for an invalid field, naming it."""
     fields = RequestBody(translated(body), COMPLETION)
     options = _options(fields, serving, fields.integer("max_tokens"), fields.integer("logprobs"))
     listed = prompts("prompt", fields.get("prompt"))
@@ -331,16 +333,15 @@ def _stop_tokens(value: Json) -> tuple[int, ...]:
 
 
 def prompts(key: str, value: Json) -> tuple[str | tuple[int, ...], ...]:
-    """Returns the prompts in the field `key` of a request: one text, one list of tokens, or a list of these.
-    Raises RequestError for anything else.
-    """
+    """Returns the prompts in `value`, the field `key` of a request: a text, a list of tokens, or a list of
+    these. Each prompt is a text or its tokens. Raises RequestError for anything else."""
     listed = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     return tuple(_prompt(key, item, value) for item in listed)
 
 
 def check_total(key: str, total: int, context: int) -> None:
-    """Raises RequestError if the prompts of a request have `total` tokens together, more than are
-    accepted."""
+    """Raises RequestError if the prompts in the field `key` of a request have more tokens, `total`, than are
+    accepted. context: number of tokens of the model's context."""
     most = max(MAX_PROMPT_TOKENS, context)
     if total > most:
         raise RequestError(

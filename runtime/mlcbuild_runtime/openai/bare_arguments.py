@@ -32,15 +32,16 @@ def write(value: Json, quote: str) -> str:
 
 
 class BareReader:
-    """Converts one object with bare (unquoted) keys to JSON, as its text arrives."""
+    """Converts the arguments of one tool call, an object with bare (unquoted) keys, to JSON text, piece by
+    piece as the text arrives."""
 
     def __init__(self, quote: str) -> None:
         self._quote, self._open, self._at_key = quote, list[str](), False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Adds text, and returns (JSON of the parts that are complete, number of characters read). Reading
-        stops after the end of the object.
-        """
+        """Reads more text of the object. Returns (JSON text of the parts that are complete, number of
+        characters read): the caller passes the characters that were not read again, with more. Reading stops
+        after the end of the object."""
         written, at = "", 0
         while at < len(text):
             letter, word = text[at], _WORD.match(text, at)
@@ -77,12 +78,12 @@ class BareReader:
 
 
 class BareRules:
-    """The rules of a Lark grammar for arguments of tool calls with bare (unquoted) keys."""
+    """Creates the rules of a Lark grammar that constrain arguments of tool calls with bare
+    (unquoted) keys."""
 
     def __init__(self, quote: str, literal: Callable[[str], str]) -> None:
-        """Prepares the Lark rules for arguments with bare keys. literal: function that returns a text as a
-        Lark expression, with its special tokens.
-        """
+        """Creates the rules that do not depend on a schema. quote: text on both sides of each string.
+        literal: function that returns a text as a Lark expression, with its special tokens."""
         self._mark, self._quote, self._literal = quote, literal(quote), literal
         end = "" if self._quote.startswith("<[") else "[lazy]"
         self.listed = [
@@ -94,7 +95,8 @@ class BareRules:
             'array: "[" (any ("," any)*)? "]"',
             r'pair: /[^{}\[\],:<|"]+/ ":" any',
         ]
-        """Texts of the Lark rules to which the expressions that `value` returns refer."""
+        """The rules of the Lark grammar so far, one text each; expressions that `value` returns refer to
+        them."""
 
     def value(self, schema: Json) -> str:
         """Returns a Lark expression that matches the values which a JSON schema accepts, and more if the
@@ -128,7 +130,9 @@ class BareRules:
         return "object" if kind == "object" else "any"
 
     def _object(self, properties: Mapping[str, Json], required: list[Json]) -> str:
-        """Returns the rule of an object. An optional property may be left out together with its comma."""
+        """Returns the Lark expression of an object with these properties, in this order; an optional property
+        may be left out together with its comma. required: names of the others. properties: name -> JSON
+        schema."""
         later, first = "", ""
         for key, schema in reversed(list(properties.items())):
             name = f"p{len(self.listed)}"

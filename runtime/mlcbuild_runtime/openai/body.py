@@ -69,8 +69,8 @@ def parse_json(data: bytes, where: str = "") -> Json:
 
 
 def _has_too_many(pieces: Iterable[bytes]) -> bool:
-    """Returns True if JSON text, passed in pieces, may have too many values, judged by its punctuation,
-    including that inside strings."""
+    """Returns True if a JSON text, passed in pieces, may have more values than a body may have. The values
+    are counted by punctuation, including that inside strings."""
     containers = commas = colons = 0
     for piece in pieces:
         containers += piece.count(b"[") + piece.count(b"{")
@@ -94,16 +94,15 @@ def _without_texts(data: bytes) -> Iterator[bytes]:
 
 
 def _matches(pattern: re.Pattern[bytes], data: bytes) -> bool:
-    """Returns True if the regular expression `pattern` matches anywhere in the data, examining a window of
-    bytes at a time.
-    """
+    """Returns True if the regular expression `pattern` matches anywhere in the data. Each call of the regular
+    expression examines a small part, so that other threads may run in between."""
     starts = range(0, len(data), _WINDOW)
     return any(pattern.search(data, start, start + _WINDOW + _LONGEST_MATCH) for start in starts)
 
 
 def _check_values(value: Json, where: str) -> None:
-    """Raises RequestError, naming the value, for unpaired surrogates and infinite numbers below the body's
-    own fields."""
+    """Raises RequestError, naming the place in the body, for a string with unpaired surrogates or an infinite
+    number inside a JSON value."""
     if isinstance(value, str):
         checked_text(where or "the body", value)
     elif isinstance(value, float) and not math.isfinite(value) and not where.isidentifier():
@@ -136,7 +135,8 @@ MAX_INTEGER = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a request body. Its JSON schema is used for the check and shown in /openapi.json."""
+    """One field that a request body may have. Its JSON schema is used for the check and shown in
+    /openapi.json."""
 
     schema: Mapping[str, Json]
     """JSON Schema of the field's values. A single `type` other than array, `minimum`, `maximum` and `enum`
@@ -175,21 +175,20 @@ def choice(*values: str, about: str = "") -> Field:
 
 
 def ignored(*names: str) -> dict[str, Field]:
-    """Returns descriptions of fields that are accepted and have no effect."""
+    """Returns field name -> description, for fields that the server accepts and ignores."""
     return {name: Field({}, "Ignored: it changes nothing in the answer.") for name in names}
 
 
 def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
-    """Returns descriptions of features that this server lacks; `values` lists for each the values that do not
-    request it."""
+    """Returns field name -> description, for features that this server lacks. values: for each field the
+    values that do not request the feature; only these are accepted."""
     about = "Not supported: only values that request nothing are accepted."
     return {name: Field({"enum": [*allowed]}, about, neutral=True) for name, allowed in values.items()}
 
 
 def suggestion(key: str, table: Table) -> str:
-    """Returns the known field that an unknown one resembles; "" if there is none. A field of the opposite
-    meaning does not count.
-    """
+    """Returns the name of the field in `table` that an unknown name resembles; "" if there is none. A field
+    of the opposite meaning (min instead of max) does not count."""
     words = set(key.split("_"))
     for close in get_close_matches(key, table, n=3, cutoff=0.7):
         other = set(close.split("_"))
@@ -199,7 +198,8 @@ def suggestion(key: str, table: Table) -> str:
 
 
 class RequestBody:
-    """One request body. A value of null means absent. Every error is a RequestError that names the field."""
+    """The checked fields of one request body. A value of null means absent. Creating it and reading fields
+    raises RequestError, which names the field."""
 
     def __init__(self, body: Mapping[str, Json], table: Table) -> None:
         self._values = {key: value for key, value in body.items() if value is not None}
@@ -246,9 +246,8 @@ class RequestBody:
 
 
 def _check(key: str, value: Json, field: Field) -> None:
-    """Raises RequestError unless a value satisfies the part of its field's JSON schema that is checked here:
-    type, bounds and enumeration.
-    """
+    """Raises RequestError unless a value has the type, the bounds and the enumerated values that the JSON
+    schema of its field states; other rules of the schema are not checked here."""
     schema = field.schema
     match schema:
         case {"enum": list(allowed)}:
@@ -286,9 +285,8 @@ def _not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) ->
 
 
 def checked_text(where: str, text: str) -> str:
-    r"""Returns a client's text unchanged. Raises RequestError for unpaired surrogates: JSON can write them
-    ("\ud800"), UTF-8 cannot.
-    """
+    r"""Returns a client's text unchanged. Raises RequestError, naming the place `where`, for unpaired
+    surrogates: JSON can write them ("\ud800"), UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -29,7 +29,8 @@ class Tags:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """The syntax of a call that begins with the tool's name: BEFORE NAME AFTER, and the arguments."""
+    """The syntax of a tool call that begins with the tool's name: BEFORE NAME AFTER, followed by the
+    arguments."""
 
     after: str = ""
     before: str = ""
@@ -43,8 +44,8 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class Form:
-    """The syntax of tool calls in a model's text: FIRST OPENING (LEAD {"name": "NAME", "KEY": {...}} END),
-    with BETWEEN between calls and LAST after all."""
+    """The syntax of the tool calls in a model's text: FIRST OPENING (LEAD {"name": "NAME", "KEY": {...}} END)
+    LAST, with BETWEEN between two calls. The capital words are the fields of this class."""
 
     key: str = "arguments"
     native: bool = True
@@ -69,7 +70,8 @@ class Form:
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary | None = None) -> Form:
-        """Returns the syntax that a chat template implies. `vocabulary` provides its special tokens."""
+        """Returns the syntax of tool calls that a chat template implies. vocabulary: provides the special
+        tokens."""
         if "tools" not in template:
             return cls(native=False)
         for syntax in SYNTAXES:
@@ -98,9 +100,8 @@ class Form:
         return self.first or self.lead
 
     def head(self, name: str) -> str:
-        """Returns the text at the beginning of a call to the tool `name`, up to its arguments (after the text
-        LEAD of the syntax).
-        """
+        """Returns the text with which a call of the tool `name` begins, up to its arguments, without the mark
+        in front of each call."""
         if self.by_name is not None:
             return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
@@ -111,7 +112,7 @@ class Form:
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:
-        """Returns the text of one tool call as the model would write it in this syntax."""
+        """Returns the text of one tool call as a model that uses this syntax would write it."""
         written = json.dumps(arguments, ensure_ascii=False)
         if self.quote:
             written = bare_arguments.write(arguments, self.quote)
@@ -123,13 +124,15 @@ class Form:
         return self.lead + self.head(name) + written + self.tail
 
     def head_rule(self, name: str) -> str:
-        """Returns the result of `head` as a Lark expression, which allows any number of the call."""
+        """Returns the text with which a call of the tool `name` begins as a Lark expression; where calls are
+        numbered, any number is allowed."""
         if self.by_name is not None and self.by_name.numbered:
             return f"{self.literal(name + ':')} /[0-9]{{1,3}}/ {self.literal(self.by_name.after)}"
         return self.literal(self.head(name))
 
     def literal(self, text: str) -> str:
-        """Returns a text of the syntax of tool calls as a Lark expression, with its special tokens."""
+        """Returns a text as a Lark expression, in which texts of this syntax that are special tokens stand as
+        tokens."""
         parts = re.split("(" + "|".join(map(re.escape, self.tokens)) + ")", text) if self.tokens else [text]
         literals = [
             f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part, ensure_ascii=False)

@@ -27,9 +27,8 @@ class CallPiece:
 
 
 class AnswerReader(Protocol):
-    """The interface of objects that split an answer into pieces (reasoning, text, tool calls) as its text
-    arrives.
-    """
+    """The interface of parsers that split an answer into pieces (reasoning, text, tool calls) as its text
+    arrives."""
 
     @property
     def is_thinking(self) -> bool:
@@ -37,24 +36,24 @@ class AnswerReader(Protocol):
         ...
 
     def call_id(self) -> str:
-        """Returns a new random id for the tool call that has begun."""
+        """Returns a new random id, for the tool call whose beginning was yielded last."""
         ...
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
+        more text will follow."""
         ...
 
 
 class JsonReader:
-    """Finds the end of one JSON object, as its text arrives."""
+    """Finds the end of one JSON object in a text that arrives in parts."""
 
     def __init__(self) -> None:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Adds text, and returns (the part of it up to the brace that closes the JSON object, length of that
-        part).
-        """
+        """Reads more text of the object. Returns (the text up to the brace that closes the object, or all of
+        it; the number of these characters)."""
         end = 0
         for letter in text:
             end += 1
@@ -76,7 +75,8 @@ class JsonReader:
 
 
 class Reader:
-    """Splits an answer that a tools constraint has shaped into pieces, as its text arrives."""
+    """Splits an answer of a model with tools into pieces (text and tool calls), as its text arrives. A
+    constraint has shaped the answer, so that its calls are well-formed."""
 
     is_thinking = False
 
@@ -87,9 +87,9 @@ class Reader:
         formatted: bool = False,
         texts: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Prepares a reader. form: the syntax of calls; formatted: True if an answer without calls follows a
-        JSON format, so that it may begin like a call; texts: tool name -> parameters that are written
-        unquoted if there are tags.
+        """Creates the parser of one answer. form: the syntax of calls; choice: "required" if the answer must
+        be a call, else "auto"; formatted: True if an answer without calls follows a JSON format, so that it
+        may begin like a call; texts: tool name -> parameters whose values are texts, written without quotes.
         """
         self._form, self._held, self._formatted = form, "", formatted and choice == "auto"
         self._state: Literal["start", "text", "head", "arguments", "tail"]
@@ -106,11 +106,12 @@ class Reader:
         self._head = re.compile(rf"[\s,]*{first}\s*{re.escape(form.lead)}{name}{key}")
 
     def call_id(self) -> str:
-        """Returns a new id for the tool call that has begun."""
+        """Returns a new id, for the tool call whose beginning was yielded last."""
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
+        more text will follow."""
         self._held += text
         step = {
             "start": self._read_start,
@@ -161,9 +162,8 @@ class Reader:
             self._state = "text"
 
     def _read_arguments(self) -> Iterator[CallPiece]:
-        """Yields pieces of a tool call's arguments, up to the brace that closes the arguments' first
-        brace.
-        """
+        """Yields the parts of a tool call's arguments that have arrived, as JSON text, up to the brace that
+        closes them."""
         if self._form.tags is not None:
             yield from self._read_tags(self._form.tags)
             return
@@ -175,9 +175,8 @@ class Reader:
             self._state = "tail"
 
     def _read_tags(self, tags: Tags) -> Iterator[CallPiece]:
-        """Yields each complete argument between tags as a part of the text of a JSON object, then the end of
-        the object.
-        """
+        """Yields the arguments of a tool call that are written between tags: each complete argument as a part
+        of the text of one JSON object, then the end of the object."""
         begin = tags.before
         while self._held.startswith(begin):
             key, middle, rest = self._held[len(begin) :].partition(tags.middle)
@@ -193,7 +192,8 @@ class Reader:
             yield CallPiece("arguments", "}" if self._keys else "{}")
 
     def _value(self, key: str, text: str) -> str:
-        """Converts the text of one tool call argument to JSON text."""
+        """Returns the value of the argument `key` of a tool call as JSON text. text: the value as the model
+        has written it."""
         if key not in self._texts.get(self._name, ()):
             with suppress(ValueError):
                 json.loads(text)

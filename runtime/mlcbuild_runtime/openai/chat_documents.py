@@ -57,7 +57,8 @@ class _Choice:
         return "tool_calls" if event.finish == "stop" and self.calls else event.finish
 
     def deltas(self, event: Event) -> Iterator[dict[str, Json]]:
-        """Yields the changes of a chat message that an event causes."""
+        """Yields the changes of a chat message, in the format of OpenAI's streams, that an event of the
+        engine causes."""
         if self.reader is None:
             yield {"content": event.text}
             return
@@ -78,21 +79,20 @@ class _Choice:
 
 
 class Reply:
-    """Converts the events of the answers to one request to OpenAI's response documents."""
+    """Converts the events of the answers to one request to OpenAI's response documents: one document for all
+    of them, or chunks of a stream."""
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
-        """Prepares the response documents of a request. chat: True for chat completions, False for text
-        completions; prompts: one entry for each answer.
-        """
+        """Creates the response to a request, without any event. chat: True for chat completions, False for
+        text completions; model: its name in the response; prompts: one entry for each answer."""
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.prompts = prompts
         self._choices = [_Choice(prompt) for prompt in prompts]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
-        """Returns OpenAI's response document for complete answers. answers: the events of each; the last
-        event must not be an error.
-        """
+        """Returns OpenAI's response document for complete answers. answers: for each answer all of its
+        events, none of which may be an error."""
         choices: list[Json] = []
         for index, events in enumerate(answers):
             choice, last = self._choices[index], events[-1]
@@ -212,9 +212,8 @@ class Reply:
         }
 
     def _timings(self) -> dict[str, Json]:
-        """Returns the engine's times for the answer, named as in llama.cpp's server; {} for several answers,
-        which share steps.
-        """
+        """Returns the times that the engine spent on the answer, in a field `timings` like that of
+        llama.cpp's server; {} for several answers, which share steps of the model."""
         last = self._choices[0].last
         if len(self._choices) > 1 or last is None or last.times is None:
             return {}
@@ -255,8 +254,8 @@ class Reply:
         return {"token": self._name(item.token), "logprob": item.logprob, "bytes": list(data)}
 
     def _prompt_logprobs(self, prompt: Prompt, event: Event) -> dict[str, list[Json]]:
-        """Returns the log-probabilities of a prompt from the first event of its answer. The first token has
-        none."""
+        """Returns the log-probabilities of a prompt's tokens in OpenAI's format, parallel lists; the first
+        token has none. event: the first event of the prompt's answer."""
         tops: list[Json] = [self._top(score) for score in event.prompt]
         return {
             "tokens": [self._name(token) for token in prompt.tokens],
@@ -266,9 +265,8 @@ class Reply:
         }
 
     def _top(self, score: Score) -> dict[str, Json]:
-        """Returns name -> log-probability, for a token and its alternatives. Of two tokens with equal names
-        the likelier one is kept.
-        """
+        """Returns text of a token -> log-probability, for a token and its alternatives. Of two tokens with
+        equal texts the likelier one is kept."""
         chosen, others = score
         by_name: dict[str, Json] = {}
         for item in (*others, chosen):

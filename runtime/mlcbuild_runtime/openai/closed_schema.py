@@ -36,7 +36,8 @@ def closed(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _composed(schema: Json, part: bool = False) -> Iterator[str]:
-    """Yields the targets of each `$ref` in a schema that is only a part of an object's description."""
+    """Yields the target of each `$ref` in a JSON schema that stands where a schema describes only a part of
+    an object. part: True if `schema` itself stands in such a place."""
     if isinstance(schema, list):
         for item in schema:
             yield from _composed(item, part)
@@ -54,9 +55,9 @@ def _composed(schema: Json, part: bool = False) -> Iterator[str]:
 def _closed(
     schema: Mapping[str, Json], composed: frozenset[str], path: str, is_complete: bool
 ) -> dict[str, Json]:
-    """Returns the closed form of the JSON schema at `path`, a JSON pointer. composed: targets of references
-    in parts; is_complete: True if the schema alone describes its value.
-    """
+    """Returns a JSON schema in which objects with `properties` have no other keys. path: the schema's place
+    in the whole schema, a JSON pointer; composed: places of schemas that describe only a part of an object;
+    is_complete: True if `schema` alone describes its value."""
     new = dict(schema)
     for key, value in schema.items():
         inner = is_complete and "properties" not in schema

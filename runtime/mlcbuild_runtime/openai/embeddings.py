@@ -44,7 +44,8 @@ TABLE: Table = {
 
 @dataclass(frozen=True)
 class EmbeddingsJob:
-    """A checked request to /v1/embeddings, ready for the engine."""
+    """A checked request to /v1/embeddings: the requests for the engine, one for each text, and the form of
+    the result."""
 
     requests: tuple[Request, ...]
     model: str
@@ -52,9 +53,8 @@ class EmbeddingsJob:
     base64: bool
 
     def waves(self) -> Iterable[tuple[Request, ...]]:
-        """Yields the engine's requests for the texts of an embeddings request, in groups of at most
-        AT_A_TIME.
-        """
+        """Yields the requests for the engine in groups of at most 64, which are submitted one group after the
+        other."""
         for start in range(0, len(self.requests), AT_A_TIME):
             yield self.requests[start : start + AT_A_TIME]
 
@@ -64,7 +64,8 @@ class EmbeddingsJob:
         return sum(len(request.prompt) for request in self.requests)
 
     def vectors(self, events: Sequence[Event]) -> list[Json]:
-        """Returns the embedding of each text as a float32 vector, given its event."""
+        """Returns the embedding of each text in the form that the request states: a list of numbers, or
+        base64 of float32 values. events: the event of each text."""
         shown = []
         for event in events:
             assert event.vector is not None
@@ -72,7 +73,7 @@ class EmbeddingsJob:
         return shown
 
     def document(self, events: Sequence[Event]) -> dict[str, Json]:
-        """Returns OpenAI's document with the embeddings, given the event of each text."""
+        """Returns OpenAI's document with the embeddings of all texts. events: the event of each text."""
         vectors = enumerate(self.vectors(events))
         data: list[Json] = [
             {"object": "embedding", "index": index, "embedding": vector} for index, vector in vectors
@@ -89,8 +90,8 @@ class EmbeddingsJob:
 
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
-    """Checks the body of a request to /v1/embeddings, and returns the job. Raises RequestError for an invalid
-    field, naming it.
+    """Returns the checked body of a request to /v1/embeddings, as requests for the engine. Raises
+    RequestError for an invalid field, naming it.
 
     truncate: True if texts longer than the model's context are cut instead of refused.
     """
@@ -119,7 +120,8 @@ def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> Em
 
 
 def _tokens(running: Engine, text: str, truncate: bool) -> tuple[int, ...]:
-    """Returns the tokens of a text, cut to as many as fit the model's context if `truncate` is True."""
+    """Returns the tokens of a text. truncate: True if they are cut to as many as fit the model's context.
+    Otherwise raises RequestError for a text that is much too long."""
     longest = running.longest_text
     if not truncate:
         return tuple(running.tokenizer.encode(text, longest))

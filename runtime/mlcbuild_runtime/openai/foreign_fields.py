@@ -63,9 +63,9 @@ FORMATS = (*_GUIDED, "json_schema", "structured_outputs")
 
 
 def translated(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a body with only this server's fields. Raises RequestError for fields that contradict each
-    other.
-    """
+    """Returns a request body in which fields of other servers, such as vLLM and llama.cpp, are replaced by
+    this server's fields of the same meaning; unknown fields stay. Raises RequestError for fields that
+    contradict each other."""
     fields: dict[str, Json] = {key: value for key, value in body.items() if value is not None}
     for key, allowed in NEUTRAL.items():
         if key in fields and _is_among(fields[key], allowed):
@@ -93,9 +93,8 @@ def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
 
 
 def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
-    """Returns the fields with any other server's field for a format replaced by `response_format`. fields:
-    the translated fields.
-    """
+    """Returns the fields of a body in which another server's field for a response format is replaced by
+    OpenAI's `response_format`. Raises RequestError for several formats, or an invalid one."""
     stated = {key: fields.pop(key) for key in (*_GUIDED, "json_schema") if key in fields}
     match fields.get("structured_outputs"):
         case dict() as outputs:
@@ -114,9 +113,8 @@ def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
 
 
 def _format(key: str, value: Json) -> Json:
-    """Returns OpenAI's `response_format` that means the same as a field of another server. Raises
-    RequestError for an invalid value.
-    """
+    """Returns OpenAI's `response_format` that means the same as the field `key` of another server. Raises
+    RequestError for an invalid value."""
     match key.replace("structured_outputs.", "guided_"), value:
         case "guided_json" | "json_schema", str(text):
             try:
@@ -148,7 +146,8 @@ def _schema(key: str, value: Json) -> Json:
 
 
 def without_unknown(body: Mapping[str, Json], table: Table) -> tuple[dict[str, Json], list[str]]:
-    """Returns (body without the fields that the table lacks or does not support, names of these fields)."""
+    """Returns (body without the fields that this server would refuse, names of these fields). table: the
+    fields that it accepts."""
     supported, dropped = dict[str, Json](), list[str]()
     for key, value in body.items():
         field = table.get(key)

@@ -50,9 +50,9 @@ class Harmony:
         return cls(tokens) if len(tokens) == len(MARKS) else None
 
     def constraint(self, box: Toolbox | None, answer: Constraint | None) -> Constraint | None:
-        """Returns the constraint of an answer that may call the tools of `box`, or whose text `answer`
-        constrains; None if it is free. Raises RequestError if the request states a grammar beside tools.
-        """
+        """Returns the constraint, a Lark grammar, of an answer in channels that may call the tools of `box`,
+        or whose text must match `answer`; None if any answer is allowed. Raises RequestError if the request
+        states a grammar beside tools."""
         if box is None and answer is None:
             return None
         if box is not None and answer is not None and answer.kind == "lark":
@@ -83,7 +83,8 @@ class Harmony:
         return Constraint("lark", "\n".join(rules), "tools" if answer is None else answer.param)
 
     def _calls(self, box: Toolbox | None) -> Iterator[str]:
-        """Yields the Lark rules of a tool call. The function is named in front of the channel or after it."""
+        """Yields the Lark rules that match a call of one of the tools in `box`. The model may name the
+        function in front of the channel or after it."""
         if box is None:
             return
         channel, message = self._mark(_CHANNEL), self._mark(_MESSAGE)
@@ -100,7 +101,7 @@ class Harmony:
 
 
 class HarmonyReader:
-    """Splits an answer in channels into pieces, as its text arrives."""
+    """Splits an answer in harmony channels into pieces (reasoning, text, tool calls), as its text arrives."""
 
     def __init__(self, has_tools: bool) -> None:
         self._has_tools, self._held, self._is_first = has_tools, "", True
@@ -111,15 +112,16 @@ class HarmonyReader:
 
     @property
     def is_thinking(self) -> bool:
-        """True while the text that is being read is reasoning."""
+        """Returns True while the text that is being read is reasoning."""
         return self._kind == "reasoning"
 
     def call_id(self) -> str:
-        """Returns a new random id for the tool call that has begun."""
+        """Returns a new random id, for the tool call whose beginning was yielded last."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
+        more text will follow."""
         self._held += text
         while self._held:
             before = self._kind, len(self._held)

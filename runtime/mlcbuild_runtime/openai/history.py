@@ -34,7 +34,7 @@ class Kept:
 
     @property
     def all(self) -> tuple[Item, ...]:
-        """Returns all items of the conversation up to and including this response."""
+        """Returns all items of the conversation up to this response, its own output included."""
         output = self.document["output"]
         assert isinstance(output, list)
         return (*self.before, *self.items, *(item for item in output if isinstance(item, dict)))
@@ -43,9 +43,8 @@ class Kept:
 def begun(
     model: str, job: CompletionJob, call: ResponsesCall, before: Sequence[Item]
 ) -> tuple[ResponseOutput, Kept]:
-    """Begins a response of /v1/responses. Returns (response that a job will fill, entry of it that the
-    history stores when it ends). before: items of the conversation so far.
-    """
+    """Begins a response of /v1/responses. Returns (the response, which the events of `job` fill; its record,
+    which the history stores when it ends). before: items of the conversation so far."""
     sampling = job.requests[0].sampling
     shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
     output = ResponseOutput(model, job.reply.prompts[0], shown)
@@ -53,7 +52,8 @@ def begun(
 
 
 class History:
-    """Stored and running responses. It is not thread-safe: use it in one event loop, or under a lock."""
+    """The stored and the running responses of /v1/responses. It is not thread-safe: use it in one event loop,
+    or under a lock."""
 
     def __init__(self, max_kept: int = MAX_KEPT, max_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
@@ -75,8 +75,8 @@ class History:
             self._bytes -= gone
 
     def find(self, name: str, param: str | None = None) -> Kept:
-        """Returns a stored response. Raises RequestError (404) if there is none of this name; `param` is the
-        request's field with the name."""
+        """Returns the stored response with the id `name`. Raises RequestError (404) if there is none. param:
+        the request's field with the id, for the error."""
         if name not in self._kept:
             raise RequestError(
                 f"there is no response {name[:80]!r}: it was never stored, or is no longer kept",
@@ -88,24 +88,25 @@ class History:
         return self._kept[name][0]
 
     def before(self, previous: str | None) -> tuple[Item, ...]:
-        """Returns the conversation up to a response that another continues; () for None. Raises RequestError
-        (404)."""
+        """Returns the items of the conversation up to the stored response with the id `previous`, which
+        another response continues; () for None. Raises RequestError (404) if there is no such response."""
         return () if previous is None else self.find(previous, "previous_response_id").all
 
     def forget(self, name: str) -> None:
-        """Drops a stored response. Raises RequestError (404) if there is none of this name."""
+        """Deletes the stored response with the id `name`. Raises RequestError (404) if there is none."""
         self.find(name)
         self._bytes -= self._kept.pop(name)[1]
 
     def start(self, output: ResponseOutput, interrupt: Callable[[], None]) -> None:
-        """Registers a running response; `interrupt` ends it."""
+        """Registers a running response, so that it can be cancelled. interrupt: function that ends it."""
         self._running[output.id] = output, interrupt
 
     def end(self, output: ResponseOutput) -> None:
         self._running.pop(output.id, None)
 
     def cancel(self, name: str) -> dict[str, Json] | None:
-        """Ends a running response and returns its document; None if no response of this name is running."""
+        """Ends the running response with the id `name` and returns its document; None if no such response is
+        running."""
         if name not in self._running:
             return None
         output, interrupt = self._running[name]

@@ -38,9 +38,8 @@ TEMPLATE: Table = {
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the body of /v1/completions that means the same as a body of /completion. Raises RequestError
-    for an invalid field.
-    """
+    """Returns the body of OpenAI's /v1/completions that means the same as a body of llama.cpp's /completion.
+    Raises RequestError for an invalid field."""
     fields = translated(body)
     unknown = {key: value for key, value in fields.items() if key not in api.COMPLETION or key in _OWN[:2]}
     RequestBody(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
@@ -48,28 +47,27 @@ def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 class LlamaOutput:
-    """The answers of one request to /completion while they are generated."""
+    """The answers to one request to llama.cpp's endpoint /completion while they are generated."""
 
     def __init__(self, job: CompletionJob, model: str, body: Mapping[str, Json]) -> None:
-        """Prepares the answers of a job for /completion. body: the equivalent body of /v1/completions, which
-        contains the prompts.
-        """
+        """Creates the answers of a request to /completion, without any event. job: the requests for the
+        engine; model: its name in the answers; body: the equivalent body of /v1/completions, with the
+        prompts."""
         self._model, self._prompts = model, job.reply.prompts
         prompt = body.get("prompt")
         self._is_list = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
         self._stated: list[Json] = prompt if self._is_list and isinstance(prompt, list) else [prompt]
 
     def documents(self, index: int, event: Event) -> Iterator[Document]:
-        """Yields the documents of a /completion stream that one event of the answer `index` causes."""
+        """Yields the JSON documents of llama.cpp's stream that one event of the answer `index` causes."""
         if event.error is not None:
             yield error_document(event.error)
         elif event.text or event.last:
             yield self._document(index, event.text, event)
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> Json:
-        """Returns the /completion document of complete answers; a list if the request had a list of
-        prompts.
-        """
+        """Returns llama.cpp's document of complete answers, or a list of documents if the request had a list
+        of prompts. answers: for each answer all of its events."""
         listed: list[Json] = [
             self._document(index, "".join(event.text for event in events), events[-1])
             for index, events in enumerate(answers)
@@ -102,9 +100,8 @@ class LlamaOutput:
 
 
 def _timings(event: Event, size: int) -> Document:
-    """Returns the engine's times for an answer, named as in llama.cpp. size: number of tokens of the
-    prompt.
-    """
+    """Returns the times that the engine spent on an answer, as the field `timings` of llama.cpp's server.
+    event: the answer's last event; size: number of tokens of the prompt."""
     computed = size - event.cached
     times: Document = {"cache_n": event.cached, "prompt_n": computed, "predicted_n": event.tokens}
     if event.times is None:
@@ -120,16 +117,15 @@ def _timings(event: Event, size: int) -> Document:
 
 
 def template(running: Engine, body: Mapping[str, Json]) -> Document:
-    """Returns the response to a body of /apply-template: the prompt of a chat. Raises RequestError for
-    messages that are invalid or that the chat template refuses.
-    """
+    """Returns the response to a request to llama.cpp's /apply-template: {"prompt": the rendered text of a
+    chat}. Raises RequestError for messages that are invalid or that the chat template refuses."""
     fields = RequestBody(body, TEMPLATE)
     options = fields.object("chat_template_kwargs")
     return {"prompt": running.tokenizer.rendered(messages(fields), options, running.longest_text)}
 
 
 def properties(running: Engine) -> Document:
-    """Returns the JSON document of llama.cpp's endpoint /props."""
+    """Returns the JSON document of llama.cpp's endpoint /props, which describes the served model."""
     manifest, names = running.manifest, running.tokenizer.vocabulary.token_name
     serving, bos, eos = manifest.serving, running.tokenizer.bos, sorted(running.tokenizer.eos)
     chosen: Document = {
@@ -150,7 +146,8 @@ def properties(running: Engine) -> Document:
 
 
 def slots(running: Engine) -> list[Json]:
-    """Returns the document of /slots: one slot for each sequence of a batch, the busy ones first."""
+    """Returns the document of llama.cpp's endpoint /slots: one slot for each sequence that a batch may have,
+    the busy ones first."""
     busy, context = running.state().running, running.manifest.limits.context_window
     return [
         {"id": i, "n_ctx": context, "speculative": False, "is_processing": i < busy}

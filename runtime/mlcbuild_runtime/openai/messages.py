@@ -79,7 +79,8 @@ MESSAGES: dict[str, Json] = {
 
 
 def messages(body: RequestBody) -> tuple[Message, ...]:
-    """Returns the checked field `messages`. Raises RequestError, naming the message."""
+    """Returns the messages of a chat request, checked and simplified for chat templates. Raises RequestError,
+    naming the message."""
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)
@@ -87,9 +88,8 @@ def messages(body: RequestBody) -> tuple[Message, ...]:
 
 
 def _named(listed: list[Message]) -> list[Message]:
-    """Returns messages in which each tool result has the tool's name, for templates that write it (Gemma,
-    Kimi).
-    """
+    """Returns chat messages in which each tool result has the name of the called tool, for chat templates
+    that write it (Gemma, Kimi)."""
     names: dict[Json, Json] = {}
     named = list[Message]()
     for message in listed:
@@ -103,9 +103,8 @@ def _named(listed: list[Message]) -> list[Message]:
 
 
 def _message(where: str, message: Json) -> Message:
-    """Returns one message of a chat with its role, content and tool calls; parts of text are joined. `where`
-    names it in errors. Raises RequestError for an invalid message.
-    """
+    """Returns one message of a chat, checked, with its role, its content as one text, and its tool calls.
+    where: the message's place, for errors. Raises RequestError for an invalid message."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with role and content", message)
     role = message.get("role")
@@ -143,9 +142,8 @@ def _message(where: str, message: Json) -> Message:
 
 
 def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns, as fields of a message, the id of the tool call to which a tool result belongs, and the tool's
-    name if the message has it. where: place for errors.
-    """
+    """Returns the fields of a tool result that name its call: the call's id, and the tool's name if the
+    message has it. where: the message's place, for errors."""
     id, name = message.get("tool_call_id"), message.get("name")
     if not isinstance(id, str | None):
         raise wrong(f"{where}.tool_call_id", "a text", id)
@@ -153,9 +151,8 @@ def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def content_text(where: str, content: Json) -> str:
-    """Returns the text of a message's content, which is a text or a list of parts. Raises RequestError for
-    any other content.
-    """
+    """Returns the text of a message's content, which is a text or a list of text parts. where: the content's
+    place, for errors. Raises RequestError for any other content."""
     if isinstance(content, list):
         content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):

@@ -30,7 +30,7 @@ def _details(manifest: Manifest | None) -> dict[str, Json]:
 
 
 def tag(entry: ServedModel) -> dict[str, Json]:
-    """Returns the description of one model in the list of /api/tags."""
+    """Returns the JSON object that describes one model in the list of Ollama's /api/tags."""
     manifest = entry.manifest
     try:
         changed = (entry.path / "bundle.json").stat().st_mtime
@@ -47,7 +47,7 @@ def tag(entry: ServedModel) -> dict[str, Json]:
 
 
 def shown(entry: ServedModel, manifest: Manifest) -> dict[str, Json]:
-    """Returns the description of one model for /api/show. Nothing is loaded for it."""
+    """Returns the JSON document of Ollama's /api/show for one model, which need not be loaded."""
     template, family = _template(entry, manifest), manifest.model.family
     serving, has_thinking = manifest.serving, any(mark in template for pair in MARKS for mark in pair)
     chosen = {"temperature": serving.temperature, "top_k": serving.top_k, "top_p": serving.top_p}
@@ -70,7 +70,7 @@ def shown(entry: ServedModel, manifest: Manifest) -> dict[str, Json]:
 
 
 def _template(entry: ServedModel, manifest: Manifest) -> str:
-    """Returns the chat template of a bundle; "" where there is none."""
+    """Returns the source text of a bundle's chat template; "" where there is none."""
     try:
         name = "tokenizer_config.json"
         config = files.read_json(entry.path / name, _LARGEST) if name in manifest.files else {}

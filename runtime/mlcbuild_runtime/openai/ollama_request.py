@@ -87,13 +87,12 @@ OPTIONS: Table = {
     **ignored("mirostat_eta", "mirostat_tau"),
     **neutral(mirostat=(0,), tfs_z=(1,), typical_p=(1,)),
 }
-"""Name of a field in `options` of Ollama's API -> its description."""
+"""Name of a field in `options` of Ollama's API -> the field's type, bounds and description."""
 
 
 def model_name(body: Mapping[str, Json]) -> Json:
-    """Returns the model that a body names, without Ollama's tag for the newest version; None for the first
-    one. Raises RequestError if the name is not a text.
-    """
+    """Returns the name of the model in a body of Ollama's API, without the tag ":latest"; None if it names
+    none, which stands for the first model. Raises RequestError if the name is not a text."""
     name = body.get("model") or body.get("name")
     if name is not None and not isinstance(name, str):
         raise wrong("model", "a text", name)
@@ -101,8 +100,8 @@ def model_name(body: Mapping[str, Json]) -> Json:
 
 
 def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
-    """Returns the chat request that means the same as a body of /api/chat. Raises RequestError, naming the
-    field.
+    """Returns the body of a chat completion that means the same as a body of Ollama's /api/chat. Raises
+    RequestError for an invalid field, naming it.
 
     context: number of tokens of the model's context, which `num_ctx` must not exceed.
     """
@@ -116,10 +115,9 @@ def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
 
 
 def generate_body(body: Mapping[str, Json], context: int, has_template: bool) -> dict[str, Json]:
-    """Returns the request that means the same as a body of /api/generate: a chat with `messages`, or a
-    completion with `prompt` if the body has `raw` or the model has no chat template. Raises RequestError,
-    naming the field.
-    """
+    """Returns the request body that means the same as a body of Ollama's /api/generate: a chat completion
+    with `messages`, or a text completion with `prompt` if the body has `raw` or the model has no chat
+    template. Raises RequestError for an invalid field, naming it."""
     fields = RequestBody(body, GENERATE)
     prompt, system = fields.text("prompt") or "", fields.text("system")
     common = _common(fields, context)
@@ -130,9 +128,8 @@ def generate_body(body: Mapping[str, Json], context: int, has_template: bool) ->
 
 
 def _common(fields: RequestBody, context: int) -> dict[str, Json]:
-    """Returns the fields that Ollama's chat requests and text requests have in common, under OpenAI's names.
-    context: number of tokens of the model's context.
-    """
+    """Returns the fields that requests to Ollama's /api/chat and /api/generate have in common, under OpenAI's
+    names. context: number of tokens of the model's context. Raises RequestError for an invalid field."""
     common: dict[str, Json] = {"stream": fields.boolean("stream", default=True)}
     options = RequestBody(_named(fields.object("options")), OPTIONS)
     window = options.integer("num_ctx")
@@ -164,9 +161,8 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
 
 
 def _named(options: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the `options` of Ollama's API in a form that RequestBody can check. Raises RequestError for an
-    unknown option, with its full name.
-    """
+    """Returns a copy of the object `options` of Ollama's API. Raises RequestError for an unknown option, with
+    its full name."""
     for name in options:
         if name not in OPTIONS:
             raise RequestError(
@@ -190,9 +186,8 @@ def _think(fields: RequestBody) -> dict[str, Json]:
 
 
 class _OpenCalls:
-    """The tool calls of a chat that have no result yet. The time of each method does not depend on their
-    number: one body may hold a hundred thousand calls and results.
-    """
+    """The tool calls of a chat that have no result yet. The time of each method does not depend on the number
+    of calls: one body may hold a hundred thousand calls and results."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
@@ -223,14 +218,13 @@ class _OpenCalls:
         return None
 
     def take_first(self) -> str | None:
-        """Removes the first tool call that has no result and returns its id; None if there is none."""
+        """Removes the first tool call that has no result yet and returns its id; None if there is none."""
         return self._names.popitem(last=False)[0] if self._names else None
 
 
 def _message(where: str, message: Json, calls: _OpenCalls) -> Json:
-    """Returns a chat message for a message of Ollama's API. Its calls are added to `calls`, and the call that
-    it answers is removed. where: place for errors.
-    """
+    """Returns a message of Ollama's API as an OpenAI chat message. Its tool calls are added to `calls`; if it
+    is a tool's result, the call that it answers is removed. where: the message's place, for errors."""
     fields = message if isinstance(message, dict) else {}
     role = fields.get("role")
     if role not in ("system", "user", "assistant", "tool"):
@@ -267,9 +261,9 @@ def _call(where: str, call: Json, calls: _OpenCalls) -> Json:
 
 
 def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
-    """Returns the id of the tool call to which a tool's message is the result: it is found by its id or its
-    tool's name, or is the first call without a result.
-    """
+    """Returns the id of the tool call to which a tool's message is the result, and removes the call from
+    `calls`: the call with the id or the tool name that the message states, or else the first call without a
+    result."""
     for key, take in (
         ("tool_call_id", calls.take),
         ("tool_name", calls.take_name),
@@ -283,7 +277,8 @@ def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
 
 
 def texts(value: Json) -> list[Json]:
-    """Returns the texts of /api/embed's `input`. Raises RequestError for anything else."""
+    """Returns the texts in `value`, the field `input` of Ollama's /api/embed: a text or a list of texts.
+    Raises RequestError for anything else."""
     listed: list[Json] = value if isinstance(value, list) else [value]
     for item in listed:
         if not isinstance(item, str):

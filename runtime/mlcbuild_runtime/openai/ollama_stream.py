@@ -33,9 +33,8 @@ def moment(seconds: float | None = None) -> str:
 
 
 class OllamaOutput:
-    """One answer of Ollama's API while it is generated. kind: whether its pieces are chat messages or
-    responses.
-    """
+    """One answer of Ollama's API while it is generated. kind: "message" if its pieces are chat messages
+    (/api/chat), "response" if they are plain texts (/api/generate)."""
 
     def __init__(self, model: str, prompt: Prompt, kind: Literal["message", "response"]) -> None:
         self._model, self._kind, self._size = model, kind, prompt.size
@@ -46,7 +45,7 @@ class OllamaOutput:
         self._began = time.monotonic()
 
     def documents(self, event: Event) -> Iterator[Document]:
-        """Yields the documents of an Ollama stream that one event of the engine causes."""
+        """Yields the JSON documents of Ollama's stream that one event of the engine causes."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -93,7 +92,8 @@ class OllamaOutput:
         return {**shared, "message": {"role": "assistant", "content": content, **more}, "done": False}
 
     def _called(self) -> Iterator[Document]:
-        """Yields the tool call whose arguments have arrived completely, if there is one."""
+        """Yields the stream document of the tool call whose arguments have arrived completely, if there is
+        one."""
         if self._name:
             try:
                 arguments: Json = json.loads(self._arguments)

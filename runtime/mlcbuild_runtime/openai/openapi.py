@@ -1,5 +1,5 @@
-"""/openapi.json: the API as an OpenAPI 3.1 document, derived from the tables with which bodies are
-checked."""
+"""Creates /openapi.json, the description of the API as an OpenAPI 3.1 document, from the tables with which
+request bodies are checked."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
 
 
 def table(path: str) -> Table | None:
-    """Returns field name -> description, for the request bodies of an endpoint's path; None for a path
-    without a table of fields.
-    """
+    """Returns field name -> description, for the request bodies of an endpoint. None for a path whose bodies
+    are not checked with such a table."""
     entry = _BODIES.get(path) or _BODIES.get(f"/v1{path}")
     return None if entry is None else entry[1]
 
@@ -149,7 +148,8 @@ def _error_schema(path: str) -> str:
 
 
 def document(keys: bool) -> dict[str, Json]:
-    """Returns the OpenAPI document. `keys` is true if the server requires bearer keys."""
+    """Returns the OpenAPI 3.1 document that describes the server. keys: True if requests must have an API
+    key."""
     paths: dict[str, Json] = {path: {"post": _post(path)} for path in _BODIES}
     paths |= _others()
     schema: dict[str, Json] = {

@@ -42,9 +42,8 @@ class Thinking:
 
     @classmethod
     def of(cls, template: str, prompt: str, vocabulary: Vocabulary) -> Thinking | None:
-        """Returns the reasoning that may precede an answer to a rendered prompt, according to a chat
-        template; None if there is none, or if the prompt already ends it.
-        """
+        """Returns the reasoning that may precede the answer to a prompt, according to the chat template; None
+        if there is none, or if the prompt already ends the reasoning. prompt: the rendered prompt."""
         marks = next((pair for pair in MARKS if pair[0] in template or pair[1] in template), None)
         if marks is None:
             return None
@@ -60,9 +59,8 @@ class Thinking:
         return rf"/(.|\n)*/ & ~/[ \n]*{re.escape(self.begin)}(.|\n)*/"
 
     def before(self, constraint: Constraint, space: bool, ended: bool) -> Constraint:
-        """Returns a constraint that allows reasoning first, and then an answer that matches another
-        constraint. space: True if the text may begin with a space; ended: True if the answer may end before
-        its reasoning is complete.
+        """Returns a constraint that allows reasoning first, and then an answer that matches `constraint`.
+        space: True if the text may begin with a space; ended: True if the text may end while it is reasoning.
         """
         answer = as_rule(constraint)
         if constraint.kind == "lark":
@@ -93,9 +91,8 @@ class Thinking:
 
 
 class ThinkingReader:
-    """Splits an answer into its reasoning and the rest as its text arrives; another reader splits the rest.
-    White space around the reasoning belongs to neither.
-    """
+    """Splits an answer into its reasoning and the rest, as its text arrives; the reader `inner` splits the
+    rest, which is text without one. White space around the reasoning belongs to neither."""
 
     def __init__(self, thinking: Thinking, inner: AnswerReader | None) -> None:
         self._marks, self._inner, self._held = thinking, inner, ""
@@ -108,12 +105,13 @@ class ThinkingReader:
         return self._state == "thought"
 
     def call_id(self) -> str:
-        """Returns a new random id for the tool call that has begun."""
+        """Returns a new random id, for the tool call whose beginning was yielded last."""
         assert self._inner is not None
         return self._inner.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer and yields the complete pieces. last: True if no more text will follow."""
+        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
+        more text will follow."""
         self._held += text
         if self._state == "start":
             self._begin(last)
@@ -154,9 +152,9 @@ class ThinkingReader:
 
 
 def template_variables(effort: str | None, enabled: bool | None) -> dict[str, Json]:
-    """Returns the variables of the chat template for the fields `reasoning_effort` and `enable_thinking`, by
-    the names that templates of several families read.
-    """
+    """Returns variables for a chat template that switch reasoning on or off or set its effort, under the
+    names that templates of several model families read. effort: the request's field `reasoning_effort`;
+    enabled: its field `enable_thinking`; None: absent."""
     variables: dict[str, Json] = {}
     if enabled is None and effort is not None:
         enabled = effort != "none"

@@ -49,9 +49,8 @@ SCHEMA: dict[str, Json] = {
 
 
 def response_format(value: Json) -> Constraint | None:
-    """Returns the constraint that the field `response_format` states; None for plain text. Raises
-    RequestError for any other value.
-    """
+    """Returns the constraint that the field `response_format` of a request states; None for plain text.
+    Raises RequestError for an invalid value."""
     match value:
         case None | {"type": "text"}:
             return None
@@ -71,9 +70,8 @@ def response_format(value: Json) -> Constraint | None:
 
 
 def schema_constraint(schema: Mapping[str, Json] | bool, param: str) -> Constraint:
-    """Returns the constraint that an answer is JSON which `schema` accepts. param: name of the request's
-    field with the schema.
-    """
+    """Returns the constraint that an answer must be JSON which the JSON schema `schema` accepts. param: name
+    of the request's field with the schema."""
     return Constraint("json_schema", schema_text(schema), param)
 
 

@@ -155,9 +155,8 @@ class ResponsesCall:
     """The fields of the request that the response document repeats."""
 
     def body(self, before: Sequence[Item]) -> dict[str, Json]:
-        """Returns the body of a chat that continues after the items `before`. Raises RequestError for an
-        invalid item.
-        """
+        """Returns the body of a chat completion for this request. before: items of the earlier conversation,
+        which the request continues. Raises RequestError for an invalid item."""
         listed = _messages([*before, *self.items])
         if self.instructions is not None:
             listed.insert(0, {"role": "system", "content": self.instructions})
@@ -165,9 +164,8 @@ class ResponsesCall:
 
 
 def call(body: Mapping[str, Json]) -> ResponsesCall:
-    """Checks a body of /v1/responses and returns it as a ResponsesCall. Raises RequestError, naming the
-    field.
-    """
+    """Returns the checked fields of a body of /v1/responses. Raises RequestError for an invalid field, naming
+    it."""
     fields = RequestBody(body, TABLE)
     passed = (*_PASSED, "chat_template_kwargs", "enable_thinking")
     chat: dict[str, Json] = {key: fields.get(key) for key in passed}
@@ -231,9 +229,8 @@ def _items(value: Json) -> tuple[Item, ...]:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
-    """Returns the items of a /v1/responses request as messages of a chat; consecutive tool calls belong to
-    one message.
-    """
+    """Returns the items of a /v1/responses conversation as chat messages; consecutive tool calls become one
+    message. Raises RequestError for an invalid item."""
     converted: list[dict[str, Json]] = []
     reasoning = ""
     for i, item in enumerate(items):
@@ -271,13 +268,15 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
 
 
 def _thought(item: Item, reasoning: str) -> Item:
-    """Returns an assistant's item with the reasoning item before it as a field of its message."""
+    """Returns {"reasoning_content": the text of the reasoning items before `item`} for an item of the
+    assistant, {} for another one or if there is no reasoning."""
     is_own = reasoning and item.get("role", "assistant") == "assistant"
     return {"reasoning_content": reasoning} if is_own else {}
 
 
 def _reasoning_text(where: str, item: Item) -> str:
-    """Returns the text of a reasoning item: its content, or else its summary."""
+    """Returns the text of a reasoning item: its content, or else its summary. where: the item's place, for
+    errors. Raises RequestError for any other content."""
     parts = item.get("content") or item.get("summary") or []
     texts = (
         [part.get("text") if isinstance(part, dict) else None for part in parts]
@@ -291,7 +290,8 @@ def _reasoning_text(where: str, item: Item) -> str:
 
 
 def _content(where: str, content: Json) -> Json:
-    """Returns the content of an item, a text or parts, in the format of chat messages."""
+    """Returns the content of an item of /v1/responses, a text or a list of parts, in the format of chat
+    messages. where: the content's place, for errors. Raises RequestError for a part that is not text."""
     if not isinstance(content, list):
         return content
     parts: list[Json] = []

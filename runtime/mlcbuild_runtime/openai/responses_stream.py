@@ -19,14 +19,12 @@ CANCELLED = "cancelled"
 
 
 class ResponseOutput:
-    """One response of /v1/responses while it is generated. `events` converts the engine's events, and
-    `document` is the current state.
-    """
+    """One response of /v1/responses while it is generated. Its method `events` converts the engine's events
+    to those of a stream; its attribute `document` is the response so far, as JSON."""
 
     def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
-        """Begins a response of /v1/responses to a prompt. shown: the fields of the request that the response
-        document repeats.
-        """
+        """Begins a response of /v1/responses. model: its name in the response; prompt: the prompt of the
+        answer; shown: the fields of the request that the response repeats."""
         self.items: list[Document] = []
         self._prompt, self._reader = prompt, prompt.reader() if prompt.reader is not None else None
         self._open: Document | None = None
@@ -94,7 +92,8 @@ class ResponseOutput:
         return self._event("response.output_item.added", output_index=len(self.items) - 1, item=dict(item))
 
     def _begin_text(self, kind: str) -> Iterator[Document]:
-        """Yields the stream events that begin a message or an item of reasoning."""
+        """Yields the stream events that begin an item of a response: a message, or reasoning. kind: "message"
+        or "reasoning"."""
         item: Document = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
         if kind == "message":
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
@@ -117,9 +116,8 @@ class ResponseOutput:
         yield self._about_item(f"response.{kind}.delta", delta=text, **more)
 
     def _close(self, status: str) -> Iterator[Document]:
-        """Yields the stream events that end the open item of a response, if there is one. status: of that
-        item.
-        """
+        """Yields the stream events that end the item of the response that is being generated, if there is
+        one. status: "completed" or "incomplete", the item's status."""
         item = self._open
         if item is None:
             return
@@ -170,7 +168,7 @@ class ResponseOutput:
 
 
 def _part(item: Document, text: str) -> Document:
-    """Returns the content part, as OpenAI's document, of a message or of an item of reasoning."""
+    """Returns the content part of a message or of a reasoning item, as a JSON object of OpenAI's API."""
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

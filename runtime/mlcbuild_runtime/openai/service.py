@@ -58,7 +58,8 @@ DETOKENIZE: Table = {
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """A checked body of a chat or text completion, as requests for the engine and the reply to fill."""
+    """A checked request for a chat or text completion: the requests for the engine, and the reply that their
+    events fill."""
 
     requests: tuple[Request, ...]
     """The requests for the engine, one for each answer."""
@@ -80,9 +81,8 @@ def check_model(running: Engine, name: Json) -> None:
 
 
 def serve_in_turn(address: str) -> None:
-    """Stores the address of the client for which the current context works. Compiling constraints and
-    rendering chat templates alternate between addresses.
-    """
+    """Records the address of the client for which this thread or task works: when several clients wait for
+    constraints or chat templates, they are served in turn."""
     turns.client.set(address)
 
 
@@ -93,9 +93,8 @@ def constrained(body: Mapping[str, Json]) -> bool:
 
 
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
-    """Returns the requests for the engine, and the reply, for a body of /v1/chat/completions. Raises
-    RequestError for an invalid field, or a prompt that is too long.
-    """
+    """Returns the requests for the engine, and the reply that they fill, for a body of /v1/chat/completions.
+    Raises RequestError for an invalid field, or a prompt that is too long."""
     call = api.chat_call(body, running.manifest.serving)
     form, box, options = (
         Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
@@ -121,9 +120,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
-    """Returns the requests for the engine, and the reply, for a body of /v1/completions. Raises RequestError
-    for an invalid field, or a prompt that is too long.
-    """
+    """Returns the requests for the engine, and the reply that they fill, for a body of /v1/completions.
+    Raises RequestError for an invalid field, or a prompt that is too long."""
     call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
     for number, prompt in enumerate(call.prompts):
@@ -159,15 +157,17 @@ def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
 
 
 def _predicted(running: Engine, text: str) -> tuple[int, ...]:
-    """Returns the tokens of the text that a client expects, cut to the length of the context."""
+    """Returns the tokens of the answer that a client expects, cut to the length of the context. text: the
+    expected answer."""
     tokens = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
     return tuple(tokens[: running.manifest.limits.context_window])
 
 
 def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
-    """Submits all of a job's requests, or none, and returns their tickets. Raises RequestError if the queue
-    is full or a request does not fit the model, EngineError if the engine is closed.
-    """
+    """Submits all of `requests` to the engine, or none, and returns their tickets. sinks: function that
+    receives the events, for each request; window: number of unread events at which a request pauses. Raises
+    RequestError if the queue is full or a request does not fit the model, EngineError if the engine is
+    stopped."""
     tickets: list[Ticket] = []
     try:
         for request, sink in zip(requests, sinks, strict=True):
@@ -180,9 +180,8 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the response to a body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises
-    RequestError for an invalid field.
-    """
+    """Returns the response to a request to /tokenize: the tokens of the text in `prompt`, or of the chat in
+    `messages`. Raises RequestError for an invalid field."""
     fields = RequestBody(body, TOKENIZE)
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")
@@ -204,7 +203,7 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _piece(running: Engine, token: int) -> Json:
-    """Returns the text of a token, or its bytes if they are only part of a character."""
+    """Returns the text of a token; a list of its bytes if they are only part of a character."""
     data = running.tokenizer.vocabulary.token_bytes(token)
     try:
         return data.decode() or running.tokenizer.vocabulary.token_name(token)
@@ -213,9 +212,8 @@ def _piece(running: Engine, token: int) -> Json:
 
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the response to a body of /detokenize: the text of the list of token numbers in its field
-    `tokens`. Raises RequestError for an invalid field.
-    """
+    """Returns the response to a request to /detokenize: the text of the tokens in its field `tokens`. Raises
+    RequestError for an invalid field."""
     fields = RequestBody(body, DETOKENIZE)
     value, size = fields.get("tokens"), running.manifest.vocab_size
     listed = value if isinstance(value, list) else [None]
@@ -255,9 +253,9 @@ def _request(
 
 
 def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
-    """Returns the sampling parameters of a request, with the tokens that `min_tokens` excludes at first.
-    Raises RequestError if `min_tokens` contradicts a response format or a required tool call.
-    """
+    """Returns the sampling parameters of a request, with the tokens that must not be sampled before the
+    answer has `min_tokens` tokens. Raises RequestError if `min_tokens` is combined with a response format or
+    a required tool call."""
     if not options.sampling.min_tokens:
         return options.sampling
     if options.constraint is not None:
@@ -278,8 +276,8 @@ def _job(
     prompts: Sequence[Prompt],
     chat: bool,
 ) -> CompletionJob:
-    """Returns the job (the engine's requests and the reply that they fill) for a request with `n` answers to
-    each prompt. chat: True for chat completions, False for text completions.
+    """Returns the requests for the engine and the reply that they fill, with `n` answers to each prompt.
+    requests, prompts: one entry for each prompt; chat: True for chat completions, False for text completions.
     """
     each = [(request, choice) for request in requests for choice in range(options.n)]
     answers = tuple(

@@ -24,12 +24,11 @@ def _same(sink: Sink) -> Sink:
 
 
 class Answers:
-    """Submits requests and delivers their events to a thread that waits for them."""
+    """The answers to requests that were submitted to an engine, for a thread that waits for their events."""
 
     def __init__(self, running: Engine, requests: Sequence[Request]) -> None:
         """Submits requests to an engine. Raises RequestError if one cannot be served, EngineError if the
-        engine is closed.
-        """
+        engine is stopped."""
         self._events = SimpleQueue[tuple[int, Event]]()
 
         def sink(index: int) -> Sink:
@@ -62,9 +61,8 @@ class _Post:
         self._carried, self._waking = deque[tuple[_Queue, int, Event]](), False
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: _Queue, index: int, event: Event) -> None:
-        """Passes an event of the answer with number `index` to `queue`, on the event loop's thread. May be
-        called from any thread. Raises RuntimeError when the loop has ended.
-        """
+        """Puts (index of the answer, event) into `queue`, on the event loop's thread. Any thread may call it.
+        Raises RuntimeError if the loop has ended."""
         self._carried.append((queue, index, event))
         if not self._waking:
             self._waking = True
@@ -87,15 +85,15 @@ _posts: WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = WeakKeyDictionary(
 
 
 class AsyncAnswers:
-    """Submits requests and delivers their events to an event loop."""
+    """The answers to requests that were submitted to an engine, for an event loop that waits for their
+    events."""
 
     def __init__(
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
-        """Submits requests to an engine. watch: returns a sink that also observes the events of the sink that
-        it receives. Raises RequestError if the queue is full or a request does not fit the model, EngineError
-        if the engine is closed.
-        """
+        """Submits requests to an engine. watch: returns a function for events that observes each and passes
+        it to the sink that `watch` receives. Raises RequestError if the queue is full or a request does not
+        fit the model, EngineError if the engine is stopped."""
         self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         post = _posts.setdefault(loop, _Post())
@@ -107,14 +105,15 @@ class AsyncAnswers:
         self._tickets = service.submit(running, requests, sinks, WINDOW)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yields (index of the answer, event) until all answers of the requests have ended or one has
-        failed."""
+        """Yields (index of the answer, event) until all answers have ended or one has failed; an error is an
+        event, too."""
         async for batch in self.batches():
             for index, event in batch:
                 yield index, event
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """Yields lists of (index, event) that arrived together, so that one write can send them."""
+        """Yields lists of (index of the answer, event), each with all events that have arrived, so that one
+        write can send them. Ends when all answers have ended or one has failed."""
         running, failed = len(self._tickets), False
         while running and not failed:
             batch = [await self._events.get()]
@@ -127,11 +126,12 @@ class AsyncAnswers:
             failed = batch[-1][1].error is not None
 
     def cancel(self) -> None:
-        """Cancels all requests, because nobody reads their events any more."""
+        """Cancels all requests, because nobody reads their events any more. Cancelling ended requests has no
+        effect."""
         for ticket in self._tickets:
             ticket.cancel()
 
     def interrupt(self, error: ServingError) -> None:
-        """Ends all answers; the reader receives `error`."""
+        """Cancels all requests; whoever reads the events receives `error` as the last one."""
         self.cancel()
         self._events.put_nowait((0, Event(error=error)))

@@ -90,7 +90,7 @@ class Tool:
 @dataclass(frozen=True)
 class Toolbox:
     tools: tuple[Tool, ...]
-    """The tools that the model may call in its answer."""
+    """The tools of a chat request, and the rules by which the answer may call them."""
     choice: Literal["auto", "required"]
     """"auto" if calls are optional, "required" if not. A tool that `tool_choice` names is the only one and
     required.
@@ -103,9 +103,9 @@ class Toolbox:
 
 
 def toolbox(body: RequestBody) -> Toolbox | None:
-    """Returns the tools from the fields `tools`, `tool_choice` and `parallel_tool_calls`; None if there can
-    be no calls. Raises RequestError for invalid tools, or a choice that does not fit them.
-    """
+    """Returns the tools of a chat request, from its fields `tools`, `tool_choice` and `parallel_tool_calls`;
+    None if the answer cannot have calls. Raises RequestError for invalid tools, or a choice that does not fit
+    them."""
     listed_tools, choice = body.get("tools"), body.get("tool_choice")
     if listed_tools is None or listed_tools == []:
         if choice not in (None, "none", "auto"):
@@ -139,9 +139,8 @@ def toolbox(body: RequestBody) -> Toolbox | None:
 
 
 def _allowed(listed: Sequence[Json], tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Returns those of `tools` that the request lists as allowed. listed: entries of the request. Raises
-    RequestError for unknown tools.
-    """
+    """Returns those of `tools` to which the request restricts the model. listed: entries of `allowed_tools`,
+    which name the tools. Raises RequestError for an unknown tool, or none."""
     by_name, allowed = {tool.name: tool for tool in tools}, dict[str, Tool]()
     for i, item in enumerate(listed):
         match item:
@@ -178,9 +177,11 @@ def _tool(where: str, value: Json) -> Tool:
 def constraint(
     box: Toolbox, form: Form, space: bool, answer: Constraint | None = None, prose: str = ANY_TEXT
 ) -> Constraint:
-    """Returns the constraint for an answer with these tools. With `space`, the answer may begin with a space.
-    `answer` constrains answers without calls, and `prose` is a Lark terminal that matches them where nothing
-    else does. Raises RequestError if the request states a grammar beside tools.
+    """Returns the constraint, a Lark grammar, of an answer that may call tools.
+
+    form: the syntax of calls; space: True if the answer may begin with a space; answer: constraint of an
+    answer without calls; prose: Lark terminal that matches text without calls, unless the syntax of calls
+    demands another one. Raises RequestError if the request states a grammar beside tools.
     """
     bare = BareRules(form.quote, form.literal) if form.quote else None
     calls = " | ".join(f"{form.head_rule(tool.name)} {_arguments(form, tool, bare)}" for tool in box.tools)
@@ -222,8 +223,9 @@ def constraint(
 
 
 def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
-    """Returns the arguments of a call to a tool as a Lark expression: JSON, an object with bare keys, or tags
-    in the order of the schema's properties. `value` is the rule of a text and what comes after it."""
+    """Returns a Lark expression that matches the arguments of a call of `tool`: JSON, an object with bare
+    keys, or tags in the order of the schema's properties. It refers to a rule `value`, which matches a text
+    and the tag after it."""
     if bare is not None:
         return bare.value({**tool.parameters})
     if form.tags is None:
@@ -247,7 +249,7 @@ def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
 
 
 def text_parameters(tool: Tool) -> frozenset[str]:
-    """Returns the parameters of a tool whose values are texts, by their schemas."""
+    """Returns the names of a tool's parameters whose values are texts, according to their schemas."""
     return frozenset(key for key, schema in _properties(tool).items() if _is_text(schema))
 
 
@@ -266,7 +268,7 @@ def _is_text(schema: Json) -> bool:
 
 
 def documents(box: Toolbox) -> list[Json]:
-    """Returns the tools as JSON, in the format that chat templates read."""
+    """Returns the tools that the prompt describes as JSON objects, in the format that chat templates read."""
     return [
         {
             "type": "function",
@@ -281,7 +283,8 @@ def documents(box: Toolbox) -> list[Json]:
 
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
-    """Returns messages for a template without support for tools: the tools, calls and results become text."""
+    """Returns the messages of a chat for a template without support for tools: calls and results become text,
+    and a system message describes the tools of `box`. form: the syntax of calls."""
     as_text: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:
