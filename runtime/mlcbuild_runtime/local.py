@@ -77,13 +77,13 @@ class _Local:
         return self._running.name
 
     def state(self) -> State:
-        """Returns the engine's load, its free pages, and its counts since the start."""
+        """Returns a snapshot of the engine: running and waiting requests, free pages of the KV cache, and
+        counts of tokens and steps since its start."""
         return self._running.state()
 
     def tokenize(self, **body: object) -> list[int]:
-        """Returns the tokens of a `prompt`, or of a chat's `messages`. Raises RequestError for an invalid
-        field, or messages that the chat template refuses.
-        """
+        """Returns the tokens of the text in the argument `prompt`, or of the chat in the argument `messages`.
+        Raises RequestError for an invalid field, or messages that the chat template refuses."""
         tokens = service.tokenize(self._running, _body(self._running, body))["tokens"]
         assert isinstance(tokens, list)
         return [token for token in tokens if isinstance(token, int)]
@@ -94,7 +94,8 @@ class _Local:
 
 
 class Engine(_Local):
-    """A bundle in this process, for calls that block; any number of threads may call at the same time."""
+    """A bundle that runs in this process, with the interface of OpenAI's client; calls block until the answer
+    is complete. Any number of threads may call at the same time."""
 
     def __init__(
         self,
@@ -122,7 +123,8 @@ class Chat:
 
 
 class Completions:
-    """One endpoint for completions, with the same rules for requests as the HTTP API."""
+    """The chat or the text completions of a bundle in this process. Requests have the same fields and rules
+    as in the HTTP API."""
 
     def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
         self._running, self._prepare = running, prepare
@@ -132,8 +134,12 @@ class Completions:
     @overload
     def create(self, *, stream: Literal[False] = False, **body: object) -> JsonDocument: ...
     def create(self, *, stream: bool = False, **body: object) -> JsonDocument | Iterator[JsonDocument]:
-        """Returns the whole answer, or an iterator over its chunks. Raises RequestError at once, and
-        EngineError if the answer fails later."""
+        """Generates an answer to the request whose fields are the keyword arguments. Returns OpenAI's
+        document of the whole answer; with `stream`, an iterator over its chunks.
+
+        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
+        answer fails later.
+        """
         job = self._prepare(self._running, _body(self._running, {**body, "stream": stream}))
         answers = Answers(self._running, job.requests)
         if stream:
@@ -155,9 +161,8 @@ class Embeddings:
         self._running = running
 
     def create(self, **body: object) -> JsonDocument:
-        """Returns the embeddings of the texts in `input`, as OpenAI's document. Raises RequestError for an
-        invalid field, EngineError if the computation fails.
-        """
+        """Returns OpenAI's document with the embeddings of the texts in the argument `input`. Raises
+        RequestError for an invalid field, EngineError if the computation fails."""
         job = embeddings.job(self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():
@@ -167,7 +172,7 @@ class Embeddings:
 
 
 class Response(JsonDocument):
-    """A response of /v1/responses, or an event of its stream."""
+    """A response of /v1/responses, or an event of its stream, as a JSON object."""
 
     @property
     def output_text(self) -> str:
@@ -181,15 +186,15 @@ class Response(JsonDocument):
 
 
 class _Responses:
-    """The common part of Responses and AsyncResponses. Responses are stored in memory, as in the server."""
+    """The common part of Responses and AsyncResponses. Responses are stored in memory, as by
+    the HTTP server."""
 
     def __init__(self, running: engine.Engine) -> None:
         self._running, self._history, self._lock = running, History(), threading.Lock()
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
-        """Checks a body of /v1/responses, and returns (the requests for the engine, the response to fill, the
-        record of the response to store). Raises RequestError for an invalid field.
-        """
+        """Checks the fields of a request to /v1/responses. Returns (the requests for the engine, the response
+        that their events fill, the record to store at its end). Raises RequestError for an invalid field."""
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
             before = self._history.before(call.previous)
@@ -202,12 +207,12 @@ class _Responses:
                 self._history.keep(entry)
 
     def retrieve(self, response_id: str) -> Response:
-        """Returns a stored response. Raises RequestError if there is none of this id."""
+        """Returns the stored response with this id. Raises RequestError if there is none."""
         with self._lock:
             return Response(self._history.find(response_id).document)
 
     def delete(self, response_id: str) -> None:
-        """Drops a stored response. Raises RequestError if there is none of this id."""
+        """Deletes the stored response with this id. Raises RequestError if there is none."""
         with self._lock:
             self._history.forget(response_id)
 
@@ -220,8 +225,12 @@ class Responses(_Responses):
     @overload
     def create(self, *, stream: Literal[False] = False, **body: object) -> Response: ...
     def create(self, *, stream: bool = False, **body: object) -> Response | Iterator[Response]:
-        """Returns the whole response, or an iterator over its events. Raises RequestError at once, and
-        EngineError if it fails later."""
+        """Generates a response to the request whose fields are the keyword arguments. Returns the whole
+        response; with `stream`, an iterator over its events.
+
+        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
+        response fails later.
+        """
         job, output, entry = self._begun(stream, body)
         events = self._events(Answers(self._running, job.requests), output, entry)
         if stream:
@@ -238,7 +247,7 @@ class Responses(_Responses):
 
 
 class AsyncEngine(_Local):
-    """A bundle in this process, for calls from an event loop."""
+    """A bundle that runs in this process, with the interface of OpenAI's asynchronous client."""
 
     def __init__(
         self,
@@ -266,7 +275,7 @@ class AsyncChat:
 
 
 class AsyncCompletions:
-    """One endpoint for completions, for calls from an event loop."""
+    """The chat or the text completions of a bundle in this process, for calls from an event loop."""
 
     def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
         self._running, self._prepare = running, prepare
@@ -278,8 +287,12 @@ class AsyncCompletions:
     async def create(
         self, *, stream: bool = False, **body: object
     ) -> JsonDocument | AsyncIterator[JsonDocument]:
-        """Returns the whole answer, or an iterator over its chunks. Raises RequestError at once, and
-        EngineError if the answer fails later."""
+        """Generates an answer to the request whose fields are the keyword arguments. Returns OpenAI's
+        document of the whole answer; with `stream`, an asynchronous iterator over its chunks.
+
+        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
+        answer fails later.
+        """
         checked_body = _body(self._running, {**body, "stream": stream})
         job = await asyncio.to_thread(self._prepare, self._running, checked_body)
         answers = AsyncAnswers(self._running, job.requests)
@@ -304,9 +317,8 @@ class AsyncEmbeddings:
         self._running = running
 
     async def create(self, **body: object) -> JsonDocument:
-        """Returns the embeddings of the texts in `input`, as OpenAI's document. Raises RequestError for an
-        invalid field, EngineError if the computation fails.
-        """
+        """Returns OpenAI's document with the embeddings of the texts in the argument `input`. Raises
+        RequestError for an invalid field, EngineError if the computation fails."""
         job = await asyncio.to_thread(embeddings.job, self._running, _body(self._running, body))
         last_events: list[Event] = []
         for wave in job.waves():
@@ -323,8 +335,12 @@ class AsyncResponses(_Responses):
     @overload
     async def create(self, *, stream: Literal[False] = False, **body: object) -> Response: ...
     async def create(self, *, stream: bool = False, **body: object) -> Response | AsyncIterator[Response]:
-        """Returns the whole response, or an iterator over its events. Raises RequestError at once, and
-        EngineError if it fails later."""
+        """Generates a response to the request whose fields are the keyword arguments. Returns the whole
+        response; with `stream`, an asynchronous iterator over its events.
+
+        Raises RequestError at once if a field is invalid or the request cannot be served, EngineError if the
+        response fails later.
+        """
         job, output, entry = await asyncio.to_thread(self._begun, stream, body)
         events = self._events(AsyncAnswers(self._running, job.requests), output, entry)
         if stream:
@@ -350,7 +366,8 @@ class AsyncResponses(_Responses):
 
 
 async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """Returns the events of each of `count` complete answers. Raises the error of an answer that fails."""
+    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of an
+    answer that fails."""
     received: list[list[Event]] = [[] for _ in range(count)]
     try:
         async for index, event in answers.events():
@@ -363,9 +380,8 @@ async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
 
 
 def _body(running: engine.Engine, fields: Mapping[str, object]) -> dict[str, Json]:
-    """Returns keyword arguments as a request body, in which tuples are lists and JsonDocuments plain objects.
-    Raises RequestError for another model's name.
-    """
+    """Returns keyword arguments as the JSON object of a request body; tuples become lists, and JsonDocuments
+    plain objects. Raises RequestError if `model` names another model."""
     body = plain(fields)
     assert isinstance(body, dict)
     service.check_model(running, body.get("model"))

@@ -9,7 +9,8 @@ from mlcbuild_format.bundle import MANIFEST
 
 
 def directories(path: Path) -> tuple[Path, ...]:
-    """Returns `path` if it is a bundle, otherwise the bundles that are directly in it, sorted by name."""
+    """Returns the directories of bundles at `path`: `path` itself if it is a bundle, otherwise the bundles
+    directly in it, sorted by name."""
     if os.path.lexists(path / MANIFEST):
         return (path,)
     return tuple(sorted(item.parent for item in path.glob(f"*/{MANIFEST}")))

@@ -47,18 +47,17 @@ of cores."""
 def load(
     path: Path | str, threads: int | None = None, pages: int | None = None
 ) -> tuple[Executor, Tokenizer]:
-    """Returns the executor and the tokenizer of the bundle in directory `path`, ready for an engine. The
-    parameters are those of loading.load. Raises BundleError for a damaged bundle, SetupError if this machine
-    cannot run it.
-    """
+    """Loads the bundle in directory `path`, and returns its executor and its tokenizer, ready for an engine.
+    threads: number of computing threads, None for the default; pages: number of pages of the KV cache, None
+    for enough for a full batch. Raises BundleError for a damaged bundle, SetupError if this machine cannot
+    run it."""
     executor = loading.load(path, threads, pages, check)
     return executor, Tokenizer.of(executor.path, executor.manifest)
 
 
 def check(path: Path, manifest: Manifest) -> None:
-    """Loads, in a child process, those parts of a bundle that have never been loaded in one successfully.
-    Raises BundleError if that fails.
-    """
+    """Loads, in a child process, those parts of a bundle (library, tokenizer) that no child process has
+    loaded successfully before. Raises BundleError if that fails."""
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
     new = [part for part, note in notes.items() if note is None or not note.exists()]
     if not new:
@@ -102,7 +101,8 @@ def _note(part: str, manifest: Manifest) -> Path | None:
 
 
 def _version(part: str, manifest: Manifest) -> list[str]:
-    """Returns the name and the version of the package that reads a part of a bundle."""
+    """Returns the name and the version of the package that reads a part of a bundle: "library" or
+    "tokenizer"."""
     if part == "library":
         return ["code", loading.code_version(manifest)]
     # The module's attribute, because this process imports it soon anyway; reading metadata is slower.
@@ -148,9 +148,10 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
 
 
 def work() -> None:
-    """Runs the child process: loads the parts of a bundle that its arguments name, after the directory.
+    """Runs the child process that tries a bundle: loads the parts that its arguments name, after the
+    directory.
 
-    Writes a line with the name of each part that has passed, or an error message.
+    Writes a line with the name of each part that could be loaded, or an error message.
     """
     limit()
     path, parts = Path(sys.argv[1]), sys.argv[2:]

@@ -71,8 +71,9 @@ class ChatTemplate:
         return self._source or ""
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Json]) -> str:
-        """Returns the prompt for an answer to `messages`. Raises RequestError: 400 with the template's own
-        message if it refuses them, 422 if it fails, 503 if too many requests wait."""
+        """Returns the text of the prompt for an answer to `messages`. options: more variables for the
+        template. Raises RequestError: 400 with the template's own message if it refuses the messages, 422 if
+        it fails, 503 if too many requests wait."""
         if self._source is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or build the bundle from a checkpoint"
@@ -99,7 +100,7 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """A child process that renders one prompt at a time, and the requests that wait for it."""
+    """A child process that renders one prompt at a time, and the queue of requests that wait for it."""
 
     def __init__(self, waiting: int, niceness: int) -> None:
         # The answer to the first document keeps the start of the process out of a prompt's time limit.
@@ -111,8 +112,9 @@ class _Renderer:
         """
 
     def answer(self, line: bytes) -> Json:
-        """Sends a line to the child process and returns its answer: see jinja.work. Raises RequestError: 422
-        if the template takes too long, 503 if too many requests wait."""
+        """Sends a line, a template with its variables, to the child process and returns its answer: a JSON
+        object with the prompt or the reason of a failure. Raises RequestError: 422 if the template takes too
+        long or its process ends, 503 if too many requests wait."""
         most = jinja.seconds(len(line))
         try:
             with self._turns.turn(self._patience):
@@ -136,8 +138,8 @@ class _Renderer:
 
 
 def failed(reason: str) -> RequestError:
-    """Returns the error for a template that fails; status 422 means that sending the request again will not
-    help."""
+    """Returns the error for a chat template that fails. Its status 422 means that sending the request again
+    will not help."""
     return RequestError(
         f"the bundle's chat template fails: {one_line(reason)}", code="template_failed", status=422
     )

@@ -34,35 +34,37 @@ another exit would flush its output again, and print a traceback on the terminal
 
 
 class EndedError(Exception):
-    """A child process has ended, or was killed because it took too long."""
+    """The error for a child process that has ended without an answer, or was killed because it
+    took too long."""
 
     def __init__(self, code: int | None) -> None:
-        """Creates the error. `code`: exit code of the child process as in subprocess; None if it was
-        killed.
-        """
+        """Creates the error. code: exit code of the child process, negative for a signal; None if it was
+        killed after its time limit, or closed."""
         super().__init__(code)
         self.code = code
 
 
 class Child:
-    """A child process that runs the function `work` of a module. One thread at a time may use it; any thread
-    may close it."""
+    """A child process that answers JSON documents, one per line, with the function `work` of a module. One
+    thread at a time may use it; any thread may close it."""
 
     def __init__(self, module: str, purpose: str, hello: Callable[[], object] | None = None) -> None:
-        """Prepares a child process, which starts later. `purpose`: what the process does, for error messages.
-        `hello`: returns the first document for each new process, whose answer means that it is ready."""
+        """Names the function to run; the process starts at the first use. module: module with the function
+        `work`; purpose: what the process does, as a verb, for error messages; hello: returns the first
+        document for each new process, whose answer means that it is ready."""
         self._module, self._purpose, self._hello = module, purpose, hello
         self.process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
         self._closed = False
 
     def ask(self, document: object, patience: float) -> Json:
-        """Sends a JSON document to the child process and returns its answer; see `ask_line`."""
+        """Sends a JSON document to the child process and returns its answer. Raises EndedError if there is
+        none within `patience` seconds or the process ends, and SetupError if no process can be started."""
         return self.ask_line(as_line(document), patience)
 
     def ask_line(self, line: bytes, patience: float) -> Json:
-        """Sends a document, as `as_line` returns it, and returns the answer. Raises EndedError, after
-        `patience` seconds at the latest, and SetupError if no process can be started."""
+        """Sends a line of JSON to the child process and returns its answer. Raises EndedError if there is
+        none within `patience` seconds or the process ends, and SetupError if no process can be started."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))
@@ -134,7 +136,7 @@ class Child:
 
 
 def as_line(document: object) -> bytes:
-    """Returns a document in the form in which a child process reads it."""
+    """Returns a JSON document as one line of bytes, the form in which a child process reads it."""
     return json.dumps(document).encode() + b"\n"
 
 

@@ -34,13 +34,15 @@ ERROR = 2000
 
 
 def seconds(size: int) -> float:
-    """Returns the CPU seconds that a template may take for a document of `size` bytes."""
+    """Returns the maximum CPU seconds for rendering a chat template. size: bytes of the JSON document with
+    the template and its variables."""
     return SECONDS + SECONDS_PER_MIB * (size >> 20)
 
 
 def work() -> None:
-    """Runs the child process: reads a template and its variables from each line of its input. The first line
-    is a number, which is added to the process's niceness."""
+    """Runs the child process that renders chat templates: reads a JSON object with a template and its
+    variables from each line of its input, and writes a line with the result. A number on the first line is
+    added to the process's niceness."""
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401  (what templates need is loaded before their time runs)
 
@@ -60,8 +62,8 @@ def work() -> None:
 
 
 def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: int) -> dict[str, Json]:
-    """Renders a template, and returns {"text": the prompt}, {"refused": the template's message} or {"failed":
-    the reason}.
+    """Renders a chat template, and returns {"text": the prompt}, {"refused": the template's message} or
+    {"failed": the reason}.
 
     templates: cache, source -> compiled template; size: bytes of the request. Only the template's work is
     timed: reading and writing texts is bounded by their size.
@@ -113,8 +115,8 @@ class _TooLongError(Exception):
 
 
 def compiled(source: str) -> Template:
-    """Returns the compiled template of a source text. Raises whatever Jinja and Python raise for an invalid
-    one."""
+    """Returns the compiled template of a Jinja source text. Raises any exception of Jinja or Python for an
+    invalid one."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

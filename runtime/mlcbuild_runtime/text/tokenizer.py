@@ -33,7 +33,8 @@ class Tokenizer:
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate, bos: int | None, eos: Iterable[int]
     ) -> None:
-        """Creates a tokenizer; `load` calls it. `eos` lists the end-of-sequence tokens."""
+        """Creates a tokenizer from its parts. template: the chat template; bos: the token that begins a
+        prompt, if any; eos: the end-of-sequence tokens."""
         self.vocabulary, self.template, self.bos, self.eos = vocabulary, template, bos, frozenset(eos)
 
     @classmethod
@@ -51,10 +52,12 @@ class Tokenizer:
     def load(
         cls, path: Path, serving: Serving | None = None, names: Collection[str] | None = None
     ) -> Tokenizer:
-        """Reads the tokenizer's files in directory `path`. Raises BundleError for missing or damaged files.
+        """Returns the tokenizer whose files are in directory `path`. Raises BundleError for missing or
+        damaged files.
 
-        A message ends at any end-of-sequence token of `serving`, and at the tokenizer's own eos_token.
-        `names` lists the files that may be read; by default those of FILES that exist.
+        serving: special tokens that the bundle states: a message ends at each of its end-of-sequence tokens,
+        and at the tokenizer's own eos_token. names: the files that may be read; None for all files of a
+        tokenizer that exist.
         """
         serving = serving or Serving()
         allowed = FILES if names is None else [name for name in FILES if name in names]
@@ -90,7 +93,9 @@ class Tokenizer:
         options: Mapping[str, Json] | None = None,
         longest: int | None = None,
     ) -> list[int]:
-        """Returns the tokens of the prompt whose text `rendered` returns."""
+        """Returns the tokens of the prompt for an answer to `messages`. options: more variables for the chat
+        template. Raises RequestError if the template refuses the messages, or for a prompt of more than
+        `longest` bytes."""
         return self.vocabulary.encode(self.rendered(messages, options, longest), special=False)
 
     def rendered(
@@ -99,12 +104,9 @@ class Tokenizer:
         options: Mapping[str, Json] | None = None,
         longest: int | None = None,
     ) -> str:
-        """Returns the text of the prompt for an answer to `messages`; `options` are more variables for the
-        template.
-
-        The template writes all special tokens itself. Raises RequestError, also for a prompt of more than
-        `longest` bytes.
-        """
+        """Returns the text of the prompt for an answer to `messages`, with all special tokens, which the chat
+        template writes itself. options: more variables for the template. Raises RequestError if the template
+        refuses the messages, or for a prompt of more than `longest` bytes."""
         text = self.template.render(messages, options or {})
         check_length(text, longest)
         return text
@@ -112,9 +114,9 @@ class Tokenizer:
     def stream(
         self, stop: Sequence[str] = (), message: bool = False, shown: Mapping[int, str] | None = None
     ) -> TextStream:
-        """Returns a converter from tokens to text. message: True for a whole message, False for the
-        continuation of a text; shown: special token -> text that stands for it.
-        """
+        """Returns a converter from the tokens of one answer to text. stop: texts at which the answer ends;
+        message: True for a whole message, False for the continuation of a text; shown: special token -> text
+        that stands for it."""
         return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -123,9 +125,8 @@ class Tokenizer:
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Returns for each token the index of the character at which it begins in the text that `decode`
-        returns.
-        """
+        """Returns for each token the index of the character at which its text begins in the text of all
+        tokens."""
         stream, sizes = self.stream(message=True), [0]
         for token in tokens:
             sizes.append(len(stream.push(token)))
@@ -159,13 +160,15 @@ class TextStream:
         """True after a stop string has appeared, after which no more text follows."""
 
     def push(self, token: int) -> str:
-        """Adds a token of the answer, and returns the text that later tokens cannot change."""
+        """Adds a token of the answer, and returns the new text that is certain: later tokens cannot change
+        it."""
         shown = self._shown.get(token)
         data = self._vocabulary.token_bytes(token) if shown is None else shown.encode()
         return self._take(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """Returns the remaining text after the last token. An unfinished character becomes U+FFFD."""
+        """Returns the text that was held back when the last token arrived. An unfinished character becomes
+        U+FFFD."""
         text = self._take(self._decoder.decode(b"", final=True))
         if not self.stopped:
             text, self._held = text + self._held, ""

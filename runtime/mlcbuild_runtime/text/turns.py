@@ -23,7 +23,8 @@ client: ContextVar[str] = ContextVar("client", default="")
 
 
 class CrowdedError(Exception):
-    """A thread is refused because the queue is full, or because it reached its time limit."""
+    """The error for a thread that cannot get a lock, because the queue is full or its time
+    limit has passed."""
 
 
 class FairLock:
@@ -34,7 +35,7 @@ class FairLock:
     """
 
     def __init__(self, most: int) -> None:
-        """Creates a free lock. `most`: maximum number of threads that may wait."""
+        """Creates a free lock. most: maximum number of threads that may wait for it."""
         self._most, self._lock, self._taken = most, threading.Lock(), False
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
         """Client -> futures of its waiting threads, in order of arrival; the client that is served next comes
@@ -49,9 +50,8 @@ class FairLock:
 
     @contextmanager
     def turn(self, seconds: float | None = None) -> Iterator[None]:
-        """Waits up to `seconds` for the lock and holds it while the context is open. Raises CrowdedError if
-        the queue is full, or the time passes.
-        """
+        """Waits for the lock, up to `seconds` or without limit for None, and holds it while the context is
+        open. Raises CrowdedError if the queue is full, or the time passes."""
         mine = self._enter(client.get())
         try:
             if mine is not None:
@@ -65,8 +65,9 @@ class FairLock:
             self._leave()
 
     def _enter(self, name: str) -> Future[None] | None:
-        """Takes the lock and returns None, or returns a future that is set when the lock is free. Raises
-        CrowdedError if the queue is full."""
+        """Takes the lock and returns None if it is free. Otherwise puts the thread into the queue of the
+        client `name`, and returns a future that is set when the thread holds the lock. Raises CrowdedError if
+        the queue is full."""
         with self._lock:
             if not self._taken:
                 self._taken = True
@@ -78,7 +79,8 @@ class FairLock:
             return mine
 
     def _count(self) -> int:
-        """Forgets threads that have reached their time limit, and returns the number of the others."""
+        """Removes threads whose time limit has passed from the queue, and returns the number
+        of the others."""
         for name, queue in tuple(self._waiting.items()):
             left = deque(each for each in queue if not each.cancelled())
             if left:
@@ -88,9 +90,8 @@ class FairLock:
         return sum(map(len, self._waiting.values()))
 
     def _displace(self, name: str) -> None:
-        """Refuses the newest waiting thread of the client that has the most. Raises CrowdedError if that
-        would only shift the disadvantage from one client to another.
-        """
+        """Removes the newest waiting thread of the client that has the most, to make room for a thread of the
+        client `name`. Raises CrowdedError if the other client would then have fewer threads than this one."""
         largest = max(self._waiting.values(), key=len, default=deque[Future[None]]())
         if len(largest) < len(self._waiting.get(name, ())) + 2:
             raise CrowdedError
@@ -112,7 +113,8 @@ class FairLock:
 
 
 def in_nice_thread(niceness: int, work: Callable[[], T]) -> T:
-    """Returns the result of `work`, run in a thread that yields the cores to others on a busy machine."""
+    """Calls `work` in a new thread with the given niceness, so that others get the cores first, and returns
+    its result. Exceptions of `work` are raised here."""
     result = Future[T]()
 
     def run() -> None:

@@ -28,7 +28,8 @@ _SPACE = "▁"
 
 
 class Vocabulary(Protocol):
-    """The interface of a tokenizer's vocabulary, which tokenizer.py uses."""
+    """The interface of a tokenizer's vocabulary: it converts text to tokens, and tokens to
+    bytes and names."""
 
     leading_space: bool
     """True if the tokenizer puts a space before a text that has none, so that the first token of a message
@@ -121,7 +122,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
-    """Returns the steps of a tokenizer's decoder: type -> settings, the same JSON as in tokenizer.json."""
+    """Returns the settings of each step of a tokenizer's decoder: type of the step -> its JSON object in
+    tokenizer.json."""
     if tokenizer.decoder is None:
         return {}
     state = json.loads(tokenizer.decoder.__getstate__())
@@ -130,8 +132,8 @@ def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the letters that GPT-2 uses for bytes, letter -> byte: printable Latin-1 stands for itself, the
-    rest follows from U+0100 on."""
+    """Returns letter -> byte, for the letters that GPT-2's vocabulary uses for bytes: printable Latin-1
+    letters stand for themselves, the letters from U+0100 on for the other bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -158,9 +160,8 @@ class PieceVocabulary:
     tokenizer_config.json adds."""
 
     def __init__(self, path: Path, config: Mapping[str, Json], special: Mapping[str, str]) -> None:
-        """Reads a tokenizer.model. `special` maps the name of a special token, such as bos_token, to its
-        text. Raises BundleError for a damaged file.
-        """
+        """Reads a tokenizer.model. config: its tokenizer_config.json, which may add tokens; special: name of
+        a special token, such as bos_token -> its text. Raises BundleError for a damaged file."""
         from sentencepiece import SentencePieceProcessor
 
         try:
