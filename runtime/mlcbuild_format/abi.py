@@ -31,13 +31,12 @@ class SamplingParams(NamedTuple):
     inverse_temperature: float
     """1 / temperature. 0 takes the most likely token; a negative value samples no token (NO_TOKEN)."""
     logit_drop: float
-    """Maximum distance of a token's logit below the largest one, as a number <= 0 (the logarithm of
-    min_p).
-    """
+    """Maximum distance of a token's logit below the largest one, as a number <= 0: temperature
+    * log(min_p)."""
     top_p: float
     """Nucleus sampling: the probability mass that is kept, from 0 to 1; 1 keeps every token."""
     top_k: float
-    """The number of most likely tokens that are kept; 0 keeps every token."""
+    """The number of most likely tokens from which the token is sampled; 0 means all tokens."""
     random: float
     """The random number in [0, 1) that selects the token. It is the last column because a request fixes the
     other columns, while each of its tokens has a different random number.
@@ -55,7 +54,8 @@ sampled, INVALID_TOKEN for a row whose largest logit is NaN."""
 
 
 class LoopState(NamedTuple):
-    """The progress of a decode loop: the int32 argument `state`, which every step updates."""
+    """The progress of a decode loop, which every step updates: the int32 argument `state` of the library's
+    functions for decode loops."""
 
     steps_done: int
     pause_after: int
@@ -89,7 +89,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Function:
-    """The signature of a function of a library. Calls pass all arguments by position."""
+    """The signature of one function of a compiled library. Calls pass all arguments by position."""
 
     name: str
     arguments: tuple[Argument, ...]

@@ -63,7 +63,7 @@ _decode = strict_json.decoder(parse_int=_integer, parse_float=_float)
 
 
 def _check_values(document: Json, strings: bool) -> None:
-    """Raises ValueError if lists and objects in a JSON value are nested more than MAX_DEPTH deep, or, where
+    """Raises ValueError if lists and objects in a JSON value are nested more than 64 deep, or, where
     `strings` is True, if a string holds an unpaired surrogate."""
     level: Sequence[Json] = [document]
     for _ in range(MAX_DEPTH + 1):

@@ -1,7 +1,5 @@
-"""Reads untrusted files of a bundle: regular files only, up to a size limit, without blocking.
-
-Every function raises BundleError with a complete message.
-"""
+"""Reads untrusted files of a bundle: regular files only, up to a size limit, without blocking. Every function
+raises BundleError for a file that breaks these rules."""
 
 from __future__ import annotations
 

@@ -175,7 +175,8 @@ def _auxiliary_value(entry: int) -> int:
 
 
 def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
-    """Returns the checkable features of an Apple machine. `sysctl` maps a name to its value or ""."""
+    """Returns LLVM's names of the checkable features that an Apple machine's processor has. sysctl: function
+    from a name of sysctl to its value, "" if there is no such name."""
     named = {name: apple for name, (_, apple) in ARM_FEATURES.items() if apple}
     return frozenset(name for name, apple in named.items() if sysctl(f"hw.optional.arm.{apple}") == "1")
 

@@ -77,8 +77,8 @@ class Binding:
     name: str
     written: bool
     size: Expression
-    """Number of bytes that the kernel may access, from the start of the binding, over the kernel's
-    scalars."""
+    """Number of bytes that the kernel may access from the start of the binding, as an expression over the
+    kernel's scalars."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Section:
 
 @dataclass(frozen=True)
 class RopeTable:
-    """A buffer of cosines and sines for rotary embeddings: float32 [rows, 2 * len(inv_freq)], cosines first,
-    both times `factor`."""
+    """A buffer of cosines and sines for rotary embeddings: float32 [rows, 2 * len(inv_freq)], cosines first;
+    all values are multiplied by `factor`."""
 
     rows: int
     inv_freq: tuple[float, ...]
@@ -148,7 +148,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class CallVariant:
-    """The launches of a function of a GPU program, for calls up to some sizes."""
+    """The launches of kernels that compute one function of a GPU program, for calls whose sizes are at most
+    `sizes`."""
 
     sizes: Sizes
     """Name of a size, such as the number of rows -> its maximum in calls that this variant of the function

@@ -1,4 +1,5 @@
-"""Constraints as requests state them, and their translation into Lark, llguidance's grammar language."""
+"""Defines constraints on answers (JSON schema, regular expression or grammar), and translates them into Lark,
+llguidance's grammar language."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ operation ARCH_REQ_XCOMP_PERM, and the state component of AMX tiles.
 
 
 def refusal(target: Machine) -> str | None:
-    """Returns the reason why this machine cannot run a bundle for `target`, as a complete message; None if it
+    """Returns the reason why this machine cannot run a bundle for `target`, as an error message; None if it
     can."""
     if target.device != "cpu":
         return f"the bundle is for the device '{target.device}', but this runtime runs CPUs only"

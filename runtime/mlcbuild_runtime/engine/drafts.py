@@ -116,9 +116,9 @@ class Prediction:
                     self._places[tuple(self._tokens[end - size : end])] = end
 
     def propose(self, answer: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` tokens of the client's prediction that may follow `answer`, as draft tokens.
-        Each call must pass the same answer, which may have grown.
-        """
+        """Returns up to `count` draft tokens: the part of the client's prediction that may follow the answer
+        so far, or none. answer: all tokens of the answer; each call must pass the same answer, which may have
+        grown."""
         more = list(answer[self._answered :])
         self._answered = len(answer)
         place = self._place + len(more)
@@ -152,10 +152,10 @@ class Credit:
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
-        """Updates the balance from which a sequence pays for drafts, after a draft was verified. `price`:
-        cost of one draft token, in target tokens; `gained`: number of accepted tokens on a branch after the
-        accepted ones of the draft.
-        """
+        """Updates the balance from which a sequence pays for drafts, after a draft was verified. drafted,
+        accepted: numbers of tokens of the draft that were verified and accepted; price: cost of one draft
+        token, in tokens computed without drafts; gained: number of tokens on a branch that were accepted
+        after them."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 

@@ -26,8 +26,8 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 class Engine:
-    """An executor with one thread that forms batches. Call `start`, `submit` from any thread, then
-    `close`."""
+    """Serves requests with one model: its thread forms batches of them, and runs each step on the executor.
+    Call `start`, then `submit` from any thread, then `close`."""
 
     def __init__(
         self, executor: Executor, tokenizer: Tokenizer, options: EngineOptions | None = None

@@ -15,7 +15,8 @@ MAX_WAITING = 1024
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The settings of one engine. None means the value that the bundle states."""
+    """The settings of one engine. None means the value that the bundle states, unless the field says
+    otherwise."""
 
     name: str | None = None
     max_batch: int | None = None

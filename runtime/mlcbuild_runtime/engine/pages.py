@@ -87,7 +87,8 @@ class Pages:
         return allocated
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
-        """Puts the first pages of a sequence, whose contents are identified by `keys`, into the prefix tree.
+        """Puts the first pages of a sequence, which the caller has filled, into the prefix tree. keys: the
+        contents of these pages, in order; pages: numbers of the sequence's pages.
 
         Where the tree already has a page for a key, that page replaces the sequence's own one in `pages`.
         """

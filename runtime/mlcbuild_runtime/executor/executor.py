@@ -22,9 +22,8 @@ class StepOutput(NamedTuple):
     """The sampled tokens and the logits of one step of the model."""
 
     tokens: list[int]
-    """The token sampled from each row of `ModelStep.rows`; negative if no token was sampled, see abi.NO_TOKEN
-    and abi.INVALID_TOKEN.
-    """
+    """The token sampled from each row of `ModelStep.rows`; -2 for a row from which no token was to be
+    sampled, -1 for a row whose largest logit is NaN."""
     logits: Callable[[], Floats]
     """Function that returns the masked logits, float32 [rows, vocabulary]. It must be called before the
     executor's next step; a device copies logits to the host only for this call. Later steps do not change the

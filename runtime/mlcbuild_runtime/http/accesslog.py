@@ -35,7 +35,8 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 
 class AccessRecord:
-    """The fields of a log line that describe the model's work."""
+    """Collects the fields of a request's line in the access log that describe the model's work: model,
+    tokens, finish reasons and times."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

@@ -65,7 +65,7 @@ class BareReader:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True before the first character of the object and after its closing brace."""
+        """Returns True if the object has not begun, or if its closing brace has been read."""
         return not self._open
 
     def _punctuation(self, letter: str) -> str:

@@ -88,14 +88,13 @@ class Form:
 
     @property
     def quote(self) -> str:
-        """Returns the text around strings in a tool call's arguments with bare keys; "" for other
-        arguments.
-        """
+        """Returns the text on both sides of each string, in arguments of tool calls that have bare (unquoted)
+        keys; "" for other arguments."""
         return "" if self.by_name is None else self.by_name.quote
 
     @property
     def mark(self) -> str:
-        """Returns the text that distinguishes tool calls from prose; "" if calls are recognised by their
+        """Returns the text that distinguishes tool calls from prose; "" if a call is recognised by its
         opening brace."""
         return self.first or self.lead
 

@@ -70,7 +70,7 @@ class JsonReader:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True before the first character of the JSON object and after its closing brace."""
+        """Returns True if the JSON object has not begun, or if its closing brace has been read."""
         return self._depth == 0 and not self._quoted
 
 

@@ -1,7 +1,8 @@
-"""Translates fields that vLLM, llama.cpp and others add to OpenAI's bodies to the fields of this server.
+"""Translates fields that vLLM, llama.cpp and others add to the request bodies of OpenAI's API to the fields
+of this server.
 
 A field with an equivalent here becomes that field. One whose value requests nothing is dropped. All others
-stay, and the body's check refuses them by name.
+stay, and the check of the body refuses them by name.
 """
 
 from __future__ import annotations

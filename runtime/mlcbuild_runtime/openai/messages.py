@@ -162,8 +162,8 @@ def content_text(where: str, content: Json) -> str:
 
 def _call(where: str, call: Json) -> Json:
     """Returns a tool call of an assistant's message, checked, with its arguments parsed from text to a JSON
-    value, as chat templates expect them. Raises RequestError, naming the place.
-    """
+    value, as chat templates expect them. where: the call's place, for errors. Raises RequestError for an
+    invalid call."""
     fields = call if isinstance(call, dict) else {}
     is_function = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
     match call:

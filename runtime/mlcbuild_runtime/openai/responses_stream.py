@@ -50,12 +50,12 @@ class ResponseOutput:
         return str(self.document["id"])
 
     def begin(self) -> Iterator[Document]:
-        """Yields the stream events before the first item of a response."""
+        """Yields the events of the stream of /v1/responses that come before the first item of a response."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=dict(self.document))
 
     def events(self, event: Event) -> Iterator[Document]:
-        """Yields the stream events of a response that one event of the engine causes."""
+        """Yields the events of the stream of /v1/responses that one event of the engine causes."""
         self._tokens = max(self._tokens, event.tokens)
         if event.text or event.last:
             pieces = [CallPiece("text", event.text)] if event.text else []

@@ -146,7 +146,7 @@ def failed(reason: str) -> RequestError:
 
 
 def one_line(text: str) -> str:
-    """Returns up to 300 characters of a text as one line, without control characters that a terminal would
+    """Returns a text as one line of at most 300 characters, without control characters that a terminal would
     obey."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
     printable = " ".join(printable.split())

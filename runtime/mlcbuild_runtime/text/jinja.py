@@ -107,11 +107,11 @@ def _written(template: Template, variables: Mapping[str, Json]) -> str:
 
 
 class _RefusedError(Exception):
-    """The error for a template that has called raise_exception; its text is the template's message."""
+    """The error for a chat template that has called `raise_exception`; its text is the template's message."""
 
 
 class _TooLongError(Exception):
-    """The error for a prompt that is longer than TEXT bytes."""
+    """The error for a prompt that is longer than 16 MiB."""
 
 
 def compiled(source: str) -> Template:

@@ -231,7 +231,8 @@ class PieceVocabulary:
 
 
 def _names(listed: Json) -> list[str]:
-    """Returns the texts of a list of special tokens, each a string or an object with `content`."""
+    """Returns the texts of special tokens from a list in a tokenizer's config, whose entries are strings or
+    objects with `content`."""
     entries = listed if isinstance(listed, list) else []
     contents = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     return [content for content in contents if isinstance(content, str)]
