@@ -2,7 +2,7 @@
 export interface Progress {
   /** The file that is read, or what loading waits for. */
   file: string;
-  /** Bytes so far, of all files. */
+  /** Number of bytes that have been read so far, of all files together. */
   loaded: number;
   total: number;
   /** Kernels that the GPU's driver has compiled, of all; null before the first one. */
@@ -15,7 +15,7 @@ export interface LoadOptions {
   onProgress?: (progress: Progress) => void;
   signal?: AbortSignal;
   powerPreference?: "high-performance" | "low-power";
-  /** Tokens of KV cache; at most and by default the bundle's context. */
+  /** Number of tokens for which the KV cache has room; at most and by default the bundle's context. */
   contextWindow?: number;
 }
 
@@ -42,7 +42,7 @@ export interface ChatRequest {
   presence_penalty?: number | null;
   repetition_penalty?: number | null;
   logit_bias?: Record<string, number> | null;
-  /** What the answer must be. Of schemas, the keywords that runtime/README.md lists are supported. */
+  /** The form that the answer must have. JSON schemas may use the keywords that runtime/README.md lists. */
   response_format?:
     | { type: "text" | "json_object" }
     | { type: "json_schema"; json_schema: { schema: object | boolean; [field: string]: unknown } }
@@ -105,7 +105,7 @@ export interface Engine {
   readonly model: string;
   /** The GPU's name. */
   readonly deviceName: string;
-  /** Tokens of prompt and answer together. */
+  /** Maximum number of tokens of prompt and answer together. */
   readonly context: number;
   readonly chat: {
     completions: {
@@ -119,7 +119,7 @@ export interface Engine {
   forget(): Promise<void>;
 }
 
-/** The error of everything that this package refuses; its message is one sentence for people. */
+/** The error that this package throws; its message is one sentence for people. */
 export class EngineError extends Error {
   code: string;
 }

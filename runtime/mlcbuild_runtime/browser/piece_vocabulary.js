@@ -69,7 +69,7 @@ function parsed(data) {
   return model;
 }
 
-/** The model of a tokenizer.model, without added tokens. */
+/** The vocabulary and the algorithm of a tokenizer.model, without the tokens that other files add. */
 class PieceModel {
   constructor(model) {
     Object.assign(this, model);
