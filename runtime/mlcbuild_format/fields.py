@@ -168,8 +168,8 @@ class Fields:
 
 
 def is_line(value: Json) -> TypeGuard[str]:
-    """Returns True if `value` is a non-empty string of at most MAX_TEXT printable characters (no line break,
-    no terminal escape)."""
+    """Returns True if `value` is a non-empty string of at most 1000 printable characters (no line break, no
+    terminal escape)."""
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
 
 

@@ -134,10 +134,11 @@ def system(triple: str) -> System:
 
 
 def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[str]:
-    """Returns the checkable features that code compiled for a target may use.
+    """Returns LLVM's names of the instruction-set extensions that code compiled for a target may use, among
+    those that the runtime checks.
 
-    `features` are LLVM's, each with its sign (+avx2, -sse3). For a `cpu` that is not in LLVM's table, only
-    the features with a + count.
+    cpu, features: as for LLVM, each feature with its sign (+avx2, -sse3). For a `cpu` that is not in LLVM's
+    table, only the features with a + count.
     """
     table = names().get(family(architecture))
     if table is None:
@@ -149,22 +150,23 @@ def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[
 
 
 def x86_features(cpuinfo: str) -> frozenset[str]:
-    """Returns the checkable features of an x86-64 machine, from the text of Linux's /proc/cpuinfo."""
+    """Returns LLVM's names of the instruction-set extensions of an x86-64 machine, among those that the
+    runtime checks. cpuinfo: the text of Linux's /proc/cpuinfo."""
     flags = _flags(cpuinfo, "flags")
     return frozenset(name for name, flag in X86_FEATURES.items() if flag in flags)
 
 
 def arm_features(cpuinfo: str) -> frozenset[str]:
-    """Returns the checkable features of a 64-bit Arm machine, from the text of Linux's /proc/cpuinfo."""
+    """Returns LLVM's names of the instruction-set extensions of a 64-bit Arm machine, among those that the
+    runtime checks. cpuinfo: the text of Linux's /proc/cpuinfo."""
     flags = _flags(cpuinfo, "Features")
     return frozenset(name for name, (flag, _) in ARM_FEATURES.items() if flag in flags)
 
 
 def auxiliary_features(value: Callable[[int], int]) -> frozenset[str]:
-    """Returns the checkable features of a 64-bit Arm machine, from the values of Linux's auxiliary vector.
-
-    value: number of an entry -> its bits. Source: arch/arm64/include/uapi/asm/hwcap.h.
-    """
+    """Returns LLVM's names of the instruction-set extensions of a 64-bit Arm machine, among those that the
+    runtime checks. value: function from the number of an entry of Linux's auxiliary vector to its bits.
+    Source: arch/arm64/include/uapi/asm/hwcap.h."""
     return frozenset(name for name, (entry, bit) in _ARM_BITS.items() if value(entry) >> bit & 1)
 
 

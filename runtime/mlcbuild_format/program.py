@@ -72,7 +72,7 @@ GUARANTEED = DeviceLimits()
 
 @dataclass(frozen=True)
 class Binding:
-    """A storage buffer that a GPU kernel binds."""
+    """One storage buffer among the arguments of a GPU kernel."""
 
     name: str
     written: bool
@@ -108,7 +108,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Section:
-    """One input of a call, as a part of the buffer that holds all int32 inputs."""
+    """The place of one input of a GPU program's call in the buffer that holds all int32 inputs."""
 
     start: int
     """Start of the input in its buffer, in int32 words."""
@@ -186,7 +186,7 @@ class Program:
         raise ValueError(f"{function} takes no call of the sizes {dict(sizes)}")
 
     def param_bytes(self) -> dict[str, int]:
-        """Returns name of a parameter -> bytes of its buffer on a device."""
+        """Returns name of a parameter -> size in bytes of its buffer on a GPU."""
         return {name: rounded(math.prod(shape) * ITEM_BYTES[dtype]) for name, shape, dtype, _ in self.params}
 
     def buffer_bytes(self, pages: int) -> dict[str, int]:
@@ -201,7 +201,8 @@ def rounded(size: int) -> int:
 
 
 def evaluate(expression: Expression, sizes: Sizes) -> int:
-    """Returns the value of an expression over sizes. Raises KeyError for a size without a value."""
+    """Returns the value of an expression. sizes: name of a size -> its value. Raises KeyError for a size
+    without a value."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, str):

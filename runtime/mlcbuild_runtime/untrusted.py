@@ -170,7 +170,8 @@ def work() -> None:
 
 
 def _use(path: Path, tokenizer: Tokenizer) -> None:
-    """Encodes and decodes samples with a tokenizer. Raises BundleError if it cannot."""
+    """Encodes and decodes sample texts, to see whether a tokenizer works. Raises BundleError
+    if it does not."""
     try:
         for sample in SAMPLES:
             tokenizer.decode(tokenizer.encode(sample))
@@ -181,7 +182,7 @@ def _use(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def limit() -> None:
-    """Limits the address space of this process to MEMORY bytes, and disables core dumps."""
+    """Limits the address space of this process to 4 GiB, and disables core dumps."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

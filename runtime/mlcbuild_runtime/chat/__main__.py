@@ -28,8 +28,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _bundle(name: str) -> Path:
-    """Returns the only bundle at a path; the path itself if there is not exactly one, which is reported
-    later."""
+    """Returns the directory of the only bundle at a path: the path itself, or the one bundle in it. If there
+    is not exactly one, returns the path, and loading it reports the error."""
     bundles = directories(Path(name))
     return bundles[0] if len(bundles) == 1 else Path(name)
 

@@ -71,7 +71,7 @@ class ServerModel:
                 raise SetupError(f"{self.url}: the answer broke off: {_reason(error)}") from None
 
     def _pieces(self, response: HTTPResponse) -> Generator[str, None, None]:
-        """Yields the texts of a stream of server-sent events."""
+        """Yields the pieces of an answer from a server's response, a stream of server-sent events."""
         for line in response:
             if not line.startswith(b"data:"):
                 continue

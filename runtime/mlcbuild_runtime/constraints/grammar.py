@@ -66,9 +66,9 @@ class Matcher:
         """CPU time spent on the logit masks of the answer, and number of tokens appended to the answer."""
 
     def mask(self) -> Mask:
-        """Returns the mask of allowed next tokens; it includes end-of-sequence tokens only where the text is
-        complete. The mask is cached until the next token. Raises RequestError if the constraint is too costly
-        to follow."""
+        """Returns the mask of the tokens that may come next in the answer, among them end-of-sequence tokens
+        only where the text is complete. The mask is cached until the next token. Raises RequestError if the
+        constraint is too costly to follow."""
         if self._mask is None:
             self._mask = self._bits()
         return self._mask

@@ -174,7 +174,7 @@ class CpuExecutor:
         return time.thread_time()
 
     def forward(self, step: ModelStep) -> Floats:
-        """Returns the logits of `step`, float32 [rows, vocabulary], without sampling tokens."""
+        """Returns the logits of a step of the model, float32 [rows, vocabulary], without sampling tokens."""
         return executor.forward(self, step)
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:

@@ -57,7 +57,8 @@ class Library:
         return handle
 
     def capabilities(self) -> frozenset[str]:
-        """Returns the names of the capabilities in abi.CAPABILITIES whose functions the library has."""
+        """Returns the names of the capabilities, such as "decode_loop", all of whose functions the library
+        has."""
         return frozenset(name for name, functions in abi.CAPABILITIES.items() if self._has(*functions))
 
     def _has(self, *functions: abi.Function) -> bool:

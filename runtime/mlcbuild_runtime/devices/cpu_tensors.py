@@ -168,8 +168,7 @@ class StepInputs:
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
         """Returns (input and output tensors for up to `count` decode steps, argument name -> value for the
-        library functions abi.STEPS and abi.STEP_ON).
-        """
+        library's functions that compute a loop of decode steps)."""
         arguments, loop = self.batch(step), self._loops.get(len(params))
         if loop is None:
             loop = self._loops[len(params)] = LoopTensors(len(params))

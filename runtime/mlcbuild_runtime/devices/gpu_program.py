@@ -137,7 +137,8 @@ class DeviceProgram:
                 self.queue.write_buffer(self._buffers[name], start, part)
 
     def write(self, name: str, data: NDArray[np.int32]) -> None:
-        """Writes int32 words to the start of a GPU buffer; calls of the program that follow read them."""
+        """Writes int32 words to the start of the GPU buffer `name`; calls of the program that are executed
+        later read them."""
         self._guarded(lambda: self.queue.write_buffer(self._buffers[name], 0, data))
 
     def read(self, name: str, first: int, count: int) -> NDArray[np.int32]:

@@ -35,11 +35,9 @@ _FULL = 1024
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """Returns the number of threads that compute fastest on `default_processors`, within the CPU quota of the
-    process's control group; at least 1.
-
-    One thread per physical core at most: threads of one core share its vector units.
-    """
+    """Returns the number of threads that compute fastest on the processors of one socket, within the CPU
+    quota of the process's control group; at least 1. One thread per physical core at most: threads of one
+    core share its vector units."""
     if sys.platform == "linux":
         speeds = core_speeds(default_processors(root), root)
     elif sys.platform == "darwin":
@@ -61,7 +59,8 @@ def default_processors(root: Path = Path("/")) -> frozenset[int]:
 
 
 def stay_on_socket() -> None:
-    """Restricts the calling thread, and the threads it starts, to `default_processors`; only on Linux."""
+    """Restricts the calling thread, and the threads it starts, to the processors of the socket that computes
+    fastest; only on Linux."""
     if sys.platform == "linux":
         with suppress(OSError):  # A sandbox may forbid it; the threads then move between sockets.
             os.sched_setaffinity(0, default_processors())

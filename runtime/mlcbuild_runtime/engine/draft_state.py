@@ -32,7 +32,7 @@ class DraftState:
 
     @property
     def branched(self) -> int:
-        """Returns the number of the sequence's draft tokens on branches."""
+        """Returns the number of tokens on all branches of the sequence's draft."""
         return sum(len(branch.tokens) for branch in self.branches)
 
     @property

@@ -174,9 +174,9 @@ class PageKeys:
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, answer_key: int) -> Sequence[Key]:
-        """Returns the page keys of the pages that the first `length` tokens fill. Keys returned earlier never
-        change. answer_key: a negative number that no other sequence has.
-        """
+        """Returns the keys that identify the contents of the KV cache pages which the first `length` tokens
+        of a sequence fill. Keys returned earlier never change. tokens: all tokens of the sequence;
+        answer_key: a negative number that no other sequence has."""
         for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
             block = tuple(tokens[end - page_size : end])
             self._made.append((answer_key, *block) if end > self._prompt else block)

@@ -217,7 +217,7 @@ class Sampler:
 
 
 def runner_up(logits: Floats, token: int) -> tuple[float, int]:
-    """Returns (distance of a token's logit above the largest other one, the token with that other logit)."""
+    """Returns (logit of `token` minus the largest logit of another token, that other token)."""
     # Slices avoid a copy of all logits.
     sides = (0, logits[:token]), (token + 1, logits[token + 1 :])
     height, other = max((float(side.max()), first + int(side.argmax())) for first, side in sides if len(side))

@@ -14,7 +14,8 @@ time."""
 
 
 class Schedule:
-    """The waiting and the running requests, both sorted by rank.
+    """The waiting and the running requests, both sorted by rank: priority, then order of arrival; the lowest
+    goes first.
 
     A request is admitted when there are pages for its prompt and one more for each running request. Pages for
     the answer are allocated as it grows. When there are none, the request of the highest rank is preempted (a

@@ -132,14 +132,14 @@ class Sequence:
 
     @property
     def _plain(self) -> bool:
-        """Returns True if the device samples the sequence's tokens and nothing else of the rows is needed."""
+        """Returns True if the device can sample the sequence's tokens, and no log-probabilities of the prompt
+        are needed."""
         return self.sampler.plain and not self.request.prompt_logprobs
 
     @property
     def steps_ahead(self) -> int:
-        """Returns the maximum number of decode steps that one burst may execute for this sequence before its
-        client must receive a token.
-        """
+        """Returns the maximum number of decode steps that may be executed for this sequence before a token
+        must be delivered to its client."""
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
@@ -180,7 +180,7 @@ class Sequence:
         return [SKIP] * (rows - row_count) + params + [SKIP] * (row_count - len(params))
 
     def random_numbers(self, count: int) -> list[float]:
-        """Returns the random numbers of `count` tokens after the next one."""
+        """Returns the random numbers with which the `count` tokens after the next one are sampled."""
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A bundle's directory, and a name that replaces the bundle's own."""
+    """The directory of a bundle, and a name that replaces the bundle's own, or None."""
 
     path: Path
     name: str | None = None
@@ -81,7 +81,8 @@ class Use:
 
 
 class Models:
-    """The bundles of a server. Any thread may call its methods."""
+    """The bundles that a server serves. It loads one when a request names it, and unloads idle ones when
+    memory is short. Any thread may call its methods."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` tries another."""
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of the draft of one sequence in one step, in numbers of tokens."""
+    """The outcome of one sequence's draft in one step: how many draft tokens were verified and accepted."""
 
     sequence: Sequence
     drafted: int
@@ -334,7 +334,8 @@ def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other:
 
 
 def padded(logits: Floats, size: int) -> Floats:
-    """Returns logits cut or extended to a vocabulary of `size` tokens: added tokens get minus infinity."""
+    """Returns a row of logits cut or extended to a vocabulary of `size` tokens; added tokens get minus
+    infinity."""
     if len(logits) >= size:
         return logits[:size]
     return np.concatenate([logits, np.full(size - len(logits), -np.inf, np.float32)])

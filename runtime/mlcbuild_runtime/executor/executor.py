@@ -70,7 +70,8 @@ class Executor(Protocol):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Returns the library's capabilities: names that are keys of abi.CAPABILITIES."""
+        """Returns the names of the library's capabilities, such as "decode_loop";
+        abi.CAPABILITIES lists all."""
 
     def step(self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> StepOutput:
         """Computes a step of the model: writes the keys and values of its tokens to the KV cache, computes

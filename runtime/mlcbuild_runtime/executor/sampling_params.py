@@ -109,7 +109,8 @@ Score = tuple[Logprob, tuple[Logprob, ...]]
 
 
 def generator(sampling: Sampling) -> np.random.Generator:
-    """Returns the random number generator of a request; equal seeds give equal numbers on every machine."""
+    """Returns a new generator of the random numbers for a request's tokens; equal seeds give equal numbers on
+    every machine."""
     if sampling.seed is None:
         return np.random.default_rng()
     seed = sampling.seed & (1 << 64) - 1

@@ -107,7 +107,7 @@ class Form:
 
     @property
     def tail(self) -> str:
-        """Returns the text with which the syntax ends a tool call, after its arguments."""
+        """Returns the text that follows the arguments of a tool call."""
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:

@@ -274,7 +274,8 @@ class Reply:
         return by_name
 
     def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> dict[str, list[Json]]:
-        """Returns the log-probabilities of a text completion in OpenAI's format: parallel lists."""
+        """Returns the log-probabilities of a text completion in OpenAI's format, an object of parallel lists.
+        events: those of its tokens."""
         offsets: list[Json] = []
         for event in events:
             offsets.append(choice.offset)
