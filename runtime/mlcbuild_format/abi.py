@@ -38,9 +38,8 @@ class SamplingParams(NamedTuple):
     top_k: float
     """The number of most likely tokens from which the token is sampled; 0 means all tokens."""
     random: float
-    """The random number in [0, 1) that selects the token. It is the last column because a request fixes the
-    other columns, while each of its tokens has a different random number.
-    """
+    """The random number in [0, 1) that selects the token. It is the last of the sampling parameters because a
+    request fixes the others, while each of its tokens has a different random number."""
 
 
 SAMPLING_DTYPE = "float64"
@@ -59,7 +58,7 @@ class LoopState(NamedTuple):
 
     steps_done: int
     pause_after: int
-    """The decode loop returns after this many steps, even if more may follow."""
+    """Number of steps after which a decode loop returns, even if more may follow."""
     step_limit: int
     """The maximum number of steps of a decode loop."""
 
@@ -78,13 +77,13 @@ MASK_WORD = 32
 class Argument:
     name: str
     dtype: str | None
-    """The element type of the argument; None means the dtype in which the model computes."""
+    """The element type of an argument of a library function; None means the dtype in which the model
+    computes."""
     shape: tuple[str | int, ...] = ()
-    """Sizes of the argument's dimensions, each a letter that stands for a size or a sum such as "b+1"; () for
-    a scalar, or if the library decides the shape.
-    """
+    """Sizes of the dimensions of a library function's argument, each a letter that stands for a size or a sum
+    such as "b+1"; () for a scalar, or if the library decides the shape."""
     in_place: bool = False
-    """True if the function writes into this argument."""
+    """True if the library function writes into this argument."""
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,21 @@ MACHINES = {62: "x86_64", 183: "aarch64", 243: "riscv64", 40: "arm"}
 _LOAD, _DYNAMIC, _TLS, _EH_FRAME, _STACK = 1, 2, 7, 0x6474E550, 0x6474E551
 _RELRO, _PROPERTY = 0x6474E552, 0x6474E553
 _MAPPED = {_DYNAMIC, _TLS, _EH_FRAME, _RELRO, _PROPERTY}
-"""Types of segments that the loader or the unwinder reads in memory, so that a _LOAD segment must hold them.
-"""
+"""Types of ELF segments that the loader or the unwinder reads in memory, so that a segment of type PT_LOAD
+must contain them."""
 _EXECUTE, _WRITE, _READ = 1, 2, 4
 _LARGEST_PAGE = 1 << 16
 _LARGEST_IMAGE = 1 << 36
-"""The largest address space that a library may claim, in bytes."""
+"""The largest address space, in bytes, that an ELF library may claim."""
 _HEADER, _SEGMENT, _SYMBOL, _RELOCATION = 64, 56, 24, 24
 
 _STRTAB, _SYMTAB, _STRSZ, _SYMENT, _GNU_HASH, _HASH = 5, 6, 10, 11, 0x6FFFFEF5, 4
 _SIZED = {7: 8, 23: 2, 36: 35, 25: 27, 26: 28, 32: 33, _STRTAB: _STRSZ}
-"""Dynamic-section tag of a table's address -> tag of that table's size in bytes."""
+"""Tag of an ELF library's dynamic section that states a table's address -> tag that states the size of this
+table in bytes."""
 _TABLES = {7: _RELOCATION, 23: _RELOCATION, 36: 8, 25: 8, 26: 8, 32: 8}
-"""Dynamic-section tag of a table's address -> bytes of one entry of that table."""
+"""Tag of an ELF library's dynamic section that states a table's address -> size in bytes of one entry of this
+table."""
 _POINTERS = (3, _SYMTAB, _GNU_HASH, _HASH, 12, 13, 0x6FFFFFFE, 0x6FFFFFFC, 0x6FFFFFF0)
 _CODE = (12, 13)
 _ALIGNED = {7: 8, 23: 8, 25: 8, 26: 8, _SYMTAB: 8, _GNU_HASH: 8, 0x6FFFFFF0: 2, 0x6FFFFFFE: 4}
@@ -42,7 +44,7 @@ _TOGETHER = (
     (_RELR, 35, 37),
     (0x6FFFFFFE, 0x6FFFFFFF, 0x6FFFFFF0),
 )
-"""Groups of dynamic-section tags. A library must have all tags of a group or none."""
+"""Groups of tags of an ELF library's dynamic section. A library must have all tags of a group or none."""
 _KNOWN = {tag for tags in _TOGETHER for tag in tags} | {_STRTAB, _SYMTAB, _STRSZ, _SYMENT, _GNU_HASH, _HASH}
 _KNOWN |= {12, 13, 14, 15, 24, 29, 30, _RELACOUNT, 0x6FFFFFFB, *range(0x70000000, 0x70000010)}
 _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {

@@ -18,7 +18,7 @@ MAX_INTEGER = 1 << 53
 MAX_TEXT = 1000
 """Maximum characters of a text field."""
 _DIGITS = 100
-"""Maximum digits of a number: `model_max_length` of many tokenizers has 31."""
+"""Maximum digits of a number in a JSON document: `model_max_length` of many tokenizers has 31."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -16,9 +16,9 @@ class Limits:
     context_window: int
     """Maximum number of tokens in one sequence, prompt and answer together."""
     prefill_chunk: int
-    """Maximum number of prompt tokens in one prefill call."""
+    """Maximum number of prompt tokens that one call of the library computes."""
     max_batch: int
-    """Maximum number of sequences in one call."""
+    """Maximum number of sequences that one call of the library computes."""
     page_size: int = PAGE
     """Number of tokens in one page of the KV cache."""
 

@@ -171,7 +171,8 @@ class Manifest:
 MAX_INT32 = (1 << 31) - 1
 MAX_FILES = 10_000
 MAX_VALUES = 100_000
-"""Maximum values in an object that is kept verbatim, such as a model's config."""
+"""Maximum number of JSON values in an object of bundle.json that is kept unchanged, such as the model's
+config."""
 MAX_NESTING = 16
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 """Regular expression of a file or directory name that is valid on every file system and needs no quoting in a
@@ -189,7 +190,8 @@ _FIGURES: Mapping[str, float] = {
     "reference_perplexity": 1e308,
     "decode_error": 1e308,
 }
-"""Name of a figure of `verification` -> its maximum valid value; the minimum is 0."""
+"""Name of a measured value in the field `verification` of bundle.json -> its maximum valid value; the minimum
+is 0."""
 
 
 def parse(document: Json) -> Manifest:

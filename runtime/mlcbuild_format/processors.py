@@ -52,7 +52,7 @@ X86_FEATURES: Mapping[str, str] = {
     "sse4.2": "sse4_2",
     "vpclmulqdq": "vpclmulqdq",
 }
-"""LLVM's name of a checkable x86-64 feature -> its flag in Linux's /proc/cpuinfo."""
+"""LLVM's name of an x86-64 extension that the runtime checks -> its flag in Linux's /proc/cpuinfo."""
 
 ARM_FEATURES: Mapping[str, tuple[str, str]] = {
     "bf16": ("bf16", "FEAT_BF16"),
@@ -65,8 +65,8 @@ ARM_FEATURES: Mapping[str, tuple[str, str]] = {
     "sve": ("sve", ""),
     "sve2": ("sve2", ""),
 }
-"""LLVM's name of a checkable 64-bit Arm feature -> (its flag in Linux's /proc/cpuinfo, its name in macOS's
-sysctl or "")."""
+"""LLVM's name of a 64-bit Arm extension that the runtime checks -> (its flag in Linux's /proc/cpuinfo, its
+name in macOS's sysctl or "")."""
 
 _HWCAP, _HWCAP2 = 16, 26
 _ARM_BITS: Mapping[str, tuple[int, int]] = {
@@ -80,13 +80,14 @@ _ARM_BITS: Mapping[str, tuple[int, int]] = {
     "sve": (_HWCAP, 22),
     "sve2": (_HWCAP2, 1),
 }
-"""LLVM's name of a checkable 64-bit Arm feature -> (entry of Linux's auxiliary vector, bit)."""
+"""LLVM's name of a 64-bit Arm extension that the runtime checks -> (entry of Linux's auxiliary vector, bit of
+the entry)."""
 
 CHECKABLE: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset(X86_FEATURES),
     "aarch64": frozenset(ARM_FEATURES),
 }
-"""Architecture -> LLVM's names of its checkable features."""
+"""Architecture, such as x86_64 -> LLVM's names of the instruction-set extensions that the runtime checks."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Names:
     """LLVM's names of the processors and of the features of one architecture."""
 
     cpus: Mapping[str, frozenset[str]]
-    """Name of a processor or psABI level -> its checkable features."""
+    """Name of a processor or psABI level -> LLVM's names of its extensions that the runtime checks."""
     features: frozenset[str]
 
 

@@ -24,13 +24,14 @@ DEVICE_VARIABLE = "MLCBUILD_DEVICE"
 PROGRAM = "program.json"
 """Name of the file in a bundle that holds its GPU program."""
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"
-"""An expression over the sizes of a call: a whole number, the name of a size, or (operation, left, right)."""
+"""An expression over the sizes of a GPU program's call: a whole number, the name of a size, or (operation,
+left, right)."""
 Sizes: TypeAlias = Mapping[str, int]
 """Name of a size of a GPU program's call, such as its number of rows -> the value of the size."""
 Kind = Literal["workspace", "cache", "inputs", "rope"]
-"""Kind of a buffer. workspace: kept between the launches of a call. cache: kept between calls. inputs: the
-int32 inputs of a call, written by the host in one upload. rope: cosines and sines that the host computes when
-it loads."""
+"""Kind of a GPU program's buffer. workspace: kept between the launches of a call. cache: kept between calls.
+inputs: the int32 inputs of a call, written by the host in one upload. rope: cosines and sines that the host
+computes when the program is loaded."""
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "add": lambda left, right: left + right,
@@ -52,17 +53,19 @@ class DeviceLimits:
     """The limits of a device, by the names of WebGPU's limits; the defaults are what WebGPU guarantees."""
 
     storage_buffers: int = 8
-    """Number of storage buffers of one kernel: WebGPU's maxStorageBuffersPerShaderStage."""
+    """Maximum number of storage buffers of one kernel: WebGPU's maxStorageBuffersPerShaderStage."""
     binding_bytes: int = 128 << 20
-    """Number of bytes of a buffer that a kernel may bind: WebGPU's maxStorageBufferBindingSize."""
+    """Maximum number of bytes of a buffer that a kernel may bind: WebGPU's maxStorageBufferBindingSize."""
     buffer_bytes: int = 256 << 20
-    """Size of one buffer in bytes: WebGPU's maxBufferSize."""
+    """Maximum size of one buffer in bytes: WebGPU's maxBufferSize."""
     threads: int = 256
-    """Number of threads in a workgroup: WebGPU's maxComputeInvocationsPerWorkgroup."""
+    """Maximum number of threads in a workgroup: WebGPU's maxComputeInvocationsPerWorkgroup."""
     shared_bytes: int = 16384
-    """Bytes of memory that a workgroup shares: WebGPU's maxComputeWorkgroupStorageSize."""
+    """Maximum bytes of memory that the threads of a workgroup share: WebGPU's
+    maxComputeWorkgroupStorageSize."""
     workgroups: int = 65535
-    """Number of workgroups of a launch in one dimension: WebGPU's maxComputeWorkgroupsPerDimension."""
+    """Maximum number of workgroups of a launch in one dimension: WebGPU's
+    maxComputeWorkgroupsPerDimension."""
     alignment: int = 256
     """Alignment, in bytes, of a binding's offset in its buffer: WebGPU's minStorageBufferOffsetAlignment."""
 
@@ -94,9 +97,10 @@ class Shader:
     bindings: tuple[Binding, ...]
     scalars: tuple[str, ...]
     uniforms: int
-    """Number of scalars that the shader's code reads; the other scalars occur only in expressions."""
+    """Number of scalars that a shader's code reads; its other scalars occur only in expressions for sizes."""
     grid: tuple[Expression, Expression]
-    """Number of workgroups in x and y, as expressions over the scalars. If one is 0, nothing is launched."""
+    """Number of workgroups of a launch in x and y, as expressions over the shader's scalars. If one is 0,
+    nothing is launched."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Section:
     """The place of one input of a GPU program's call in the buffer that holds all int32 inputs."""
 
     start: int
-    """Start of the input in its buffer, in int32 words."""
+    """Index of the input's first int32 word in the buffer of all inputs."""
     size: Expression
     """Size of the input in int32 words."""
 
@@ -139,11 +143,10 @@ class BoundBuffer:
 class Launch:
     kernel: str
     uses: tuple[BoundBuffer, ...]
-    """The buffers that the launch binds, in the order of the kernel's bindings."""
+    """The buffers that a launch of a kernel binds, in the order of the kernel's bindings."""
     scalars: tuple[Expression, ...]
-    """The scalars of the launch, in the order of the kernel's scalars, as expressions over the sizes of the
-    function.
-    """
+    """The values of the kernel's scalars in a launch, in the kernel's order, as expressions over the sizes of
+    the call."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,8 @@ class Program:
     ropes: Mapping[str, RopeTable]
     """Name of a buffer of kind rope -> the cosines and sines that it holds."""
     functions: Mapping[str, tuple[CallVariant, ...]]
-    """Name of a function -> its variants. A call uses the first variant whose sizes suffice."""
+    """Name of a function of the GPU program -> its variants, of which a call uses the first one whose sizes
+    suffice."""
 
     def variant(self, function: str, sizes: Sizes) -> CallVariant:
         """Returns the first variant of a function for a call of these sizes. Raises ValueError if none is

@@ -37,10 +37,11 @@ Item = TypeVar("Item")
 MAX_BYTES = 1 << 42
 _MAX_DEPTH = 6
 _MAX_LAUNCHES = 200_000
-"""Largest number of launches of all functions of a program together."""
+"""Largest number of launches of all functions of a GPU program together."""
 _MAX_TABLE = 1 << 16
 _MAX_UNIFORMS = 63
-"""Largest number of uniforms of a launch besides the grid: hosts keep them in records of 256 bytes."""
+"""Largest number of int32 uniforms of a GPU launch besides the grid: hosts keep them in
+records of 256 bytes."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_.:-]{0,199}"
 _FILE = r"kernels/[A-Za-z0-9_]{1,100}\.[a-z]{1,8}"
 

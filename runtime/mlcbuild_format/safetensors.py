@@ -44,7 +44,7 @@ NUMPY: Mapping[str, str] = {
     "I8": "int8",
     "I32": "int32",
 }
-"""The safetensors name of a dtype -> NumPy's, for the dtypes that weights files of bundles hold."""
+"""The safetensors name of a dtype -> its name in NumPy, for the dtypes that weights files of bundles hold."""
 
 
 class HeaderError(ValueError):
@@ -161,7 +161,7 @@ class NewFile:
     """The header of a safetensors file to be written, and the offsets of its tensors."""
 
     header: bytes
-    """The first bytes of the file: the header with its length in front."""
+    """The first bytes of a safetensors file: the length of the header, then the header."""
     starts: Mapping[str, int]
     """Tensor name -> offset of its first byte in the file."""
     size: int

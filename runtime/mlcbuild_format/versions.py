@@ -7,6 +7,6 @@ no checkpoint again.
 from __future__ import annotations
 
 LIBRARY = "mlcbuild-library/2"
-"""The value of `format` in a library's metadata. It stands for the functions of abi.py."""
+"""The value of `format` in a library's metadata: the version of the functions that libraries export."""
 WEIGHTS = "mlcbuild-weights/1"
 """The value of `format` in the metadata of a weights file."""

@@ -34,8 +34,8 @@ from mlcbuild_runtime.text.tokenizer import FILES, Tokenizer
 SECONDS = 120.0
 """Maximum seconds for loading a bundle without its weights. The largest known tokenizers take two."""
 MEMORY = 4 << 30
-"""Maximum bytes of address space of the child process, on systems with such a limit. The largest known
-tokenizers use less than 1 GiB."""
+"""Maximum bytes of address space of the child process that tries a bundle, on systems with such a limit. The
+largest known tokenizers use less than 1 GiB."""
 SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂\t\0", "<s> a  b</s>")
 """Texts that every tokenizer must be able to encode."""
 _START = "from mlcbuild_runtime.untrusted import work; work()"

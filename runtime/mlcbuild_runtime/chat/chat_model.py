@@ -23,10 +23,12 @@ class Speed:
     cached_tokens: int = 0
     """Number of tokens of the prompt that were read from the prefix cache."""
     prompt_seconds: float | None = None
-    """Seconds from the first step to the first token; None where a server does not report it."""
+    """Seconds of computing from the first step of a request to the first token of its answer; None where a
+    server does not report it."""
     answer_tokens: int = 0
     answer_seconds: float | None = None
-    """Seconds from the first token to the last; None where a server does not report it."""
+    """Seconds of computing from the first token of an answer to its last; None where a server does not report
+    it."""
 
     def __str__(self) -> str:
         if not self.answer_tokens:

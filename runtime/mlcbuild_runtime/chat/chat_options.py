@@ -23,7 +23,7 @@ class ChatOptions:
     api_key: str | None = None
     """The API key that a server requires; None: it requires none."""
     model: str | None = None
-    """Name of the model of a server; None for the first that it lists."""
+    """Name of the model of the server; None for the first model that the server lists."""
     plain: bool = False
     """True if answers are written as plain text, not rendered as Markdown."""
 

@@ -19,9 +19,10 @@ _LINES = 4
 """Rows of a terminal that the unfinished part of an answer leaves free."""
 
 Show = Callable[[str], None]
-"""Function that shows the next piece of an answer."""
+"""Function that shows the next piece of an answer's text."""
 Printer = Callable[[], AbstractContextManager[Show]]
-"""Function that returns a context for each answer, which yields the function to show its pieces."""
+"""Function that returns a context manager for showing one answer; it yields the function that shows the
+answer's pieces."""
 
 
 def visible(text: str) -> str:

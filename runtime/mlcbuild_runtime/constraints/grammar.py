@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
 Key = tuple[Kind, str, bool]
 KEPT_BYTES = 320 << 20
-"""Maximum estimated bytes of compiled constraints in the cache. They are cached because clients send the same
-ones repeatedly.
-"""
+"""Maximum bytes of memory, as estimated, of the compiled constraints in the cache. They are cached because
+clients send the same ones repeatedly."""
 MAX_SOURCE = 1 << 18
 """Maximum length of a constraint in characters."""
 _WORTH = 2
@@ -55,7 +54,7 @@ class Matcher:
         self._owed: list[int] = []
         """Accepted tokens of the answer that llguidance's matcher has not consumed yet."""
         self._mask: Mask | None = None
-        """Cached mask of the next token; None until it is needed."""
+        """Logit mask of the next token of the answer; None until it is needed."""
         self._spelled: int | None = None
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None

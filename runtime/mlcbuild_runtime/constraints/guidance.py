@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STEP_SECONDS = 0.25
-"""Maximum CPU seconds for one mask, except the slowest of an answer: all requests of a step wait for it."""
+"""Maximum CPU seconds for computing one logit mask, except the slowest one of an answer: all requests of a
+step wait for it."""
 TOKEN_SECONDS = 0.02
-"""Maximum CPU seconds for masks per token of an answer, on average after the first STEP_SECONDS. With a
-vocabulary of 150,000 tokens, masks of ordinary schemas take less than one millisecond."""
+"""Maximum CPU seconds for computing logit masks per token of an answer, on average after the first
+STEP_SECONDS. With a vocabulary of 150,000 tokens, masks of ordinary schemas take less than one millisecond.
+"""
 EXPRESSIONS, FUEL, STATES = 100_000, 50_000, 10_000
 """Limits of llguidance's lexer: expressions that it may build for one constraint, work for one token, and
 states. With llguidance's defaults a matcher may grow to 400 MB; with these, to GROWTH."""

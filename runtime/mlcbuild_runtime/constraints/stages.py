@@ -46,10 +46,11 @@ STAGES = (
     Stage(0.25, places=64, patience=10),
     Stage(2.0, places=64, patience=20, niceness=10, compile_niceness=5),
 )
-"""The stages, shortest first. With a vocabulary of 150,000 tokens, ordinary schemas take 1 to 12 ms on a
-quiet machine, and more if many processes share the caches: 40 slow constraints that come at once delay them
-by 1.2 CPU seconds. With a short last queue, clients with slow constraints would be refused at once and return
-to the first stage, again and again; the longer they wait in the last queue, the later they return.
+"""The stages in which constraints are tried, shortest first. With a vocabulary of 150,000 tokens, ordinary
+schemas take 1 to 12 ms on a quiet machine, and more if many processes share the caches: 40 slow constraints
+that come at once delay them by 1.2 CPU seconds. With a short last queue, clients with slow constraints would
+be refused at once and return to the first stage, again and again; the longer they wait in the last queue, the
+later they return.
 """
 KEPT = 256
 """Number of short constraints whose trial outcome is cached."""

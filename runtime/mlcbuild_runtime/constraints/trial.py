@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 PATIENCE = 20.0
-"""Wall-clock seconds after which a trial is ended, on a machine that is busy with other work."""
+"""Wall-clock seconds after which the trial of a constraint is ended, on a machine that is busy with other
+work."""
 MEMORY = 128 << 20
 """Maximum bytes that one constraint may use while it is compiled and followed."""
 STEPS = 16

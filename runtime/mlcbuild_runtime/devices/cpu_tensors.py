@@ -75,9 +75,8 @@ class SamplingTensors:
     def __init__(self, rows: int) -> None:
         self.params = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
         self.random = [row[_RANDOM:].data for row in self.params]
-        """The random number in [0, 1) of each row of logits, as a memoryview of float32, into which Python
-        stores faster than into an array.
-        """
+        """The random number in [0, 1) of each row of logits, as a memoryview of one float64, into which
+        Python stores faster than into an array."""
         self.tokens = np.empty(rows, np.int32)
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.params, self.tokens)]
 

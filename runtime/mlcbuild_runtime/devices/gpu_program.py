@@ -66,7 +66,7 @@ class _Prepared:
     variant: CallVariant
     uniforms: Any
     steps: list[tuple[Any, Any, Struct]]
-    """For each launch its pipeline, its bind group, and the form of its uniforms."""
+    """(pipeline, bind group, form of the uniforms) of each launch."""
     sizes: Sizes | None = None
     grids: Sequence[tuple[int, int]] = ()
     """Number of workgroups (x, y) of each launch, for calls whose sizes are `sizes`."""

@@ -9,13 +9,13 @@ WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
 """Seconds of computing between two measurements; seconds of the first and of the longest pause before more
 threads are tried again. A failed trial costs one step, which may take a second."""
 SHARE = 0.7
-"""Minimum ratio of the CPU time that the threads got to the time that they could have had. A process below it
-competes for cores. `ci/bench/busy` shows what this and the constants below are worth beside others.
-"""
+"""Minimum ratio of the CPU time that the computing threads got to the time that they could have had. Below it
+the process competes for cores and uses fewer threads. `ci/bench/busy` shows what this and the constants below
+are worth beside others."""
 REST = 8.0
 """Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""
 IDLE = 0.5
-"""Seconds without a step after which earlier measurements are discarded."""
+"""Seconds without a step of the model after which earlier measurements are discarded."""
 DOUBT = 60.0
 """Seconds after which more threads are tried even if the system reports too few free cores for them."""
 

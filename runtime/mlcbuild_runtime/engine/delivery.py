@@ -16,7 +16,7 @@ from mlcbuild_runtime.engine.trace import Trace
 log = logging.getLogger(__name__)
 
 Part = tuple[Sequence, int]
-"""(sequence, number of the sequence's tokens that one step computes)."""
+"""The part of a sequence that one step computes: (sequence, number of its tokens in the step)."""
 
 
 class Delivery:

@@ -15,7 +15,7 @@ class DraftState:
         self.tokens: list[int] = []
         """Draft tokens of the sequence, which the next step verifies."""
         self.branches: list[Branch] = []
-        """Alternatives to the draft, verified in the same step."""
+        """Branches of the draft: alternative draft tokens, which are verified in the same step."""
         self.best_path = 0
         """Index of the accepted path of the last draft tree: 0 is the draft itself, 1 the first branch."""
         self.branch_gain = 0

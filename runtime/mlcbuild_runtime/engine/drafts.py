@@ -26,13 +26,13 @@ class Speculate:
     """The settings of speculative decoding."""
 
     draft: Path | None = None
-    """Directory of a draft bundle with the same vocabulary; None: earlier tokens of the sequence are looked
-    up.
-    """
+    """Directory of the draft bundle, which has the same vocabulary; None: draft tokens are looked up earlier
+    in the sequence."""
     tokens: int = TOKENS
     """Maximum number of tokens in a draft."""
     branches: bool = True
-    """True if alternatives to a draft are also verified when that pays off."""
+    """True if branches (alternatives to a draft) are verified with the draft whenever that is expected to
+    save time."""
 
     @classmethod
     def of(cls, how: str | Path, tokens: int | None = None) -> Speculate:

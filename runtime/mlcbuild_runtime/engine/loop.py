@@ -26,7 +26,8 @@ from mlcbuild_runtime.engine.sequence import Sequence
 log = logging.getLogger(__name__)
 
 NAP = 0.2
-"""Seconds between checks of deadlines while every request waits for its client."""
+"""Seconds between two checks of the requests' deadlines while every request is paused until
+its client reads."""
 BURST_SECONDS = 0.04
 """Maximum seconds of one burst of decode steps, after which clients receive their tokens."""
 

@@ -28,14 +28,14 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end the answer as end-of-sequence tokens do, whatever `ignore_eos` is."""
     message: bool = False
-    """True if the answer is a whole message, false if it continues a text."""
+    """True if the answer is a whole message; False if it continues the prompt's text."""
     logprobs: int | None = None
     """Number of alternative tokens whose log-probabilities are reported for each token; None: no
     log-probabilities are reported.
     """
     prompt_logprobs: bool = False
-    """True if log-probabilities of the prompt's tokens are reported, too. The prompt's pages are then not
-    shared."""
+    """True if log-probabilities of the prompt's tokens are reported, too. Other requests then do not share
+    the prompt's pages."""
     constraint: Compiled | None = None
     """The grammar that the answer must match; None: any answer is allowed."""
     shown: tuple[tuple[int, str], ...] = ()
@@ -43,9 +43,8 @@ class Request:
     ignore_eos: bool = False
     """True if end-of-sequence tokens do not end the answer; only `max_tokens`, the context and `stop` do."""
     speculate: bool = True
-    """True if speculative decoding may be used for this request, if the engine has it. The answer is the
-    same.
-    """
+    """True if speculative decoding may be used for this request, if the engine has it. It does not change the
+    answer."""
     prediction: tuple[int, ...] = ()
     """Tokens that the client expects in the answer. They are drafted whatever the engine's settings are."""
     priority: int = 0
@@ -81,7 +80,7 @@ class Event(NamedTuple):
     cached: int = 0
     """Number of prompt tokens that were read from the prefix cache."""
     prompt: tuple[Score, ...] = ()
-    """Scores of the prompt's tokens from the second on, in the first event of a request with
+    """Log-probabilities of the prompt's tokens from the second on; only in the first event of a request with
     `prompt_logprobs`."""
     accepted: int = 0
     """Number of the answer's tokens so far that were accepted draft tokens."""

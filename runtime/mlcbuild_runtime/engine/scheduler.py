@@ -25,9 +25,8 @@ class Schedule:
     """
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
-        """Prepares an empty schedule. page_size: tokens in a page; window: the longest attention window of
-        the model in tokens, None if it is unlimited.
-        """
+        """Creates a schedule without requests. pages: the pages of the KV cache; page_size: number of tokens
+        in a page; window: the longest attention window of the model in tokens, None if it is unlimited."""
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.pages, self.preemptions, self.cached_tokens = pages, 0, 0

@@ -349,8 +349,8 @@ class Sequence:
         error: ServingError | None = None,
         tokens: int | None = None,
     ) -> Event:
-        """Returns an event with the request's counts. `tokens` is the length of the answer up to this event
-        (default: all)."""
+        """Returns an event of this request with its counts so far. tokens: length of the answer up to this
+        event (default: the whole answer)."""
         count = self.answered if tokens is None else tokens
         draft = self.draft
         return Event(

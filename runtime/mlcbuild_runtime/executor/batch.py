@@ -30,7 +30,7 @@ class ModelStep(NamedTuple):
     page_indptr: list[int]
     page_table: list[int]
     rows: list[int]
-    """Indices into `tokens` of the tokens whose logits are computed."""
+    """Indices, among the step's new tokens, of those whose logits are computed."""
     prompt: bool
     """True if the tokens belong to prompts. A library may have faster kernels for prompts, which round
     differently; using them only for prompts keeps an answer independent of the other sequences in its steps.

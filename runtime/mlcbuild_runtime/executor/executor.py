@@ -159,11 +159,12 @@ def forward(executor: Executor, step: ModelStep) -> Floats:
 
 
 def score(executor: Executor, tokens: Sequence[int], chunk: int | None = None) -> Floats:
-    """Returns logits float32 [len(tokens), vocab] of every position of one sequence.
+    """Returns the logits of every position of one sequence, float32 [len(tokens), vocabulary]. Raises
+    ValueError if the sequence or a token does not fit the model.
 
-    chunk: tokens in one call (default: the library's limit); 1 uses the kernels of decoding. Uses the first
-    pages of the KV cache, so an engine must not use the executor at the same time. Raises ValueError when the
-    sequence or a token does not fit the model.
+    chunk: number of tokens computed in one call (default: the library's limit); 1 uses the kernels of
+    decoding. It uses the first pages of the KV cache, so an engine must not use the executor at the same
+    time.
     """
     bundle.check_tokens(tokens, executor.manifest)
     limits = executor.manifest.limits

@@ -27,8 +27,8 @@ LOADERS: dict[str, str] = {
 """Device of a bundle's target -> "module:function" of the function that loads such bundles. A new device adds
 one entry."""
 CODE: dict[str, str] = {"cpu": "mlcbuild_runtime.devices.cpu_library"}
-"""Device -> the module that loads a bundle's compiled code, with `try_out` and VERSION; devices without
-compiled code are not listed."""
+"""Device -> name of the Python module that loads a bundle's compiled code for it; the module has a function
+`try_out` and a VERSION. Devices without compiled code are not listed."""
 
 
 def load(

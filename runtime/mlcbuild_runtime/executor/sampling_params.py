@@ -105,7 +105,7 @@ class Logprob:
 
 
 Score = tuple[Logprob, tuple[Logprob, ...]]
-"""A token's log-probability, and those of the most likely tokens at its position."""
+"""(log-probability of a token, those of the most likely tokens at its position)."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:

@@ -10,7 +10,7 @@ class Access:
     """The rules of a server for access: which clients may use it, and how large their requests may be."""
 
     keys: tuple[str, ...] = ()
-    """Accepted bearer keys; () means that no key is required."""
+    """API keys of which each request must have one; () means that no key is required."""
     origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server (CORS); "*" stands for all."""
     timeout: float | None = None

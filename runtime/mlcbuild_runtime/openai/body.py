@@ -147,7 +147,7 @@ class Field:
 
 
 Table = Mapping[str, Field]
-"""Name of a field of a request body -> its description, for all fields that a body may have."""
+"""Name of a field -> its schema and description, for all fields that a request body may have."""
 
 
 def integer(low: int, high: int = MAX_INTEGER, about: str = "") -> Field:

@@ -13,7 +13,7 @@ from mlcbuild_runtime.openai.bare_arguments import BareReader
 from mlcbuild_runtime.openai.call_forms import Form, Tags
 
 _OBJECT = '{"name": "'
-"""The beginning of a call in a syntax without a mark that distinguishes it from prose."""
+"""The text with which a tool call begins in the syntax that has no mark to distinguish calls from prose."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ _OPEN = frozenset(
 in another schema.
 """
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""JSON Schema keywords whose value is an object of schemas."""
+"""JSON Schema keywords whose value is an object: name -> schema."""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 """JSON Schema keywords whose value is a list of schemas."""
 _SINGLE = ("items", "additionalProperties", "contains", "unevaluatedItems")

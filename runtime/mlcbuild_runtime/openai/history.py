@@ -19,7 +19,7 @@ MAX_BYTES = 64 << 20
 """Maximum bytes of all stored responses, as JSON; the least recently used ones are dropped first."""
 
 VALUE_BYTES = 64
-"""Bytes of memory that a JSON value takes at least, however short its text."""
+"""Bytes of memory that a JSON value is assumed to take at least, however short its text."""
 
 Item = dict[str, Json]
 

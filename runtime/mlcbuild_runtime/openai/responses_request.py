@@ -115,7 +115,7 @@ _REASONING: dict[str, Json] = {
 }
 MAX_METADATA = 16
 _PASSED = (*api.SAMPLING, "stop", "ignore_eos", "priority", "parallel_tool_calls", "model", "stream")
-"""Fields of /v1/responses that mean the same in a chat request."""
+"""Fields of /v1/responses that have the same name and meaning in a request for a chat completion."""
 
 TABLE: Table = {
     "input": Field({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}]}, "A text, or items."),

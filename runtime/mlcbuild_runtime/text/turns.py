@@ -19,7 +19,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 client: ContextVar[str] = ContextVar("client", default="")
-"""The address of the client that a thread works for; "" if there is none."""
+"""The address of the client for which the current thread or task works; "" if there is none."""
 
 
 class CrowdedError(Exception):
