@@ -9,9 +9,8 @@ from typing import Protocol
 from mlcbuild_format.fields import Json
 
 FEWEST = 16
-"""Minimum number of tokens of an answer whose rate is shown. The tokens of one burst are too few to measure a
-rate.
-"""
+"""Minimum number of tokens of an answer whose rate is shown: tokens that one call of the library decodes
+arrive together, and are too few to measure a rate."""
 
 
 @dataclass(frozen=True)

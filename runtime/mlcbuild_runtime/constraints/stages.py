@@ -80,9 +80,9 @@ class Trials(Generic[T]):
         """Tries the constraint `grammar` (in Lark), unless its outcome is cached under `key`. Returns
         `use(outcome)` if it passes, or the reason why it cannot be used.
 
-        use: compiles the constraint and returns the result or an error message; after the first stage only
-        one runs at a time, in a nice thread. Raises CrowdedError if too many constraints wait, and SetupError
-        if no child process can be started.
+        use: compiles the constraint and returns the result or an error message; for constraints that the
+        first stage does not decide, only one runs at a time, in a thread of low priority. Raises CrowdedError
+        if too many constraints wait, and SetupError if no child process can be started.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):

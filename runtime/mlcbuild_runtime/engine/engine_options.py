@@ -31,4 +31,5 @@ class EngineOptions:
     speculate: Speculate | None = None
     """Settings of speculative decoding; None: only predictions that clients send are drafted."""
     turns: Turns = field(default_factory=Turns)
-    """The lock that lets one engine compute at a time; all engines of a process share it."""
+    """The lock that an engine holds while it computes, so that only one engine of the process computes at a
+    time."""

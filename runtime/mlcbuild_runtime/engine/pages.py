@@ -16,7 +16,8 @@ GONE = -1
 attention window.
 """
 Key = tuple[int, ...]
-"""Identifies the content of one page: its tokens, with a prefix where equal tokens must not be shared."""
+"""The key that identifies the content of one KV cache page: its tokens, with a number in front where equal
+tokens must not be shared."""
 
 
 @dataclass(eq=False)
@@ -24,9 +25,8 @@ class _Node:
     page: int
     key: Key
     parent: _Node | None
-    """The node of the previous page; None once that page was reassigned, so that no new request can reach
-    this node.
-    """
+    """The node of the page before this one in a prompt; None once that page was reassigned, so that no new
+    request can reach this node."""
     children: dict[Key, _Node] = field(default_factory=dict)
     users: int = 1
 

@@ -16,42 +16,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 TURN_SECONDS = 0.25
-"""Seconds of one turn while other requests run. `ci/bench/turns`: at 850 prompt tokens/s, 0.15 s lets 16
-clients that come at once wait 12 % longer for their first tokens (p90), since more decode steps come in
-between."""
+"""Seconds that the engine computes prompts between two decode steps (one turn) while other requests run.
+`ci/bench/turns`: at 850 prompt tokens/s, 0.15 s lets 16 clients that come at once wait 12 % longer for their
+first tokens (p90), since more decode steps come in between."""
 ROW_MULTIPLE = 16
-"""Prompt tokens of one turn are a multiple of this number, the rows that the widest int8 kernels compute
-together."""
+"""The prompt tokens that are computed between two decode steps are a multiple of this number: the rows that
+the widest int8 kernels compute together."""
 SMALLEST = 64
-"""Minimum number of prompt tokens in one turn: fewer rows leave int8 products waiting for weights."""
+"""Minimum number of prompt tokens that are computed between two decode steps: fewer rows leave int8 products
+waiting for weights."""
 
 
 class TurnLength:
-    """Computes the number of prompt tokens of the coming turn from the speed of the last one."""
+    """Decides how many prompt tokens the engine computes in its next turn (before the next decode step), from
+    the speed of the last turn."""
 
     def __init__(self, limit: int) -> None:
-        """Creates the length of the first turn, which is `limit`: the maximum number of prompt tokens of a
-        turn."""
+        """Begins with the maximum number of prompt tokens of a turn, `limit`, because no speed is measured
+        yet."""
         self._limit = limit
         self._token_seconds = 0.0
 
     def tokens(self, alone: bool) -> int:
-        """Returns the maximum number of prompt tokens that the coming turn computes. alone: True if no other
-        request runs or waits."""
+        """Returns the maximum number of prompt tokens to compute before the next decode step. alone: True if
+        no other request runs or waits."""
         if alone or not self._token_seconds:
             return self._limit
         whole_tiles = int(TURN_SECONDS / self._token_seconds) // ROW_MULTIPLE * ROW_MULTIPLE
         return min(self._limit, max(SMALLEST, whole_tiles))
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Records that a turn of `tokens` prompt tokens has taken `seconds`. Turns of fewer than `SMALLEST`
-        tokens do not show the cost of a token, since they wait for weights."""
+        """Records that `tokens` prompt tokens have been computed in `seconds`. Fewer than 64 tokens do not
+        show the cost of a token, since they wait for weights."""
         if tokens >= min(SMALLEST, self._limit):
             self._token_seconds = seconds / tokens
 
 
 def allot(prompts: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Returns for each prompt how many of its tokens the coming turn computes, at most `room` together.
+    """Returns for each prompt how many of its tokens to compute before the next decode step, `room` together
+    at most.
 
     prompts: (priority, remaining tokens) of each prompt, sorted by priority (the lowest goes first) and then
     by age, the oldest first.

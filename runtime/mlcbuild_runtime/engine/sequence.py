@@ -32,9 +32,9 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 MAX_FORCED = 15
 """Maximum number of tokens forced by a constraint that are appended between two sampled tokens."""
 STOP_STEPS = 4
-"""Maximum number of decode steps in one burst while a stop string may end the answer, since steps after the
-end would be wasted. `ci/bench/step` prints what a burst costs beside the model.
-"""
+"""Maximum number of decode steps that are executed before tokens are delivered, if a stop string may end the
+answer, since steps after the end would be wasted. `ci/bench/step` prints what a call for several steps costs
+beside the model."""
 
 
 class SequenceRows(NamedTuple):

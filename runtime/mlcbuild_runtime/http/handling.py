@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILERS, MAX_COMPILING = 200, 128
-"""Maximum requests with constraints whose bodies are processed at a time, and that may wait for that. Most of
-the former wait where constraints are compiled, which has 192 places: see constraints/stages.py."""
+"""COMPILERS is the maximum number of requests with constraints whose bodies are processed at a time,
+MAX_COMPILING the maximum number that wait for that. Most of the former wait where constraints are compiled,
+which has 192 places: see constraints/stages.py."""
 RENDERERS = 80
 """Maximum requests with messages whose bodies are processed at a time; most wait for the chat template, which
 has 64 places."""

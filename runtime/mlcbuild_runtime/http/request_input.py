@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterable
 
 HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
-"""Maximum bytes and fields of a request's head, and of the framing and trailers of a chunked body."""
+"""Maximum number of bytes and of fields of a request's head; also of the framing and trailers of a chunked
+body."""
 
 _END = re.compile(rb"\n\r?\n")
-"""Matches the end of a request's head or of a chunked body; the data of a chunk may match, too."""
+"""Regular expression that matches the end of a request's head or of a chunked body; the data of a chunk may
+match, too."""
 
 
 class RequestInput:

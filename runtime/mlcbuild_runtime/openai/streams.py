@@ -16,7 +16,8 @@ from mlcbuild_runtime.engine.request import Event, Request, Sink
 from mlcbuild_runtime.openai import service
 
 WINDOW = 512
-"""Number of events that may wait for a slow client; the request pauses at that number."""
+"""Number of events of an answer that may wait for a client which reads slowly; at this number the engine
+pauses the request."""
 
 
 def _same(sink: Sink) -> Sink:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-"""glibc's malloc_trim; None elsewhere, where allocators return memory by themselves."""
+"""The function malloc_trim of glibc; None on other systems, where allocators return memory by themselves."""
 
 
 def give_back() -> None:
