@@ -1,4 +1,6 @@
-"""Starts the program: ends at once with a valid receipt, or else runs the command line."""
+"""Starts mlcbuild. If a receipt shows that nothing has changed since an earlier run, the program ends at
+once; otherwise it runs the command line.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _plain(value: object) -> Json:
 
 
 def digest(tag: str, value: object) -> str:
-    """Returns the tagged BLAKE3 of a JSON value."""
+    """Returns the BLAKE3 digest of a JSON value, hashed as `tag NUL canonical-JSON`, in hex."""
     return blake3(tag.encode() + b"\0" + canonical(value)).hexdigest()
 
 
@@ -93,8 +93,8 @@ _noted: dict[tuple[int, int, int, int], str] = {}
 
 
 def note_digest(path: Path, digest: str) -> None:
-    """Caches the digest of a file that will not change again during this step, so that the file is not read
-    again.
+    """Caches the digest of a file that will not change again during this step, so that `noted_digest`
+    returns it without reading the file.
 
     Raises OSError if the file cannot be examined.
     """
@@ -109,7 +109,9 @@ def noted_digest(path: Path) -> str | None:
 
 
 def forget_digests() -> None:
-    """Clears the cached digests. Called between two steps, because inode numbers are reused."""
+    """Clears the cache of digests that `note_digest` fills. It must be called between two steps, because
+    inode numbers are reused.
+    """
     _noted.clear()
 
 
@@ -133,7 +135,7 @@ def tree_digest(entries: Iterable[Entry]) -> str:
 
 
 def rows_digest(rows: Iterable[tuple[str, str, int]]) -> str:
-    """Returns the digest of the tree that consists of these files: path, digest and size in bytes of each."""
+    """Returns the digest of a tree of files. rows: (path, digest, size in bytes) of each file."""
     return blake3(b"tree/1\0" + canonical_plain(sorted(rows))).hexdigest()
 
 
@@ -178,19 +180,22 @@ without a source file.
 
 
 ImportTable: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
-"""(digest of a source file, package that its relative imports start from) -> modules that it may import."""
+"""(digest of a source file, package in which its relative imports start) -> modules that the file may
+import.
+"""
 
 
 def code_files(
     *modules: str, files: SourceFiles | None = None, imports: ImportTable | None = None
 ) -> dict[str, str]:
-    """Returns portable name -> digest of each source file in the import closures of modules.
+    """Returns portable name -> digest of each source file that the modules import, directly or indirectly,
+    and of their own files.
 
     Only modules inside PACKAGES and the packages of `modules` count. Imports are read from the syntax tree,
     including those inside functions, so that a lazy import counts. The names are paths such as
-    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that computes
-    many closures passes, so that every file is read once. imports: known imports; a file in it is hashed but
-    not parsed, and those of other files are added.
+    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that
+    computes many closures passes, so that every file is read once. imports: known imports; a file in it is
+    hashed but not parsed, and those of other files are added.
     """
     files = {} if files is None else files
     imports = _imported if imports is None else imports
@@ -248,7 +253,9 @@ def module_path(name: str) -> Path | None:
 
 
 def source_digest(portable: str) -> str | None:
-    """Returns the digest of a source file, named as in `code_files`; None if it is not installed here."""
+    """Returns the digest of a source file named like `mlcbuild/canon.py`; None if it is not
+    installed here.
+    """
     path = module_path(portable.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     return None if path is None else bytes_digest(path.read_bytes())
 
@@ -282,11 +289,11 @@ def _checks_types(node: ast.stmt) -> bool:
 
 
 def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
-    """Yields the modules that statements import, including those in functions. package: the one from which
-    relative imports start.
+    """Yields the names of the modules that statements import, including those in functions. package: the
+    package in which relative imports start.
 
-    Expressions, which are most of a syntax tree, contain no imports and are not visited; neither is the body
-    of `if TYPE_CHECKING:`, which never runs.
+    Expressions, which are most of a syntax tree, contain no imports and are not visited; neither is the
+    body of `if TYPE_CHECKING:`, which never runs.
     """
     for node in body:
         if isinstance(node, ast.Import):

@@ -31,7 +31,9 @@ class Check:
 
 
 def checks(store: Path | None = None) -> list[Check]:
-    """Returns the result of every check. store: the root of the artifact store; None: the user's own."""
+    """Checks this machine, and returns the results in the order in which they are printed. store: root of
+    the artifact store; None: the user's default store.
+    """
     return [_attempt(name, check, store) for name, check in CHECKS.items()]
 
 

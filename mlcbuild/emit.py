@@ -45,15 +45,15 @@ class Finished:
 
     @cached_property
     def sources(self) -> dict[str, dict[tuple[str, str], str]]:
-        """Returns step name -> {(source, path): digest} for each local file that the step read. The method
-        `_files` fills this mapping.
+        """Returns name of a step -> {(source, path): digest} for each local file that the step read. It is
+        filled on demand.
         """
         return {}
 
 
 def emit(run: Finished, product: Product) -> bool:
-    """Writes one bundle whose steps all succeeded, and returns True; returns False if it was already there,
-    byte for byte.
+    """Writes one finished bundle to its output directory, and returns True; returns False if it was already
+    there, byte for byte.
 
     The manifest is that of the `verify` step if there is one. Raises UsageError when the output holds files
     of the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
@@ -94,7 +94,7 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
 
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields a resource descriptor (SLSA) for each downloaded file."""
+    """Yields an SLSA resource descriptor for each file that the steps downloaded."""
     for step in fetches:
         files = cast("dict[str, dict[str, Json]]", step.params["files"])
         for name, pinned in sorted(files.items()):
@@ -106,7 +106,7 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
 
 
 def _files(run: Finished, steps: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields a resource descriptor (SLSA) for each local file that a step read."""
+    """Yields an SLSA resource descriptor for each local file that the steps read."""
     digests: dict[tuple[str, str], str] = {}
     for step in steps:
         if step.name not in run.sources:

@@ -51,7 +51,7 @@ class Problem:
 
 
 class InputError(UsageError):
-    """The error for a file with problems, sorted by position; its message has one line for each."""
+    """The error for a file with problems. It sorts them by position; its message has one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(sorted(set(problems)))
@@ -110,8 +110,8 @@ class StoreError(MlcbuildError):
 
 
 class LostBlobError(StoreError):
-    """A file of a store is missing, or was removed because its bytes were wrong. A new plan builds its step
-    again.
+    """The error for a file of a store that is missing, or was removed because its bytes were wrong. A new
+    plan builds its step again.
     """
 
 
@@ -136,7 +136,9 @@ _LONGEST = 100
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Returns the end of an "unknown name" message: a similar valid name, or the list of all valid ones."""
+    """Returns the end of an error message about an unknown name: the most similar valid name, or the list
+    of all valid ones. word: the unknown name.
+    """
     names = sorted(valid)
     close = close_names(word, names)
     if close:

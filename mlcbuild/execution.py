@@ -39,8 +39,9 @@ HERE = Execution()
 
 
 def options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
-    """Returns the build engine's options for an execution. Raises UsageError for an executor that does not
-    exist."""
+    """Converts an execution into the options of the build engine. force, outputs: names or globs of steps,
+    as in Options. Raises UsageError for an executor that does not exist.
+    """
     from mlcbuild.build.cluster import SCHEME, address
 
     name = {"processes": "pool"}.get(execution.executor, execution.executor)

@@ -29,12 +29,12 @@ class Signer:
     private: Ed25519PrivateKey = field(repr=False)
 
     def sign(self, message: bytes) -> bytes:
-        """Returns the 64-byte signature of a message; it is deterministic."""
+        """Returns the 64-byte ed25519 signature of a message; equal messages have equal signatures."""
         return self.private.sign(message)
 
 
 def is_public(text: str) -> bool:
-    """Returns True if a text has the form of a public key."""
+    """Returns True if a text has the form in which mlcbuild writes public keys."""
     return bool(_PUBLIC.fullmatch(text)) and len(_decoded(text)) == 32
 
 
@@ -61,8 +61,8 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def create(path: Path) -> Signer:
-    """Creates a key in a new file that only its owner can read, and returns it. Raises UsageError if the file
-    cannot be written.
+    """Creates a signing key in a new file that only its owner can read, and returns the key. Raises
+    UsageError if the file cannot be written.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -84,8 +84,8 @@ def create(path: Path) -> Signer:
 
 
 def load(path: Path) -> Signer | None:
-    """Returns the key in a file; None if the file does not exist. Raises UsageError for anything but an
-    ed25519 key.
+    """Reads the signing key in a file; returns None if the file does not exist. Raises UsageError for
+    anything but an ed25519 key.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key

@@ -29,14 +29,15 @@ class LockedSource:
 def read_recipe(
     recipe: str | Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> Recipe:
-    """Reads a recipe and the configs of its local models. Parameters as in session.open. Raises InputError
-    with all problems of both.
+    """Reads a recipe and the configs of its local models. Parameters as in `session.open`. Raises
+    InputError with all problems of both.
     """
     return load(Path(recipe), settings, allow_outside, prospect.faults)
 
 
 def read_lock(recipe: Recipe) -> Lock:
-    """Reads a recipe's lock, which must be complete; returns an empty one if all sources are local.
+    """Reads the lock of a recipe, and checks that it pins every source; returns an empty one if all sources
+    are local.
 
     Raises UsageError when a source is not pinned yet, InputError for a lock that does not fit the recipe.
     """

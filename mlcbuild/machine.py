@@ -33,7 +33,9 @@ def kind() -> str:
 
 
 def label(machine_kind: str) -> str:
-    """Returns the label that cluster workers on a kind of machine have. machine_kind: a result of `kind`."""
+    """Returns the label of cluster workers that run on one kind of machine. machine_kind: a result of
+    `kind`.
+    """
     return f"machine {machine_kind}"
 
 

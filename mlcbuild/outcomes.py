@@ -52,7 +52,7 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reason why a step would run or be reused."""
+    """The reason why a step would run or be reused, and what has changed since it was last built."""
 
     planned: Planned
     changes: tuple[Change, ...]
@@ -91,13 +91,13 @@ class VariantResult:
 
     @property
     def words(self) -> str:
-        """Returns the error message of the variant's failure, or its note if it did not fail."""
+        """Returns the message of the error with which the variant failed, or its note if it did not fail."""
         return str(self.error) if self.error is not None else self.note
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run."""
+    """The result of a run of a recipe: its steps, and for each variant its bundle."""
 
     variants: tuple[VariantResult, ...]
     run: RunResult
@@ -107,8 +107,7 @@ class Result:
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
-        """Returns the result of every step, in the order of the plan: name, key, status, seconds and
-        reason."""
+        """Returns the result of every step of the run, in the order of the plan."""
         return self.run.steps
 
     @property
@@ -117,7 +116,7 @@ class Result:
 
     @property
     def bundles(self) -> dict[str, Path]:
-        """Returns variant -> directory of its finished bundle."""
+        """Returns name of a variant -> directory of its finished bundle, for the variants that have one."""
         return {item.name: item.bundle for item in self.variants if item.bundle is not None}
 
     @property
@@ -153,8 +152,8 @@ class Result:
 
 
 def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) -> tuple[VariantResult, ...]:
-    """Returns the variants' results of the later of two attempts of a run. A bundle that the earlier attempt
-    wrote counts as built.
+    """Merges the results of two attempts of a run, and returns those of the later one. A bundle that the
+    earlier attempt wrote counts as built.
     """
     written = {item.name for item in before if item.status == "built"}
     return tuple(
@@ -197,9 +196,9 @@ def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]
 
 
 def _failure(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> str:
-    """Returns a description of the failed step of a variant.
+    """Returns a text that says how a variant failed.
 
-    If `verify` refused the bundle, the bundle of an earlier run is moved away, so that nobody ships it by
+    If `verify` refused the bundle, moves the bundle of an earlier run away, so that nobody ships it by
     mistake.
     """
     verified = steps.get(run.pipeline.graph.resolve(product.verify)) if product.verify is not None else None
@@ -232,7 +231,7 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
 
 
 def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> dict[str, Any]:
-    """Returns the document of the budget step of a variant; {} if it has none."""
+    """Returns the JSON document that the budget step of a variant wrote; {} if it has none."""
     name = next((name for name in product.steps if name.startswith("budget/")), None)
     step = steps.get(run.pipeline.graph.resolve(name)) if name is not None else None
     if step is None or step.record is None:
@@ -247,7 +246,7 @@ def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) ->
 
 def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
     """Returns speed_prefill, speed_decode_1 and speed_decode_<largest batch> of a bundle, in tokens per
-    second. measured: result of the step that measured them, or None.
+    second; {} without a measurement. measured: result of the step that measured them, or None.
     """
     if measured is None or measured.record is None:
         return {}
@@ -332,8 +331,8 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
 
 
 def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
-    """Returns a plan in which each step that cannot run here states the reason. lacks: step name -> the tool
-    or device that this machine lacks.
+    """Returns a plan in which each step that cannot run on this machine states why. lacks: name of a step
+    -> the tool or device that is missing.
     """
     if not lacks:
         return plan

@@ -65,7 +65,7 @@ LLVM takes most of it, and reports no progress."""
 
 @dataclass(frozen=True)
 class Product:
-    """The steps of one variant."""
+    """The steps of one variant of a recipe."""
 
     variant: Variant
     steps: tuple[str, ...]
@@ -92,7 +92,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A recipe translated into steps."""
+    """The steps of a recipe, with their dependency graph and the variants that they build."""
 
     recipe: Recipe
     graph: Graph
@@ -120,7 +120,8 @@ class Pipeline:
         return replace(self, graph=Graph(nodes), products=products)
 
     def _until_bundle(self, product: Product) -> Product:
-        """Returns the steps of a variant up to its bundle, under the names by which the graph holds them."""
+        """Returns the steps of a variant up to its bundle, without verification, under the names by which
+        the graph holds them."""
         resolve = self.graph.resolve
         return Product(
             product.variant,
@@ -133,10 +134,10 @@ class Pipeline:
 
 
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
-    """Returns the steps of every variant. Only the configs of local checkpoints are read.
+    """Translates a recipe into the steps of all its variants. Only the configs of local checkpoints are
+    read.
 
-    Raises InputError, with positions in the recipe, for models that cannot be built.
-    """
+    Raises InputError, with positions in the recipe, for models that cannot be built."""
     variants = expand(recipe)
     checkpoints = examined(recipe, variants, lock)
     assembly = _Assembly(recipe.directory, checkpoints, recipe.bench)
@@ -147,14 +148,14 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
 
 
 def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
-    """Returns the sources that a lock must pin."""
+    """Returns the hub repositories that a recipe's lock must pin."""
     sources = (source for model in recipe.models.values() for source in model.sources)
     return tuple(source for source in sources if isinstance(source, HubSource))
 
 
 @dataclass
 class _Assembly:
-    """Collects the steps and sources of a recipe by name, each once, while its graph is built."""
+    """Collects the steps and sources of a recipe, from which its graph is built. Each is added once."""
 
     directory: Path
     """Directory of the recipe."""
@@ -212,8 +213,8 @@ class _Assembly:
         return node.name
 
     def _keep_apart(self, step: Step) -> str:
-        """Adds a step to the graph and returns its name. A step that differs from an earlier one of the same
-        name gets a longer name.
+        """Adds a step to the graph and returns its name, which is longer if a different step has that name
+        already.
 
         The first step keeps the short name, so that a later change shows as a change and not as a new step.
         """

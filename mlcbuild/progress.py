@@ -1,5 +1,5 @@
-"""Passes progress reports of actions to a listener. Without a listener, as outside of workers, they are
-ignored.
+"""Passes progress reports of an action to a listener. They are ignored if there is none, as outside of
+worker processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _last = 0.0
 
 
 def report(done: int, total: int = 0, unit: str = "") -> None:
-    """Reports that `done` of `total` (0 if unknown) are finished. unit: for example "B" for bytes. It is
-    cheap enough for inner loops.
+    """Reports to the listener that `done` of `total` units of work are finished; total: 0 if unknown; unit:
+    for example "B" for bytes. It is cheap enough for inner loops.
     """
     global _last  # noqa: PLW0603 - one listener per process, as there is one standard output
     now = time.monotonic()

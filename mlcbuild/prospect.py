@@ -80,18 +80,18 @@ class Checkpoint:
 
     @property
     def params(self) -> dict[str, Json]:
-        """Returns the parameters that every step has which reads the checkpoint: name -> value."""
+        """Returns name -> value of the parameters that all steps have that read this checkpoint."""
         return {} if self.file is None else {"file": self.file}
 
     @property
     def weights_params(self) -> dict[str, Json]:
-        """Returns the parameters that every step has which reads the checkpoint's weights: name -> value."""
+        """Returns name -> value of the parameters that all steps have that read this checkpoint's weights."""
         factors: list[Json] = [repr(adapter.weight) for adapter in self.model.adapters]
         return {**self.params, **({"adapters": factors} if factors else {})}
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that steps load by name when they read the checkpoint's
+        """Returns the names of the modules that steps import by name when they read this checkpoint's
         weights.
         """
         readers: tuple[str, ...] = ()
@@ -103,8 +103,8 @@ class Checkpoint:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Returns the model families whose code the checkpoint's config step may run: all of them while
-        config.json is not downloaded.
+        """Returns the model families whose code the config step of this checkpoint may run: all families
+        while config.json is not downloaded.
         """
         return family_names() if self.config is None else (self.config.family,)
 
@@ -124,12 +124,14 @@ class Checkpoint:
 
 
 def check(recipe: Recipe) -> None:
-    """Raises InputError, as `build` does, for invalid variants of local models."""
+    """Checks that the variants of a recipe fit their local models. Raises InputError with all problems."""
     examined(recipe, expand(recipe), None)
 
 
 def faults(models: Iterable[RecipeModel]) -> Iterator[Problem]:
-    """Yields the problems of local models; `recipe.load` reports them with all others."""
+    """Yields the problems of a recipe's local models, which `recipe.load` reports together with all
+    others.
+    """
     read = cache(_read_local)  # cached, since many models may share a directory
     for model in models:
         yield from _adapter_faults(model)
@@ -140,7 +142,7 @@ def faults(models: Iterable[RecipeModel]) -> Iterator[Problem]:
 
 
 def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
-    """Yields the problems of a model's local adapters."""
+    """Yields the problems of the local LoRA adapters of a recipe's model."""
     for adapter in model.adapters:
         if isinstance(adapter.source, LocalSource):
             try:
@@ -153,8 +155,8 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
 
 
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
-    """Returns model name -> checkpoint for the models of the variants; without a lock, only for local models.
-    Raises InputError with all problems of these models.
+    """Examines the models of variants, and returns model name -> its checkpoint; without a lock, only for
+    local models. Raises InputError with all problems of these models.
     """
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
@@ -187,7 +189,7 @@ def _checkpoints(models: Mapping[str, RecipeModel], lock: Lock | None) -> dict[s
 
 
 def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
-    """Yields the nodes of a model's adapters; those on a hub only if there is a lock."""
+    """Yields the graph nodes that provide a model's LoRA adapters; those on a hub only if there is a lock."""
     for i, adapter in enumerate(model.adapters):
         name = f"fetch/{model.name}/{adapter_argument(i)}"
         if isinstance(adapter.source, LocalSource):
@@ -201,8 +203,8 @@ def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
 
 
 def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoint]) -> tuple[Variant, ...]:
-    """Returns variants whose scheme `as-is` is replaced by the formats of the checkpoint's tensors. Variants
-    of models that are not in `checkpoints` are left out if that is not possible.
+    """Returns the variants with the scheme `as-is` replaced by the formats of the checkpoint's tensors.
+    Variants of models that are not in `checkpoints` are left out if that is not possible.
 
     Raises InputError for checkpoints that have no such formats.
     """
@@ -228,8 +230,8 @@ def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoi
 def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
-    """Returns the scheme with the formats of a quantized checkpoint, or an error message. root: its path;
-    settings: its quantization_config as JSON.
+    """Returns a scheme with the formats of a quantized checkpoint in place of `as-is`, or an error message.
+    root: the checkpoint's path; settings: its quantization_config as JSON.
     """
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.mapping import locate
@@ -272,7 +274,7 @@ def _pinned(model: RecipeModel, source: HubSource, lock: Lock) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Local:
-    """A local checkpoint whose config was read."""
+    """A checkpoint on this machine, as far as it is read before any step runs."""
 
     root: Path
     files: tuple[str, ...]
@@ -300,7 +302,9 @@ def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[
 
 
 def _read_local(root: Path) -> _Local | list[str]:
-    """Reads a local checkpoint. Returns a list of error messages if it is invalid."""
+    """Reads the config and the file list of a local checkpoint. Returns a list of error messages if it is
+    invalid.
+    """
     try:
         if root.suffix == ".gguf":
             return _read_gguf(root)
@@ -322,7 +326,9 @@ def _read_local(root: Path) -> _Local | list[str]:
 
 
 def _read_gguf(path: Path) -> _Local:
-    """Reads the header of a GGUF file as a local checkpoint. Raises CheckpointError for a damaged file."""
+    """Reads the header of a GGUF file and returns it as a local checkpoint. Raises CheckpointError for a
+    damaged file.
+    """
     from mlcbuild.checkpoints.gguf_config import read_config  # loads NumPy
     from mlcbuild.checkpoints.gguf_file import parts
 

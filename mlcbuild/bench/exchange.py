@@ -20,12 +20,12 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError, UsageError
 
 LONGEST_HEAD = 1 << 16
-"""Maximum size of a response's status line and headers in bytes."""
+"""Maximum size in bytes of the status line and headers of an HTTP response; longer ones are refused."""
 
 
 class ExchangeError(MlcbuildError):
-    """The error for an HTTP exchange with the measured server that failed. `kind` is one word, under which
-    such errors are counted.
+    """The error for an HTTP exchange with the measured server that failed. `kind` is one word, such as
+    "connect", under which a load test counts such errors.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -86,7 +86,7 @@ class Server:
 
 @dataclass(frozen=True)
 class TimedReply:
-    """A complete answer of a server, with the arrival times of its pieces."""
+    """A complete HTTP answer of a server, with the time at which each piece of its body arrived."""
 
     status: int
     pieces: tuple[tuple[float, bytes], ...]
@@ -97,7 +97,9 @@ class TimedReply:
         return b"".join(data for _, data in self.pieces)
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (arrival time of its last byte, data) of each server-sent event of the answer."""
+        """Yields each server-sent event of an HTTP answer as (arrival time of the event's last byte, its
+        data).
+        """
         left, data = b"", list[bytes]()
         for moment, piece in self.pieces:
             *lines, left = (left + piece).split(b"\n")
@@ -111,8 +113,8 @@ class TimedReply:
 
 
 async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> TimedReply:
-    """Sends a GET request, or a POST request with a document, and returns the answer. Raises ExchangeError
-    for an incomplete answer.
+    """Sends one HTTP request, a POST with a JSON document or a GET if the document is None, and returns the
+    complete answer. Raises ExchangeError if the answer is incomplete.
     """
     async with answering(server, path, document) as (status, pieces):
         return TimedReply(status, tuple([piece async for piece in pieces]))
@@ -122,7 +124,8 @@ async def exchange(server: Server, path: str, document: Mapping[str, Json] | Non
 async def answering(
     server: Server, path: str, document: Mapping[str, Json] | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
-    """Yields (status, body as it arrives) of an answer. Leaving the context early closes the connection.
+    """Sends an HTTP request, and returns an asynchronous context that yields (status, iterator of the
+    body's pieces with their arrival times). Leaving the context early closes the connection.
 
     Raises ExchangeError for an incomplete answer.
     """
@@ -165,8 +168,9 @@ def _parse(head: bytes) -> tuple[int, dict[str, str]]:
 async def _pieces(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[tuple[float, bytes], None]:
-    """Yields the body of an HTTP response as it arrives. Raises asyncio.IncompleteReadError when it ends
-    early."""
+    """Yields the body of an HTTP response piece by piece, each with its arrival time. Raises
+    asyncio.IncompleteReadError when the body ends early.
+    """
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
             data = await reader.readexactly(size + 2)

@@ -28,7 +28,7 @@ SLO_METRICS = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Sample:
-    """The measurements of one request to the measured server. Times are seconds of one clock."""
+    """The measurements of one request to the measured server. All times are seconds of one clock."""
 
     due: float
     sent: float
@@ -44,15 +44,13 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens of the answer, or of its pieces of text if the server does not report
-        tokens.
+        """Returns the number of tokens of a request's answer as the server reports it, or the number of its
+        pieces of text if the server reports none.
         """
         return len(self.texts) if self.answer_tokens is None else self.answer_tokens
 
     def values(self) -> dict[str, float]:
-        """Returns name of a latency metric (ttft, tpot, itl, e2e) -> its values in seconds, for each metric
-        that the request has.
-        """
+        """Returns metric (ttft, tpot, e2e) -> seconds, for each latency metric that one request has."""
         seconds = {"e2e": self.end - self.due}
         if self.texts:
             seconds["ttft"] = self.texts[0] - self.due
@@ -70,8 +68,9 @@ class Sample:
 
 
 def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
-    """Returns the measurements of a streamed request. due, sent, end: times, in seconds of one clock, at
-    which the request was due, was sent and ended. It raises nothing: a problem becomes the sample's error.
+    """Returns the measurements of one streamed request, computed from its reply. due, sent, end: times in
+    seconds at which the request was due, was sent and ended. It raises nothing: a failure becomes the
+    sample's `error`.
     """
     if reply.status != 200:
         return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))
@@ -97,7 +96,7 @@ def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens that a server reports for one request."""
+    """The numbers of tokens of prompt and answer that a server reports for one request."""
 
     prompt: int | None = None
     answer: int | None = None
@@ -125,7 +124,9 @@ def _has_text(document: Mapping[str, object]) -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """Returns the message in a server's error document, or the document's first line."""
+    """Returns the error message in the body of a failed HTTP response, or the first line of the body if it
+    is no error document.
+    """
     try:
         document = strict_json.parse(body)
     except ValueError:
@@ -137,7 +138,7 @@ def _reason(body: bytes) -> str:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """All measurements of one load, which is a number of clients or a rate of requests."""
+    """All measurements of one load, which is a number of concurrent clients or a rate of requests."""
 
     load: str
     samples: tuple[Sample, ...]
@@ -158,7 +159,7 @@ class LoadResult:
         return dict(Counter(sample.error for sample in self.samples if sample.error is not None))
 
     def values(self, metric: str) -> list[float]:
-        """Returns the sorted values of a metric, for the requests that succeeded."""
+        """Returns the values of one metric for all requests that succeeded, sorted."""
         if metric == "itl":
             return sorted(gap for sample in self.good for gap in sample.gaps())
         listed = (sample.values() for sample in self.good)
@@ -198,7 +199,9 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the `percent` percentile of sorted values, interpolated linearly between two of them."""
+    """Returns a percentile (0 to 100) of values that the caller has sorted, interpolated linearly between
+    neighbours.
+    """
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -216,12 +219,12 @@ _ROWS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("generator, cores", ("generator", "cpu_share")),
     ("generator late, s", ("generator", "late_seconds")),
 )
-"""Label of a row in the table of results -> path of its figure in the JSON document."""
+"""Label of a row in the table of load test results -> path of the row's figure in the JSON document."""
 
 
 def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Returns the rows of the table of results, with a column for each load. Rows without any figure are left
-    out.
+    """Returns the cells of a table of load test results: a row for each metric, with a column for each
+    load. Rows without any figure are left out.
     """
     lines = [["", *(str(document["load"]) for document in documents)]]
     for label, path in _ROWS:

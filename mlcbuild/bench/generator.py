@@ -22,7 +22,7 @@ TRIAL_WORDS = (8, 40)
 
 
 class BenchError(MlcbuildError):
-    """The error for a server that cannot be measured."""
+    """The error for a server that cannot be measured, because it does not answer or refuses requests."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Style:
     """
     tokens_per_word: float = 1.0
     extra_tokens: float = 0.0
-    """Number of tokens that the server adds to every prompt."""
+    """Number of tokens that the server adds to every prompt, such as those of its chat template."""
 
     @property
     def path(self) -> str:
@@ -58,8 +58,8 @@ class Style:
         }
 
     def trial(self, count: int) -> dict[str, Json]:
-        """Returns the body of a request with `count` words that asks for the shortest answer, not
-        streamed.
+        """Returns the body of an HTTP request whose prompt has `count` words and whose answer is as short
+        as possible.
         """
         return self._around(words(Random(count), count), 1)
 
@@ -77,8 +77,8 @@ class Style:
 
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
-    """Queries the server for its model, determines the number of tokens per word, and returns the completed
-    settings. Raises BenchError if the server does not answer, or has no such model.
+    """Completes the settings for requests to a server: queries the model's name and determines the number
+    of tokens per word. Raises BenchError if the server does not answer, or lacks the model.
     """
     if style.model is None:
         document = await _asked(server, "/v1/models", None, timeout)
@@ -136,11 +136,11 @@ async def measure(
     warmup: int = 0,
     on_load: Callable[[Load], None] | None = None,
 ) -> list[LoadResult]:
-    """Runs one load after the other, and returns the measurements of each. Raises BenchError if a request
-    fails.
+    """Sends several loads to a server, one after the other, and returns the measurements of each. Raises
+    BenchError if the server does not answer, or lacks the model.
 
-    timeout: seconds for one request. warmup: requests before each load that are not measured. on_load: called
-    before each load is measured.
+    timeout: seconds for one request. warmup: number of requests before each load that are not measured.
+    on_load: called before each load is measured.
     """
     style, results = await prepare(server, style, timeout), []
     for load, workload in runs:
@@ -154,8 +154,9 @@ async def measure(
 
 
 async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> LoadResult:
-    """Runs one load until its last request has ended, and returns all measurements. timeout: seconds for one
-    request."""
+    """Sends one load to a server, waits until its last request has ended, and returns all measurements.
+    timeout: seconds for one request.
+    """
     start, cpu = time.perf_counter(), time.process_time()
     replies: list[tuple[Sample, TimedReply | None]] = []
 
@@ -190,8 +191,8 @@ async def run(server: Server, style: Style, load: Load, workload: Workload, time
 
 
 def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
-    """Yields the requests of a workload. start: time at which the load began, after which the workload's
-    `seconds` limit the requests; None: all requests are yielded.
+    """Yields the requests of a load test's workload. start: time at which the load began, after which the
+    workload's `seconds` limit the requests; None: all requests are yielded.
     """
     most = workload.requests
     demands = (
@@ -206,9 +207,10 @@ def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
 async def _ask(
     server: Server, path: str, body: Mapping[str, Json], moments: tuple[float, float, float]
 ) -> tuple[Sample, TimedReply | None]:
-    """Sends a request, and returns (its measurements, the reply or None after a failure).
+    """Sends one request of a load test, and returns (its measurements, the server's reply, or None if the
+    request failed).
 
-    moments: (due time, time of sending, maximum wait), in seconds.
+    moments: (time at which the request was due, time of sending, maximum wait), in seconds.
     """
     due, sent, timeout = moments
     try:

@@ -17,8 +17,8 @@ _STEPS = 100
 
 
 def plot(outcomes: Sequence[LoadResult]) -> str:
-    """Returns an SVG with the distribution of each metric; for several loads also with latency over
-    throughput.
+    """Returns an SVG chart of load test results: the distribution of each metric and, for several loads,
+    latency over throughput.
     """
     listed = [_distribution(metric, title, outcomes) for metric, title in _TITLES.items()]
     listed = [panel for panel in listed if panel.curves]
@@ -37,7 +37,7 @@ def _distribution(metric: str, title: str, outcomes: Sequence[LoadResult]) -> Pa
 
 
 def _by_load(outcomes: Sequence[LoadResult]) -> list[Panel]:
-    """Returns panels with a point for each load, in order: throughput on the horizontal axis, latency on the
+    """Returns chart panels with a point for each load: throughput on the horizontal axis, latency on the
     vertical one.
     """
     panels = []

@@ -37,9 +37,10 @@ class SpeedPlan:
 
 
 def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes the result of measure() to speed.json.
+    """Action: measures the speed of the bundle inputs["bundle"] and writes it to speed.json, as `measure`
+    returns it.
 
-    inputs["bundle"] is a bundle; params["machine"] names the kind of machine for which the figures hold.
+    params["machine"] names the kind of machine for which the figures hold.
     """
     prompt, answer = (int(str(params[name])) for name in ("prompt_tokens", "generate_tokens"))
     figures = measure(inputs["bundle"], SpeedPlan(prompt, answer))
@@ -88,7 +89,7 @@ def _work(path: str, plan_json: str) -> dict[str, object]:
 
 
 def _device(model: Executor) -> dict[str, object]:
-    """Returns the number of threads of a CPU, or the name of another device, as fields of the result."""
+    """Returns fields for a speed report: the number of threads on a CPU, or the name of another device."""
     threads: int | None = getattr(model, "threads", None)
     return {"device": model.description} if threads is None else {"threads": threads}
 
@@ -104,13 +105,15 @@ def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, fl
 
 
 def _pages(model: Executor, plan: SpeedPlan, number: int) -> range:
-    """Returns the KV cache pages of the sequence with this number."""
+    """Returns the numbers of the KV cache pages that the sequence `number` uses."""
     each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.manifest.limits.page_size)
     return range(number * each, (number + 1) * each)
 
 
 def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
-    """Returns the seconds for processing the prompt of one sequence, chunk by chunk."""
+    """Returns the seconds that prefill of one sequence's prompt takes, chunk by chunk. number: index of the
+    sequence.
+    """
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward
 
@@ -125,8 +128,8 @@ def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
 
 
 def _decode(model: Executor, plan: SpeedPlan, count: int, steps: int | None = None) -> float:
-    """Returns the seconds for decoding `count` sequences whose prompts are in the cache. steps: decode steps;
-    None: those of the plan.
+    """Returns the seconds that decoding `count` sequences takes, whose prompts are already in the KV cache.
+    steps: number of decode steps; None: as many as the plan states.
     """
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward

@@ -29,7 +29,7 @@ WORDS = _TEXT.split()
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of token counts, each at least 1."""
+    """A distribution from which the numbers of tokens of prompts or answers are drawn; each is at least 1."""
 
     kind: Kind
     a: float
@@ -37,8 +37,8 @@ class Lengths:
 
     @classmethod
     def of(cls, text: str) -> Lengths:
-        """Parses the text of a length option, such as "128" or "32-512". Raises UsageError for any other
-        text.
+        """Parses a length option: "128" (constant), "uniform:LOW,HIGH", "normal:MEAN,DEVIATION" or
+        "lognormal:MEDIAN,SIGMA". Raises UsageError for any other text.
         """
         name, colon, rest = text.partition(":")
         kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
@@ -71,7 +71,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Demand:
-    """The content of one request of a load test."""
+    """The content of one request of a load test: the numbers of tokens of prompt and answer, and a seed."""
 
     prompt_tokens: int
     answer_tokens: int

@@ -22,9 +22,11 @@ class Change:
     before: str | None
     """The old value or digest; None if the part did not exist before."""
     after: str | None
-    """The new value or digest; None if the part does not exist any more."""
+    """The new value or digest; None if the part no longer exists."""
     by_value: bool
-    """True if the values are readable; False for digests, which the text leaves out."""
+    """True if `before` and `after` are readable values; False if they are digests, which messages leave
+    out.
+    """
 
     def __str__(self) -> str:
         if self.before is None:
@@ -35,7 +37,9 @@ class Change:
 
 
 def summary(changes: tuple[Change, ...], limit: int = 3) -> str:
-    """Returns one line with the first `limit` changes and the number of the others."""
+    """Returns one line that describes the first `limit` differences between two keys, and the number of
+    further ones.
+    """
     words = [str(change) for change in changes[:limit]]
     if len(changes) > limit:
         words.append(f"and {len(changes) - limit} more")
@@ -88,8 +92,8 @@ def _files(tree: Tree | None) -> dict[str, str]:
 
 
 def _leaves(value: Json, present: bool, path: str = "") -> dict[str, str]:
-    """Returns dotted path of a leaf -> its text, for every leaf of a JSON value; {} if `present` is False.
-    path: prefix of the paths.
+    """Returns dotted path -> text for every leaf of a JSON value, such as "verify.max_kl" -> "0.1"; {} if
+    `present` is False. path: prefix of all paths.
     """
     if not present:
         return {}

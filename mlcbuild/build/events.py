@@ -1,4 +1,4 @@
-"""The events that a run reports. A reporter is any function that accepts an Event."""
+"""The events that a run reports while it works. A reporter is any function that accepts one event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepResult:
     key: str | None = None
     seconds: float = 0.0
     reason: str = ""
-    """The reason why the step ran or was skipped; "" if there is nothing to say."""
+    """The reason why the step ran or was skipped, in words; "" if none is stated."""
     record: Record | None = None
     error: MlcbuildError | None = None
     log: Path | None = None
@@ -58,8 +58,8 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code of the process: 130 if the run was interrupted, else that of the first failed
-        step, else 0.
+        """Returns the exit code of the process for this run: 130 if it was interrupted, else the exit code
+        of the first failed step's error, else 0.
         """
         if self.interrupted:
             return 130
@@ -82,7 +82,7 @@ class RunStarted:
 
     steps: int
     reused: int
-    """Number of steps that are not run because the store already has their results."""
+    """Number of steps that do not run because the store or a remote has their results."""
     chains: Mapping[str, float] = field(default_factory=dict)
     """Name of a step to build -> seconds from its start to the end of the longest chain of steps after it,
     estimated from earlier records.
@@ -100,17 +100,17 @@ class StepStarted:
     name: str
     reason: str
     estimate: float | None
-    """Seconds that the step took last time; None if it was never built."""
+    """Seconds that the step took when it was last built; None if it never was."""
     log: Path
     subject: str = ""
-    """The model or other object that the step works on, if the step's name does not say it."""
+    """The model or other object on which the step works; "" if the step's name already contains it."""
     typical: float = 0.0
-    """Seconds that such a step usually takes; 0 if unknown."""
+    """Seconds that a step of this sort usually takes; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class StepPlaced:
-    """Event: a worker of a cluster has started a step."""
+    """Event: a cluster worker has started a step."""
 
     name: str
     worker: str
@@ -122,7 +122,9 @@ class StepWaiting:
 
     name: str
     holder: str
-    """The other process, such as "pid 42", with its host name if it runs on another machine."""
+    """The process that builds the step, such as "pid 42", with its host name if it runs on another
+    machine.
+    """
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,13 @@ class StepProgress:
     name: str
     done: int
     total: int
-    """The total amount of work, in the event's `unit`; 0 if it is unknown."""
+    """The total amount of work, in the unit that the event names, such as bytes; 0 if it is unknown."""
     unit: str
 
 
 @dataclass(frozen=True)
 class StepFinished:
-    """Event: a step has a result."""
+    """Event: a step has ended, was reused, or was skipped; the event holds its result."""
 
     result: StepResult
     tail: str = ""
@@ -178,7 +180,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class Noted:
-    """Event: a remark about a choice and its reason, which is not a warning."""
+    """Event: a remark that a step made on a choice and its reason. It is not a warning."""
 
     message: str
 
@@ -209,4 +211,4 @@ Reporter: TypeAlias = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
-    """Ignores an event of a run. It is the reporter if none is passed."""
+    """Ignores an event of a run. It is the default reporter."""

@@ -51,14 +51,14 @@ def execute(
     sharing: Sharing | None = None,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Builds the steps that have no result yet, and returns the outcome of every step.
+    """Builds the steps of a graph that have no result yet, and returns the outcome of every step.
 
-    A failed step is part of the result, not an exception; so is an interruption by `cancel`, or by SIGINT and
-    SIGTERM when the options enable signal handling. After an interruption, running steps end at once,
-    published ones are kept, and the next run continues from there. Steps whose results the remotes of
+    A failed step is part of the result, not an exception; so is an interruption by `cancel`, or by SIGINT
+    and SIGTERM when the options enable signal handling. After an interruption, running steps end at once,
+    published results are kept, and the next run continues from there. Steps whose results the remotes of
     `sharing` have are not built, and new results are uploaded; a failing remote fails no step. An exception
-    raised by `report` ends the run and propagates. Raises UsageError for an unknown name, SourceError for an
-    unreadable source, StoreError when the store cannot be used.
+    raised by `report` ends the run and propagates. Raises UsageError for an unknown step name, SourceError
+    for an unreadable source, StoreError when the store cannot be used.
     """
     options = options or Options()
     started = time.monotonic()
@@ -75,7 +75,7 @@ def execute(
 
 
 class _Run:
-    """One run of a graph: its plan, its tracker of steps, and how it ended."""
+    """One run of a graph: its plan, the state of its steps, and how it ended."""
 
     def __init__(
         self, planner: Planner, options: Options, report: Reporter, bell: Bell, end: Interruption
@@ -93,7 +93,7 @@ class _Run:
         """Name of a built step -> remotes to which the upload of its result failed."""
 
     def carry_out(self) -> None:
-        """Runs all steps that need to run. Worker processes start only if there is any."""
+        """Runs all steps of the plan that need to run. No worker process starts if there are none."""
         self.warn()
         steps = self.tracker.steps.values()
         hits = frozenset(item.name for item in steps if item.state is StepState.DONE)
@@ -106,13 +106,15 @@ class _Run:
                 _Loop(self, stack).run()
 
     def warn(self) -> None:
-        """Reports new damage in the store, and new problems of remotes, as warnings."""
+        """Reports damage in the store and problems of remotes as warnings, those that are new since the
+        last call.
+        """
         for sentence in (*self.planner.store.take_warnings(), *self.planner.sharing.take_warnings()):
             self.report(Warned(sentence))
 
     def result(self, seconds: float) -> RunResult:
-        """Writes the result of the whole run to the store and returns it. seconds: duration of the run.
-        Called once, at the end.
+        """Writes the keys of a finished run to the store, and returns the run's result. seconds: duration
+        of the run.
         """
         results = self.tracker.results()
         self.notes.write(results)
@@ -128,7 +130,9 @@ class _Loop:
     """The main loop of a run: starts steps, and handles messages of workers and transfers."""
 
     def __init__(self, run: _Run, stack: ExitStack) -> None:
-        """Opens the executor and the transfers. stack: closes them at the end."""
+        """Opens the executor and the background transfers of a run. stack: the exit stack that
+        closes both.
+        """
         self.owner = run
         self.tracker = run.tracker
         self.planner = run.planner
@@ -184,7 +188,7 @@ class _Loop:
     def _refuse(self) -> None:
         """Marks the steps that no worker can ever run as failed, before any step starts.
 
-        Raises SetupError that lists them, unless the options say to keep going.
+        Raises SetupError that lists them, unless the options say to continue after failures.
         """
         steps = (item.step for item in self.tracker.left() if item.planned.state != "remote")
         refused = self.executor.refusals(list(steps))
@@ -227,9 +231,8 @@ class _Loop:
         return not (self.tracker.stopping or self.owner.end.reason) and self.capacity.open()
 
     def _try_start(self, item: TrackedStep) -> bool:
-        """Starts a ready step, or moves it to the state that describes what it waits for.
-
-        Returns False if the free cores and memory do not suffice.
+        """Starts a ready step, or moves it to the state of waiting for a lock or for downloads. Returns
+        False if the free cores and memory do not suffice.
         """
         if not self.capacity.fits(item.step):
             return False

@@ -28,29 +28,31 @@ class StepExecutor(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Returns the number of jobs that can run at once."""
+        """Returns the maximum number of jobs that run at once."""
 
     @property
     def cores(self) -> int:
-        """Returns the number of cores that jobs can use together."""
+        """Returns the number of cores that all running jobs may use together."""
 
     @property
     def memory(self) -> int:
-        """Returns the number of bytes of memory that jobs can use together."""
+        """Returns the number of bytes of memory that all running jobs may use together."""
 
     def here(self, step: Step) -> bool:
-        """Returns True if a step would run on this machine. Its inputs must then be in the store
-        beforehand.
+        """Returns True if this executor would run a step on this machine, so that the step's inputs must be
+        in the store beforehand.
         """
 
     def grant(self, step: Step, cores: int) -> int:
-        """Returns the number of cores that a step gets. cores: the requested number."""
+        """Returns the number of cores that a step gets, at most the requested number `cores`."""
 
     def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
         """Returns step name -> error message for the steps that this executor can never run."""
 
     def start(self, job: Job, step: Step) -> None:
-        """Accepts the job of a step. Its outcome is returned by `messages`, also when the job crashes."""
+        """Starts the job of a step without waiting for it. `messages` later returns its outcome, also when
+        the job crashes.
+        """
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
         """Returns the progress and the outcomes of jobs since the last call.
@@ -59,11 +61,11 @@ class StepExecutor(Protocol):
         """
 
     def close(self) -> None:
-        """Kills all workers and the jobs that they run."""
+        """Kills all worker processes and the jobs that they run."""
 
 
 class _Here:
-    """An executor of this machine. capacity: number of jobs at once; 0 means one per core."""
+    """An executor on this machine. capacity: maximum number of jobs at once; 0 means one per core."""
 
     def __init__(self, capacity: int) -> None:
         self.cores = machine.cores()
@@ -81,8 +83,8 @@ class _Here:
 
 
 class Inline(_Here):
-    """Runs each job in this process as soon as it is started: for debugging, and for systems that allow no
-    child processes.
+    """An executor that runs each job in this process as soon as it is started: for debugging, and for
+    systems that allow no child processes.
     """
 
     def __init__(self) -> None:
@@ -132,7 +134,7 @@ class _Worker:
         return True
 
     def end(self) -> None:
-        """Kills the worker and all processes that it started."""
+        """Kills the worker process and all processes that it started."""
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -142,10 +144,10 @@ class _Worker:
 
 
 class Pool(_Here):
-    """Runs jobs in worker processes, which are reused for later jobs.
+    """An executor that runs jobs in worker processes, which are reused for later jobs.
 
-    There are at most as many workers as there were jobs at once. The job of a worker that dies fails with an
-    error message; the next job starts a new worker. When this process dies, for whatever reason, the workers
+    It starts a worker only when no existing one is idle. If a worker dies, its job fails with an error
+    message, and the next job starts a new worker. When this process dies, for whatever reason, the workers
     end as well: see `worker.serve`.
     """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _GLOB = frozenset("*?[")
-"""The characters that make a pattern a glob; a pattern without them is an exact name."""
+"""The characters `*`, `?` and `[`: a pattern with one of them is a glob, any other an exact name."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Step:
     """Modules that the action imports by name at run time. Their source files are part of the key, like the
     action's."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Name of a parameter or input -> words that describe it in reasons ("scheme" -> "scheme q4"); not part
-    of the key.
+    """Name of a parameter or input -> words that describe it in the reasons why a step runs ("scheme" ->
+    "scheme q4"); not part of the key.
     """
     cores: int = 1
     """Maximum number of cores that the action can use. It reads the number that it gets from
@@ -75,7 +75,7 @@ class Step:
     shared: bool = True
     """False if the result is valid on this machine only and is never sent to a remote."""
     alone: bool = False
-    """True for a step that measures time, during which no other step runs."""
+    """True for a step that measures time: no other step runs at the same time."""
     subject: str = field(default="", compare=False)
     """The object that the step works on, for messages, if its name does not say it; not part of the key."""
     typical: float = field(default=0.0, compare=False)
@@ -106,7 +106,7 @@ class Graph:
         self._merge(_ordered(by_name))
         self._needs: dict[str, tuple[str, ...]] = {}
         self.users: dict[str, list[str]] = {name: [] for name in self.nodes}
-        """Name of a node -> names of the steps that read it, in the graph's order."""
+        """Name of a step or source -> names of the steps that read its files, in the graph's order."""
         for step in self.steps():
             needs = dict.fromkeys(self.resolve(item.node) for item in step.inputs.values())
             self._needs[step.name] = tuple(needs)
@@ -133,8 +133,8 @@ class Graph:
             self.nodes[node.name] = node
 
     def resolve(self, name: str) -> str:
-        """Returns the name under which the graph holds a node: `name` itself, unless the step was merged with
-        another.
+        """Returns the name under which the graph holds a step or source: for a step that was merged with an
+        equal one, the first name of the two.
         """
         return self._alias.get(name, name)
 
@@ -159,13 +159,13 @@ class Graph:
         return (node for node in self.nodes.values() if isinstance(node, Step))
 
     def needs(self, step: Step) -> tuple[str, ...]:
-        """Returns the names of the nodes that a step reads, each once."""
+        """Returns the names of the steps and sources that a step reads, each once."""
         return self._needs[step.name]
 
     def match(self, patterns: Iterable[str]) -> frozenset[str]:
-        """Returns the names of the steps that match `patterns` (names or globs).
+        """Returns the names of the steps that match any of the patterns, which are names or globs.
 
-        Raises UsageError for patterns that match no step.
+        Raises UsageError for a pattern that matches no step.
         """
         matches: set[str] = set()
         problems = []
@@ -186,7 +186,7 @@ class Graph:
         return frozenset(matches)
 
     def closure(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns the names of the given nodes and of everything on which they depend."""
+        """Returns these names of steps and sources, and the names of everything on which they depend."""
         import networkx
 
         resolved = {self.resolve(name) for name in names}
@@ -194,7 +194,9 @@ class Graph:
 
     @cached_property
     def network(self) -> networkx.DiGraph[str]:
-        """Returns the graph as a networkx graph, with an edge from each node to every step that reads it."""
+        """Returns the steps and sources as a networkx graph, with an edge from each to every step that
+        reads it.
+        """
         import networkx
 
         graph: networkx.DiGraph[str] = networkx.DiGraph()
@@ -240,7 +242,7 @@ def _ordered(by_name: Mapping[str, Node]) -> list[Node]:
 
 
 def selected(path: str, globs: Sequence[str]) -> bool:
-    """Returns True if one of the globs matches the path, or if there are no globs."""
+    """Returns True if a path matches one of the globs, or if there are no globs."""
     return not globs or any(_pattern(glob).fullmatch(path) for glob in globs)
 
 

@@ -34,7 +34,7 @@ class InputFetcher:
         """Number of a download -> (step whose files are downloaded, step that waits for them)."""
 
     def job(self, running: Running, area: Path, *, again: bool) -> Job:
-        """Returns everything that a worker needs to run a step in the directory `area`. again: True if the
+        """Returns the job that a worker needs to run a step in the directory `area`. again: True if the
         step runs even if its result is in the store.
         """
         step = running.step

@@ -140,7 +140,7 @@ class Planner:
             raise SourceError("\n".join(problems))
 
     def all(self) -> Iterator[Planned]:
-        """Plans every step of the graph, in the graph's order, and yields each plan."""
+        """Yields the plan of every step of the graph, in the graph's order."""
         plans: dict[str, Planned] = {}
         for wave in [self.steps] if self.sharing.empty else self._waves():
             if not self.sharing.empty:
@@ -152,8 +152,8 @@ class Planner:
         return (plans[step.name] for step in self.steps)
 
     def _waves(self) -> list[list[Step]]:
-        """Returns the steps grouped by depth, which is the length of the longest chain of steps before them.
-        The remote records of one group can be looked up together.
+        """Returns the steps grouped by depth, which is the length of the longest chain of steps before
+        them, so that remotes can be queried for all records of a group at once.
         """
         depths: dict[str, int] = {}
         waves: list[list[Step]] = []
@@ -166,7 +166,7 @@ class Planner:
         return waves
 
     def _unknown(self, steps: Iterable[Step]) -> Iterator[str]:
-        """Yields the keys of those steps that are not in the store and may be on a remote."""
+        """Yields the keys of those steps whose records are not in the store and may be on a remote."""
         for step in steps:
             if step.shared and all(need in self.results for need in self.graph.needs(step)):
                 key = self.key(step)
@@ -174,7 +174,7 @@ class Planner:
                     yield key
 
     def consider(self, step: Step) -> Planned:
-        """Returns the plan of a step, whose inputs have the results in `results`."""
+        """Returns the plan of one step. The results of all its inputs must be in `results`."""
         waits = [name for name in self.graph.needs(step) if name not in self.results]
         if waits:
             more = f" and {len(waits) - 1} more" if len(waits) > 1 else ""
@@ -193,14 +193,15 @@ class Planner:
         return Planned(step.name, "run", key, lost, record)
 
     def key(self, step: Step) -> str:
-        """Returns the key of a step whose inputs are in `results`. Raises UsageError for an unknown action
-        module."""
+        """Returns the key of a step. The results of all its inputs must be in `results`. Raises UsageError
+        if the module of its action does not exist.
+        """
         inputs = {argument: self._digest(item) for argument, item in step.inputs.items()}
         return step_key(step.action, self.graph.params[step.name], self._code.salt(step)[0], inputs)
 
     def preimage(self, step: Step) -> Preimage:
-        """Returns the pre-image of a step's key: everything that is hashed into it. The step's inputs must be
-        in `results`.
+        """Returns the pre-image of a step's key: everything that is hashed into it. The results of all the
+        step's inputs must be in `results`.
         """
         inputs = {argument: self.tree(item) for argument, item in step.inputs.items()}
         params = json.loads(self.graph.params[step.name])
@@ -223,7 +224,7 @@ class Planner:
         return self._rows_texts[tree.digest]
 
     def tree(self, item: Input) -> Tree:
-        """Returns the tree of files that one input of a step selects."""
+        """Returns the tree of those files of a step or source that one input selects."""
         result = self.results[self.graph.resolve(item.node)]
         if not item.select:
             return result if isinstance(result, Tree) else Tree(result.tree, result.files)
@@ -287,7 +288,7 @@ class Planner:
 
 
 class _Code:
-    """The source files of actions. Each file is read once."""
+    """The source files on which actions depend, with their digests. Each file is read once."""
 
     def __init__(self, cache: StatCache) -> None:
         self._cache = cache
@@ -331,7 +332,8 @@ def step_modules(step: Step) -> tuple[str, ...]:
 def explain(
     graph: Graph, store: Store, name: str, sharing: Sharing | None = None
 ) -> tuple[Planned, tuple[Change, ...]]:
-    """Returns the plan of one step, and its differences from the most similar recent record under its name.
+    """Returns the plan of one step, and the differences of its key from the most similar recent record
+    under its name.
 
     There are no differences while an input is not built. Raises the same exceptions as `plan`.
     """

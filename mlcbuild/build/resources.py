@@ -1,4 +1,4 @@
-"""Creates the executor of a run, and keeps account of its free cores and memory."""
+"""Creates the executor of a run, and tracks how many of its cores and how much of its memory are free."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from mlcbuild.store.staging import StagingArea
 
 
 def executor(options: Options, sharing: Sharing, staging: StagingArea, bell: Bell) -> StepExecutor:
-    """Returns the executor that the options name. staging: the run's working directory; bell: wakes the main
-    loop. Raises UsageError, and SetupError for an unreachable cluster.
+    """Returns the executor that the options of a run name. staging: the run's working directory; bell:
+    wakes the main loop. Raises UsageError for an unknown executor, and SetupError for an unreachable
+    cluster.
     """
     if options.executor == "inline":
         return Inline()
@@ -45,7 +46,7 @@ class Running:
 
 
 class Capacity:
-    """The cores and memory of an executor that are free."""
+    """Tracks which cores and how much memory of an executor the running steps hold."""
 
     def __init__(self, executor: StepExecutor, options: Options) -> None:
         self._executor = executor
@@ -61,8 +62,8 @@ class Capacity:
     def fits(self, step: Step) -> bool:
         """Returns True if the executor has the memory that a step needs.
 
-        A step that needs more than all memory runs when no other step does, and so does a step marked
-        `alone`.
+        A step that needs more than all memory, or that is marked `alone`, fits only while no other step
+        runs.
         """
         memory = self._options.memory or self._executor.memory
         if step.alone or self._alone:
@@ -70,8 +71,8 @@ class Capacity:
         return not self._held or step.memory <= memory - sum(held for _, held in self._held.values())
 
     def take(self, step: Step, others: int) -> int:
-        """Reserves cores and memory for a step, and returns the number of cores. others: number of further
-        steps that wait to start.
+        """Reserves cores and memory for a step that starts, and returns the number of cores. others: number
+        of further steps that wait to start.
         """
         share = max(1, min(step.cores, self._cores() // (others + 1)))
         granted = self._executor.grant(step, share)

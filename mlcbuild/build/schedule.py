@@ -19,7 +19,7 @@ _POLL = 0.1
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. The number 0 stands for everything that this machine has."""
+    """The options of a run. 0 cores or 0 bytes stand for everything that this machine has."""
 
     jobs: int = 0
     """Number of cores that steps may use together."""
@@ -50,8 +50,8 @@ class Options:
 
 
 def outputs(planner: Planner, options: Options) -> frozenset[str]:
-    """Returns the names of the steps whose files must be on this machine at the end. Raises UsageError for a
-    name that no step has.
+    """Returns the names of the steps whose files must be on this machine at the end of a run. Raises
+    UsageError for a name that no step has.
     """
     if chosen := options.outputs or options.only:
         return planner.graph.match(chosen)

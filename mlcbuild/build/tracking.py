@@ -54,15 +54,15 @@ class TrackedStep:
 
     step: Step
     place: int
-    """Index of the step in the plan."""
+    """Index of the step in the plan, from 0."""
     planned: Planned
     state: StepState = StepState.PENDING
     missing: frozenset[str] = frozenset()
     """Names of the inputs that have no result yet, for a pending step."""
     remote: Planned | None = None
-    """The plan that named a remote with the record; None if the files must come from this store."""
+    """The step's plan if a remote has the record; None if the step's files must come from this store."""
     requests: frozenset[int] = frozenset()
-    """Numbers of the downloads that the step waits for."""
+    """Numbers of the running downloads for which the step waits."""
     lock_wait: LockWait | None = None
     running: Running | None = None
     """The cores and memory that the step holds while it runs; None before."""
@@ -70,7 +70,9 @@ class TrackedStep:
     """The result from a worker with another store, kept until the files are on this machine."""
     result: StepResult | None = None
     chain: float = inf
-    """Seconds from the step's start to the end of the longest chain of steps after it, by earlier records."""
+    """Seconds from the step's start to the end of the longest chain of steps after it, estimated from
+    earlier records.
+    """
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ class Tracker:
         self._plan()
 
     def _plan(self) -> None:
-        """Sets the initial state of every step from its plan."""
+        """Sets the initial state of every step of the run from the step's plan."""
         for place, planned in enumerate(self._notes.plan()):
             step = self._planner.graph.step(planned.name)
             item = self.steps[planned.name] = TrackedStep(step, place, planned)
@@ -129,14 +131,14 @@ class Tracker:
     # States
 
     def move(self, item: TrackedStep, state: StepState) -> None:
-        """Changes the state of a step. TRANSITIONS lists the allowed changes."""
+        """Changes the state of a step to one that TRANSITIONS allows after the present one."""
         assert state in TRANSITIONS[item.state], f"{item.name}: {item.state.name} -> {state.name}"
         del self._by_state[item.state][item.name]
         self._by_state[state][item.name] = item
         item.state = state
 
     def enqueue(self, item: TrackedStep) -> None:
-        """Makes a step ready, or makes it wait for files that are being downloaded for it."""
+        """Marks a step as ready to start, or as waiting if files are being downloaded for it."""
         self.move(item, _FETCHING if item.requests else _READY)
         if item.state is _READY:
             heappush(self._ready, (-item.chain, item.place, item.name))
@@ -212,9 +214,10 @@ class Tracker:
         item.missing = frozenset()
 
     def _advance(self, item: TrackedStep, need: StepResult) -> list[StepResult]:
-        """Updates a pending step after its input `need` got a result.
+        """Updates a pending step after its input `need` has ended.
 
-        Returns the results of steps that follow from it, or [] if the step has no result yet.
+        Returns the step's result in a list if it is skipped or reused, or [] if it still waits or is ready
+        to run.
         """
         if need.record is None:
             reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason
@@ -246,8 +249,8 @@ class Tracker:
             self.settle(item.built_elsewhere or _reused(item.remote))
 
     def demote(self, item: TrackedStep, why: str) -> None:
-        """Makes a reused step run because its files could not be downloaded (why: the reason). Steps that
-        wait for the files then wait for the run.
+        """Makes a step run whose result was to be reused, because its files could not be downloaded. why:
+        the reason of that. Steps that wait for the files then wait for the run.
         """
         planned, item.remote = item.remote, None
         if planned is None:

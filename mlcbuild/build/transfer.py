@@ -26,7 +26,7 @@ _JOIN = 1.0
 
 @dataclass(frozen=True)
 class Fetched:
-    """Message: the download of files of a step has ended."""
+    """Message to the main loop of a run: a download of files of one step has ended."""
 
     request: int
     why: str
@@ -111,7 +111,7 @@ class Transfers:
 
     @property
     def uploading(self) -> int:
-        """Returns the number of results that are not uploaded yet."""
+        """Returns the number of results that wait for their upload or are being uploaded."""
         return len(self._pending)
 
     def messages(self) -> list[Message]:
@@ -123,7 +123,9 @@ class Transfers:
                 return messages
 
     def close(self) -> None:
-        """Stops all transfers at once. Unfinished uploads are listed in `not_uploaded`."""
+        """Stops all downloads and uploads at once. Results whose upload has not ended are listed in
+        `not_uploaded`.
+        """
         self._stop.set()
         self._sharing.close()
         for _ in self._threads:  # one for each thread

@@ -16,7 +16,9 @@ _TOUCH_SECONDS = USE_NOTED_NS / 1e9
 
 
 class Notes:
-    """Looks up records and marks them as used, while no garbage collection can run."""
+    """Looks up records in the store and marks them as used. No garbage collection can run during a
+    look-up.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -24,7 +26,9 @@ class Notes:
         self._saved = self._touched = time.monotonic()
 
     def plan(self) -> list[Planned]:
-        """Returns the plan of every step, in order, and marks the hits as used."""
+        """Returns the plan of every step in the graph's order, and marks the records of reused results as
+        used.
+        """
         with self._store.settled():
             plans = list(self._planner.all())
             for planned in plans:
@@ -49,14 +53,14 @@ class Notes:
         return record
 
     def write_sometimes(self, results: Callable[[], Mapping[str, StepResult]]) -> None:
-        """Writes the current results if the last write was more than a few seconds ago. results: function
-        that returns them, step name -> result.
+        """Calls `write` with the current results if the last call was more than a few seconds ago. results:
+        function that returns step name -> result.
         """
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self.write(results())
 
     def write(self, results: Mapping[str, StepResult]) -> None:
-        """Writes the key of each result to the store, and marks the records as used. results: step name ->
+        """Writes the keys of results to the store, and marks their records as used. results: step name ->
         result.
         """
         self._saved = time.monotonic()

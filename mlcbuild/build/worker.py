@@ -92,7 +92,9 @@ class Outcome:
 
 
 def perform(job: Job) -> Outcome:
-    """Runs the action of a job, publishes its files and cleans up. An error becomes part of the outcome."""
+    """Runs the action of a job, publishes the files that it wrote, cleans up, and returns the outcome. An
+    error becomes part of the outcome.
+    """
     store = Store(job.store)
     try:
         with store.writing(), _logged(job.log, job.area):
@@ -144,9 +146,10 @@ def _build(job: Job, store: Store) -> Outcome:
 
 
 def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int], Entry]]:
-    """Stages the inputs of a job, so that the action can read them.
+    """Makes the input files of a job readable for its action: links those in the store into the job's
+    directory.
 
-    Returns argument -> directory, and (device, inode) -> entry for every file that was linked from the store.
+    Returns (argument -> directory, (device, inode) -> entry for every file that was linked from the store).
     """
     arguments: dict[str, Path] = {}
     linked: dict[tuple[int, int], Entry] = {}
@@ -165,8 +168,8 @@ def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int
 
 
 def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
-    """Raises StepError if an input file's size or mtime differs from that at the time of hashing. arguments:
-    argument -> directory.
+    """Raises StepError if a source file of a job was changed after it was hashed. arguments: argument of
+    the action -> directory of its files.
     """
     for job_input in job.inputs:
         for entry in job_input.files:
@@ -322,7 +325,7 @@ def _own_peak() -> int:
 
 
 def _status_bytes(field_name: str) -> int:
-    """Returns the value of one field of Linux's /proc/self/status in bytes; 0 on other systems."""
+    """Returns a field of Linux's /proc/self/status, such as "VmHWM", in bytes; 0 on other systems."""
     with suppress(OSError), Path("/proc/self/status").open() as status:
         for line in status:
             if line.startswith(field_name + ":"):
@@ -331,10 +334,11 @@ def _status_bytes(field_name: str) -> int:
 
 
 def serve(descriptor: int) -> None:
-    """Runs a worker process: executes jobs from the connection until it closes.
+    """Runs a worker process: executes the jobs that arrive on a connection until it closes. descriptor:
+    file descriptor of the connection.
 
-    Standard input is a pipe whose other end only the parent holds. When it closes, the parent has ended, and
-    this process kills itself and all processes that it started.
+    Standard input is a pipe whose other end only the parent process holds. When it closes, the parent has
+    ended, and this process kills itself and all processes that it started.
     """
     from multiprocessing.connection import Connection
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlcbuild_format.fields import Json as FreeJson
 
 _LARGEST_CONFIG = 16 << 20
-"""Maximum size in bytes of a JSON file of a checkpoint that is read."""
+"""Maximum size in bytes of a checkpoint's JSON file, such as config.json, that is read."""
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SERVING = "serving.json"
 LIBRARY = "library.json"
@@ -49,8 +49,8 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def serving_document(checkpoint: Path) -> dict[str, object]:
-    """Returns the serving defaults of generation_config.json over config.json, as transformers reads them.
-    Raises CheckpointError for fields of a wrong type.
+    """Returns the serving defaults of a checkpoint as a JSON object: the fields of generation_config.json
+    override those of config.json, as in transformers. Raises CheckpointError for fields of a wrong type.
     """
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}
@@ -70,8 +70,8 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 
 def _pooling(path: Path) -> str | None:
-    """Returns the pooling that the checkpoint states, or None. Older files have one boolean for each kind of
-    pooling.
+    """Returns the pooling mode that a sentence-transformers file states; None if it states no mode. Older
+    files have one boolean for each mode.
     """
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
@@ -140,7 +140,7 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
 
 def _place_other_files(inputs: Mapping[str, Path], weights: Sequence[str], out: Path) -> None:
-    """Adds weights, tokenizer, the report of a budget and runtime libraries to a bundle's directory."""
+    """Places weights, tokenizer, the report of a budget and runtime libraries in a bundle's directory."""
     for name in weights:
         _place(inputs["weights"] / name, out / name)
     for path in sorted(inputs["tokenizer"].iterdir()):
@@ -163,8 +163,8 @@ def _serving_defaults(path: Path) -> Serving:
 
 
 def _check_serving(manifest: Manifest) -> None:
-    """Validates the manifest as the runtime does, so that invalid token ids of a checkpoint are reported here
-    and not when the bundle is served.
+    """Validates a bundle's manifest as the runtime does, so that invalid token ids of a checkpoint are
+    reported during the build and not when the bundle is served.
     """
     from mlcbuild_format.bundle import parse
     from mlcbuild_format.fields import FieldError
@@ -192,8 +192,8 @@ def _files(root: Path) -> dict[str, File]:
 
 
 def _place(source: Path, destination: Path) -> None:
-    """Links a file of the store to `destination`, or copies it if links are impossible, so that the disk
-    holds weights once.
+    """Hard-links a file of the store to `destination`, so that the disk holds weights once; copies it where
+    links are impossible.
     """
     try:
         os.link(source, destination)
@@ -202,8 +202,8 @@ def _place(source: Path, destination: Path) -> None:
 
 
 def tvm_runtime(stem: str = "libtvm_runtime") -> Path | None:
-    """Returns the path of a runtime library of the installed compiler, without importing it; None if it is
-    missing. stem: its file name without suffix.
+    """Returns the path of a shared library of TVM's runtime in the installed compiler, without importing
+    it; None if it is missing. stem: its file name without suffix.
     """
     spec = find_spec("tvm")
     if spec is None or not spec.submodule_search_locations:

@@ -31,7 +31,7 @@ FRAGMENT = "quantization.yaml"
 
 @dataclass(frozen=True)
 class Option:
-    """One scheme for one matrix."""
+    """One quantization scheme for one matrix: its size in bytes, and the loss that it causes."""
 
     scheme: str
     bytes: int
@@ -41,37 +41,37 @@ class Option:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A step from one scheme of a matrix to a larger one."""
+    """The replacement of one matrix's scheme by a larger and more accurate one."""
 
     matrix: str
     option: Option
     bytes: int
-    """Number of additional bytes."""
+    """Number of bytes by which the bundle grows."""
     saved: float
-    """Loss in nats that the step saves."""
+    """Decrease of the loss (mean KL divergence) in nats."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The upgrades from the smallest mixture of a model to the most accurate one."""
+    """The upgrades that lead from the smallest mixture of schemes for a model to the most accurate one."""
 
     smallest: Mapping[str, Option]
-    """Matrix -> its smallest option."""
+    """Name of a matrix -> its smallest option."""
     upgrades: tuple[Upgrade, ...]
     """All upgrades, the one that saves the most loss per byte first."""
     rest: int
-    """Bytes of the parameters that are no matrices."""
+    """Bytes of the parameters that are not matrices, which no option changes."""
 
     def mixture(self, applied: Sequence[Upgrade]) -> dict[str, Option]:
-        """Returns matrix -> option after some upgrades."""
+        """Returns name of a matrix -> its option, after these upgrades of the smallest mixture."""
         return {**self.smallest, **{upgrade.matrix: upgrade.option for upgrade in applied}}
 
     def size(self, options: Mapping[str, Option]) -> int:
         return self.rest + sum(option.bytes for option in options.values())
 
     def within(self, most: int) -> list[Upgrade]:
-        """Returns the upgrades that fit into a number of bytes for the whole model. A matrix with an upgrade
-        that does not fit gets none of its later ones.
+        """Returns the upgrades that a budget allows, in the order of loss saved per byte. most: maximum
+        bytes of the whole model. A matrix with an upgrade that does not fit gets none of its later ones.
         """
         left, applied, full = most - self.size(self.smallest), list[Upgrade](), set[str]()
         for upgrade in self.upgrades:
@@ -86,8 +86,8 @@ class Ladder:
 
 
 def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
-    """Returns the ladder of a table of matrix -> options. rest: bytes of the parameters that are no
-    matrices.
+    """Computes the upgrades for a model. table: name of a matrix -> its options; rest: bytes of the
+    parameters that are not matrices.
     """
     hulls = {name: hull(options) for name, options in table.items()}
     upgrades = [
@@ -101,8 +101,8 @@ def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """Returns the corners of the lower convex hull of loss over bytes, from the smallest option on. Each
-    saves loss, and less of it per byte than the one before.
+    """Returns the options of one matrix at the corners of the lower convex hull of loss over bytes, the
+    smallest first. Each has a smaller loss than the one before, and saves less per additional byte.
     """
     corners: list[Option] = []
     for option in sorted(options, key=lambda option: (option.bytes, option.loss)):
@@ -115,7 +115,7 @@ def hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Returns the loss saved per byte from one option to a larger one."""
+    """Returns the decrease of the loss per additional byte, in nats, between two options for one matrix."""
     return (before.loss - after.loss) / (after.bytes - before.bytes)
 
 
@@ -150,7 +150,7 @@ def _table(directory: Path) -> dict[str, list[Option]]:
 
 
 class _Chooser:
-    """Evaluates mixtures as a whole; each is evaluated once."""
+    """Evaluates mixtures of schemes for a model as a whole. The loss of each mixture is computed once."""
 
     def __init__(self, trial: WeightTrial, candidates: Sequence[Storage], ladder: Ladder) -> None:
         self._trial, self._candidates = trial, candidates
@@ -163,7 +163,7 @@ class _Chooser:
         return weight_count(tuple(self._trial.params.values()))
 
     def count(self, name: str) -> int:
-        """Returns the number of weights of one matrix."""
+        """Returns the number of weights of the matrix with this name."""
         return weight_count([self._trial.params[name]])
 
     @property
@@ -171,7 +171,9 @@ class _Chooser:
         return self._trial.tokens
 
     def described(self, applied: Sequence[Upgrade]) -> tuple[str, list[tuple[str, str]]]:
-        """Returns the base scheme of a mixture and its overrides, by name."""
+        """Returns (name of the most suitable base scheme, overrides as pairs of pattern and scheme name)
+        for the mixture after these upgrades.
+        """
         names = {name: option.scheme for name, option in self.ladder.mixture(applied).items()}
         return base_and_overrides(names, tuple(self._trial.params.values()))
 
@@ -179,8 +181,8 @@ class _Chooser:
         return mixture(self._candidates, *self.described(applied))
 
     def loss(self, applied: Sequence[Upgrade]) -> float:
-        """Returns the mean KL divergence of a mixture in nats, on all prompts and with its activations, to
-        four digits.
+        """Returns the mean KL divergence, in nats, of the model with a mixture of schemes, over all prompts
+        and with activations rounded as the schemes do. It is rounded to four significant digits.
         """
         options = self.ladder.mixture(applied)
         key = tuple((name, option.scheme) for name, option in options.items())
@@ -194,8 +196,8 @@ class _Chooser:
         progress.report(self._done, 0, "prompts")
 
     def under(self, limit: float) -> Sequence[Upgrade]:
-        """Returns the fewest upgrades, by bisection, with which the measured loss is at most `limit`. Raises
-        UsageError if it is larger with all of them.
+        """Finds, by bisection, the fewest upgrades with which the measured loss of the model is at most
+        `limit`, and returns them. Raises UsageError if the loss is larger with all upgrades.
         """
         upgrades = self.ladder.upgrades
         low, high = 0, len(upgrades)
@@ -249,12 +251,14 @@ def _write(params: Mapping[str, Json], chooser: _Chooser, applied: Sequence[Upgr
 
 
 def _size(chooser: _Chooser, name: str, option: Option) -> dict[str, float]:
-    """Returns the size of a matrix in bytes and in bits per weight."""
+    """Returns the size of a quantized matrix: "bytes" -> its bytes, "bits" -> bits per weight."""
     return {"bytes": option.bytes, "bits": float(f"{8 * option.bytes / chooser.count(name):.4g}")}
 
 
 def _curve(ladder: Ladder) -> list[tuple[int, float]]:
-    """Returns (bytes, sum of the losses of all matrices) after each upgrade, from none on."""
+    """Returns (bytes of the model, sum of the losses of all matrices in nats) before the first upgrade and
+    after each one.
+    """
     loss, size = sum(option.loss for option in ladder.smallest.values()), ladder.size(ladder.smallest)
     points = [(size, float(f"{loss:.4g}"))]
     for upgrade in ladder.upgrades:

@@ -20,7 +20,8 @@ _PERIOD = 0.2
 
 
 def run(module: str, *arguments: str) -> Any:
-    """Runs `main` of a module with these arguments in a new process, and returns its result.
+    """Runs the function `main` of a module in a new process and returns its result. arguments: strings
+    passed to `main`.
 
     The output of the process goes to this process's standard output, which is a step's log. Raises
     VerificationError with the last line that the process wrote to standard error.
@@ -59,13 +60,15 @@ def _wait(process: subprocess.Popen[bytes], note: Path) -> int:
 
 
 def _progress(result: Path) -> Path:
-    """Returns the path of the file in which the process notes its progress."""
+    """Returns the path of the file in which a child process writes its progress. result: path of the file
+    for its result.
+    """
     return result.with_suffix(".progress")
 
 
 def main(work: Callable[..., object]) -> None:
-    """Runs in the new process: calls `work` with the process's arguments, and writes the result for `run` to
-    read.
+    """Calls a function with the command-line arguments of this child process, and writes the result to a
+    file that `run` in the parent reads.
     """
     from mlcbuild_format.errors import ServingError
 

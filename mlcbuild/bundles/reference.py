@@ -28,7 +28,9 @@ that NumPy can convert. A stack may be a quant.stack.Stack, since its matrices a
 
 @dataclass(frozen=True)
 class Past:
-    """The state of a sequence in the reference computation, after its past positions."""
+    """The state of a sequence in the reference computation: the keys and values of the positions computed
+    so far.
+    """
 
     length: int
     """Number of past positions."""
@@ -94,8 +96,8 @@ def hidden(
 
 
 def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0) -> Array:
-    """Returns the rows [n, hidden] that enter the first layer, for tokens from position `start` on. Raises
-    ValueError, as `hidden` does.
+    """Returns the embeddings [n, hidden] of tokens as they enter the first layer. start: position of the
+    first token. Raises ValueError for token ids outside the vocabulary.
     """
     config, ids = reference.config, np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -113,8 +115,8 @@ def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0
 
 
 def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tuple[Array, State]:
-    """Returns the residual stream [n, hidden] after one layer, and the state of its mixer. x: the stream
-    before it, at the n positions after `past`.
+    """Computes one layer, and returns (residual stream [n, hidden] after it, new state of its mixer). x:
+    residual stream [n, hidden] before the layer; past: state before these n positions.
     """
     positions = np.arange(past.length, past.length + len(x))
     rotations = tuple(_rotation(reference, rope, positions) for rope in reference.config.ropes)
@@ -129,7 +131,7 @@ def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tup
 
 
 def normalized(reference: Reference, x: Array) -> Array:
-    """Returns the residual stream [n, hidden] behind the last layer after the last norm."""
+    """Returns the residual stream [n, hidden] of the last layer, normalized by the model's final norm."""
     last: Array = blocks.norm(reference.config.norm, x, _Checked.of(reference), "norm")
     return last
 
@@ -140,7 +142,7 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def head(reference: Reference, states: Array) -> Array:
-    """Returns logits [n, vocab] for hidden states [n, hidden] after the last norm."""
+    """Returns logits [n, vocab] for hidden states [n, hidden] that the final norm has normalized."""
     config = reference.config
     name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
     shapes = {name: (config.vocab_size, config.hidden_size), "lm_head.bias": (config.vocab_size,)}
@@ -184,14 +186,14 @@ class _Checked:
         return np.asarray(self.raw(name), self.reference.dtype)
 
     def of_layer(self, index: int, name: str, expert: int | None = None) -> Array:
-        """Returns a parameter of the layer `index`, or the part of it that belongs to one expert."""
+        """Returns the values of a parameter of the layer `index`, or those of one expert. name: the
+        parameter's name within the layer.
+        """
         values = self.raw(f"layers.{index}.{name}")
         return np.asarray(values if expert is None else values[expert], self.reference.dtype)
 
     def raw(self, name: str) -> Any:
-        """Returns a weight in its stored dtype, so that a matrix of which few rows are needed is not
-        converted as a whole.
-        """
+        """Returns a weight in its stored dtype. Callers that need few rows of a matrix convert only these."""
         try:
             values = self.reference.weights[name]
         except KeyError:

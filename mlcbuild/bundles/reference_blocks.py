@@ -68,15 +68,17 @@ class Inputs:
     """Function from (name of a matrix within the layer, rows) to the rows that its product reads."""
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
-        """Returns x W^T for the weight W called `<name>.weight`, plus the bias `<name>.bias` if the layer has
-        one.
+        """Returns x W^T [n, outputs] for x [n, inputs] and the weight W called `<name>.weight`, plus the
+        bias `<name>.bias` if `has_bias` is True.
         """
         y: Array = self.rounded(f"{name}.weight", x) @ self.weight(f"{name}.weight").T
         return y + self.weight(f"{name}.bias") if has_bias else y
 
 
 def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
-    """Returns the residual stream [n, hidden] after a layer, and the state of its mixer."""
+    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, state of its mixer).
+    x: residual stream [n, hidden] before the layer.
+    """
     mixer, feed_forward = MIXERS[type(spec.mixer)], FEED_FORWARDS[type(spec.feed_forward)]
     scale = x.dtype.type(spec.residual_scale)
     y, state = mixer(spec.mixer, inputs, norm(spec.norms.before, x, inputs.weight, "attn_norm"))
@@ -88,9 +90,8 @@ def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
 
 
 def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str) -> Array:
-    """Returns x with its last axis normalized; x itself if `spec` is None. weights: function from a name to
-    values; the parameters are `<name>.weight` and `<name>.bias`, those that the norm has, possibly with
-    several rows.
+    """Returns x with its last axis normalized, or x itself if `spec` is None. weights: function from a
+    parameter's name to its values; the norm's parameters are `<name>.weight` and `<name>.bias`.
     """
     if spec is None:
         return x
@@ -107,14 +108,14 @@ def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str
 
 
 def _rows(values: Array, x: Array) -> Array:
-    """Returns a vector of norm weights unchanged if it applies to all heads, or as one row for each head of x
-    [heads, n, head_dim].
+    """Returns the weights of a norm in a shape that can be multiplied with x [heads, n, head_dim]: a vector
+    for all heads, or [heads, 1, head_dim].
     """
     return values if values.size == x.shape[-1] else values.reshape(x.shape[0], 1, x.shape[-1])
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """Returns cap * tanh(x / cap), or x without a cap."""
+    """Returns cap * tanh(x / cap), or x itself if `cap` is None."""
     if cap is None:
         return x
     limit = x.dtype.type(cap)
@@ -191,8 +192,8 @@ def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]
 
 
 def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array, name: str) -> Array:
-    """Returns queries or keys [heads, n, head_dim] after their norm and their rotation, in the order that the
-    layer requires. name: name of the norm.
+    """Returns queries or keys x [heads, n, head_dim] after normalization and rotary embedding, in the order
+    that the layer requires. name: "q" or "k", which selects the norm.
     """
 
     def normed(rows: Array) -> Array:
@@ -216,8 +217,9 @@ class _Biases:
     heads: slice
 
     def scores(self, products: Array, part: slice) -> Array:
-        """Returns the attention scores [g, rows, m] of g query heads before masking. products: those of
-        queries and keys, [g, rows, m]; part: the range of rows among the new tokens.
+        """Returns attention scores [g, rows, m] of g query heads, scaled, soft-capped and with ALiBi,
+        before masking. products: dot products of queries and keys, [g, rows, m]; part: range of the rows
+        among the new tokens.
         """
         spec, dtype = self.spec, products.dtype
         keys = np.arange(products.shape[-1])
@@ -234,13 +236,15 @@ class _Biases:
         return slopes(self.spec.heads, self.spec.alibi)[self.heads]
 
     def sinks(self) -> Array | None:
-        """Returns the attention sinks of the heads, [g, 1, 1], or None if there are none."""
+        """Returns the attention sink of each query head of the group, [g, 1, 1]; None if the layer has
+        none.
+        """
         return self.inputs.weight("attn.sinks")[self.heads, None, None] if self.spec.sinks else None
 
 
 def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array, Array]) -> Array:
-    """Returns the attention output [g, n, d] of the query heads of one group. cached: keys and values of the
-    group, [m, d] each.
+    """Returns the attention output [g, n, d] of g query heads that share keys and values. query: [g, n, d];
+    cached: (keys, values), [m, d] each.
     """
     key, value = cached
     mixed = np.empty((*query.shape[:2], value.shape[-1]), query.dtype)
@@ -264,8 +268,8 @@ def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array,
 
 
 def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[Array, State]:
-    """Computes latent attention with explicit keys and values for every head; compiled programs avoid these.
-    Returns (rows to add, new state).
+    """Computes multi-head latent attention (MLA) with explicit keys and values for every head, which
+    compiled programs avoid. Returns (rows [n, hidden] to add to the residual stream, new state).
     """
     n, weight, eps = x.shape[0], inputs.weight, RmsNorm(spec.eps)
     if spec.query_latent:
@@ -291,8 +295,8 @@ def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[
 
 
 def _rotate(x: Array, rotation: Rotation | None) -> Array:
-    """Returns x with the pairs of dimensions (i, i + dim / 2) of each head rotated. Input and output are
-    [..., n, d]; None: x itself.
+    """Applies a rotary embedding to x [..., n, d] by rotating the pairs of dimensions (i, i + dim / 2), and
+    returns an array of the same shape; x itself if `rotation` is None.
     """
     if rotation is None:
         return x

@@ -20,8 +20,9 @@ Gate: TypeAlias = Callable[[Array], Array]
 
 
 def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
-    """Returns the weighted sum [n, hidden] of the chosen experts' outputs. weight: function from parameter
-    name to values; activation: the gate's; x: normalized rows [n, hidden].
+    """Returns the sum [n, hidden] of the chosen experts' outputs, weighted by the router, plus that of
+    shared experts. x: normalized rows [n, hidden]; weight: function from a parameter's name to its values;
+    activation: that of the gate.
     """
     logits = x @ weight("mlp.router.weight").T
     if spec.router.bias:
@@ -42,8 +43,9 @@ def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
 
 
 def route(router: Router, count: int, logits: Array, correction: Array | None) -> tuple[Array, Array]:
-    """Returns (experts that each row chooses, int [n, chosen]; their weights [n, chosen]). count: number of
-    choices per row; correction: numbers added to scores for choosing only, or None.
+    """Chooses experts for each row from its router logits [n, e], and returns (indices of the chosen
+    experts, int [n, count]; their weights, [n, count]). correction: numbers [e] added to the scores only
+    for choosing, or None.
 
     Of equal scores the lowest index comes first.
     """
@@ -67,7 +69,9 @@ def route(router: Router, count: int, logits: Array, correction: Array | None) -
 
 
 def _largest(scores: Array, count: int) -> Array:
-    """Returns the indices of the `count` largest scores of each row, the lowest index first among equals."""
+    """Returns the column indices [n, count] of the `count` largest scores in each row of scores [n, e],
+    largest first; of equal scores the lowest index comes first.
+    """
     order: Array = np.argsort(-scores, axis=-1, kind="stable")
     return order[:, :count]
 
@@ -85,8 +89,8 @@ def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
 
 
 def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array, int]) -> Array:
-    """Returns the output rows of one expert of a mixture. inputs: (normalized rows [n, hidden] of this
-    expert, number of the expert).
+    """Returns the output rows [n, hidden] of one expert. inputs: (normalized rows [n, hidden] that chose
+    this expert, index of the expert).
     """
     x, expert = inputs
     pair = x @ weight("mlp.experts.gate_up.weight", expert).T
@@ -99,7 +103,9 @@ def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array
 
 
 def _gated(clamp: Clamp | None, activation: Gate, pair: Array) -> Array:
-    """Returns the gated product [n, size] of an expert. pair: [n, 2 * size], gates, then ups."""
+    """Returns activation(gate) * up [n, size] of an expert's two halves, clamped if `clamp` is not None.
+    pair: [n, 2 * size], the gates first, then the ups.
+    """
     gate, up = np.split(pair, 2, axis=-1)
     if clamp is None:
         passed: Array = activation(gate) * up

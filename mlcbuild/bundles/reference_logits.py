@@ -70,8 +70,8 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 class _Progress:
-    """Reports how many tokens of the prompts have reference logits. One layer of a token counts as a fraction
-    of the token.
+    """Reports how many tokens of the prompts have reference logits so far. Each finished layer counts as a
+    fraction of its tokens.
     """
 
     def __init__(self, tokens: int, layers: int) -> None:

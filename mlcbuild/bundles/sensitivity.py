@@ -25,8 +25,8 @@ from mlcbuild.quant import Storage, from_json, stored_bytes
 
 SENSITIVITY = "sensitivity.json"
 MOST_TOKENS = 1024
-"""Maximum number of tokens on which each matrix and format is tried, because that takes a part of the model's
-time for each of them. Further prompts are used for the choice as a whole only.
+"""Maximum number of tokens with which each matrix is tried in each scheme, since every trial evaluates a
+part of the model. Further prompts only evaluate the chosen mixture as a whole.
 """
 
 
@@ -51,16 +51,16 @@ def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Pat
 
 @dataclass
 class _Run:
-    """One matrix in one candidate format, and how far the model is computed with it."""
+    """One trial: a matrix in one candidate scheme, and the state of the model's evaluation with it."""
 
     param: Param
     scheme: Storage
     streams: list[Array]
-    """The residual stream of each prompt behind the layers so far."""
+    """The residual stream [n, hidden] of each prompt after the layers that were computed so far."""
 
 
 class _Progress:
-    """Reports finished layers of runs, of all that a table of sensitivity needs."""
+    """Reports the number of layers computed so far in all trials, out of all that the step needs."""
 
     def __init__(self, trial: WeightTrial, formats: int) -> None:
         self._depth = len(trial.exact.config.layers)
@@ -68,7 +68,7 @@ class _Progress:
         self._done = 0
 
     def left(self, index: int) -> int:
-        """Returns the number of layers, and one for the logits, from the layer `index` on."""
+        """Returns the number of layers from `index` to the last one, plus one for the logits."""
         return self._depth - max(index, 0) + 1
 
     def add(self, runs: int) -> None:
@@ -83,7 +83,7 @@ def _layer_of(param: Param) -> int:
 
 
 def _losses(trial: WeightTrial, candidates: Sequence[Storage]) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yields ((parameter, scheme), loss) for every matrix and candidate."""
+    """Yields ((name of a matrix, name of a scheme), loss in nats) for every matrix and candidate scheme."""
     note = _Progress(trial, len(candidates))
     depth = len(trial.exact.config.layers)
     outside = [param for param in trial.matrices if _layer_of(param) < 0]
@@ -120,13 +120,17 @@ def _changed(exact: Reference, param: Param, scheme: Storage) -> Reference:
 
 
 def _begin(trial: WeightTrial, run: _Run) -> None:
-    """Computes the layer of a run's matrix, with the matrix quantized."""
+    """Computes the layer of a trial's matrix, with this matrix quantized, and replaces the trial's residual
+    streams by its output.
+    """
     changed = _changed(trial.exact, run.param, run.scheme)
     run.streams = [layer(changed, _layer_of(run.param), x)[0] for x in run.streams]
 
 
 def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
-    """Computes one more layer of all runs, with exact weights, which are read once."""
+    """Computes the layer `index` of all trials with exact weights, which are read once, and replaces their
+    residual streams by its output.
+    """
     held = _held(trial.exact, [name for name in trial.params if name.startswith(f"layers.{index}.")])
 
     def one(run: _Run) -> None:
@@ -138,8 +142,8 @@ def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
 def _finished(
     trial: WeightTrial, runs: Sequence[_Run], model: Reference, note: _Progress
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yields the losses of runs that passed all layers. model: the weights of the last norm and of the
-    logits.
+    """Yields ((name of a matrix, name of a scheme), loss in nats) of trials whose layers are all computed.
+    model: the weights of the last norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
     held = _held(model, [table])
@@ -155,8 +159,8 @@ def _finished(
 
 
 def _held(exact: Reference, names: Sequence[str]) -> Reference:
-    """Returns the model with some of its weights in memory, which other mappings read anew at each access.
-    Stacks are read one matrix at a time as before.
+    """Returns the model with the weights `names` in memory, which would otherwise be read from the
+    checkpoint at each access. Stacks of matrices are still read one matrix at a time.
     """
     values = {name: exact.weights[name] for name in names}
     return replace(exact, weights=ChainMap(values, cast("dict[str, Weight]", exact.weights)))

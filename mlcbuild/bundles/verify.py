@@ -36,7 +36,7 @@ only prefill.
 
 @dataclass(frozen=True)
 class Threshold:
-    """A limit that a recipe may set on a figure of verification."""
+    """A limit that a recipe may set on a figure of verification, such as the mean KL divergence."""
 
     words: str
     is_maximum: bool
@@ -102,7 +102,9 @@ def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
 
 @dataclass
 class _Sums:
-    """Running sums over positions, in float64, from which the figures of verification are computed."""
+    """Sums over all tokens of the prompts, in float64, from which the figures of verification are
+    computed.
+    """
 
     tokens: int = 0
     predicted: int = 0
@@ -114,8 +116,8 @@ class _Sums:
     decode_errors: list[float] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], expected: Logits, actual: Logits) -> None:
-        """Adds the positions of one prompt to the sums. expected, actual: logits of the reference and of the
-        bundle, [n, vocab].
+        """Adds the tokens of one prompt to the sums. expected, actual: logits [n, vocab] of the reference
+        and of the bundle.
         """
         import numpy as np
 

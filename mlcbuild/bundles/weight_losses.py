@@ -33,14 +33,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """The tokens of one prompt, and the file with the exact model's logits after each of them."""
+    """The tokens of one prompt, and the .npy file with the exact model's logits [n, vocab] for them."""
 
     tokens: tuple[int, ...]
     path: Path
 
     def losses(self, logits: Array) -> float:
-        """Returns the sum, over the prompt's positions, of the KL divergence of logits from the exact ones,
-        in nats.
+        """Returns the sum over the prompt's n tokens of KL(exact || approximate) in nats. logits: those of
+        the approximate model, [n, vocab].
         """
         return float(divergence(log_softmax(np.load(self.path)), log_softmax(logits)).sum())
 
@@ -60,11 +60,13 @@ class WeightTrial:
 
     @property
     def matrices(self) -> tuple[Param, ...]:
-        """Returns the parameters that schemes quantize."""
+        """Returns the parameters that are matrices or stacks of matrices, which schemes quantize."""
         return tuple(param for param in self.params.values() if param.matrix is not None)
 
     def within(self, most: int) -> WeightTrial:
-        """Returns the trial with its first prompts only, of at most `most` tokens together, at least one."""
+        """Returns this trial with its first prompts only: as many as have at most `most` tokens together,
+        but at least one.
+        """
         count, total = 0, 0
         for prompt in self.prompts:
             total += len(prompt.tokens)
@@ -74,8 +76,9 @@ class WeightTrial:
         return replace(self, prompts=self.prompts[:count])
 
     def loss(self, scheme: Storage, on_prompt: Callable[[], None] = lambda: None) -> float:
-        """Returns the mean KL divergence, in nats, of the model whose matrices are stored by a scheme, with
-        activations as the scheme rounds them. on_prompt: called after each prompt, by any thread.
+        """Returns the mean KL divergence per token, in nats, of the model whose matrices are stored under a
+        scheme and whose activations are rounded as the scheme requires. on_prompt: called after each
+        prompt, possibly by another thread.
         """
         weights = _Quantized(self.exact.weights, self.params, scheme)
 
@@ -93,8 +96,8 @@ class WeightTrial:
 
 
 def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> WeightTrial:
-    """Returns the trial of a step. params: `context_window`, and what steps have that read weights; inputs:
-    config, checkpoint and reference.
+    """Returns the model and the prompts with which a step measures losses. params: `context_window`, and
+    the parameters of steps that read weights; inputs: config, checkpoint, reference.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     names = read_tensor_names(inputs["config"])
@@ -110,7 +113,9 @@ def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Weight
 
 
 def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
-    """Returns a matrix, or a stack of them, as it is read from the tensors that store it under a scheme."""
+    """Quantizes a matrix, or a stack of matrices, under a scheme, and returns its float32 values after
+    unpacking.
+    """
 
     def rounded(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
         form = scheme.definition
@@ -123,8 +128,9 @@ def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
 
 
 def rounded_activations(rows: Array, scheme: Storage) -> Array:
-    """Returns rows of activations as a product with a matrix of this scheme reads them: rounded to 8 bits
-    with a scale for each group of 32, which is a power of two for 4-bit weights, or unchanged.
+    """Returns activations [n, columns] rounded as a product with a matrix of this scheme reads them: to 8
+    bits with a scale for each group of 32 columns, which is a power of two for 4-bit weights; unchanged if
+    the scheme keeps floats.
     """
     if scheme.activation_bits == 0:
         return rows
@@ -140,7 +146,9 @@ def rounded_activations(rows: Array, scheme: Storage) -> Array:
 
 @dataclass(frozen=True)
 class _Quantized(Mapping[str, Weight]):
-    """Weights of which each matrix is quantized whenever it is read."""
+    """A mapping from parameter name to values in which each matrix is quantized and unpacked again at each
+    access.
+    """
 
     exact: Mapping[str, Weight]
     params: Mapping[str, Param]
@@ -158,8 +166,8 @@ class _Quantized(Mapping[str, Weight]):
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
-    """Returns the results of a function in the order of its arguments. Each call runs on one core, so that no
-    result depends on the number of cores, which MLCBUILD_CORES limits.
+    """Calls a function for each item on MLCBUILD_CORES threads, and returns the results in order. Each call
+    computes on one core, so that no result depends on the number of threads.
     """
     with ThreadPoolExecutor(int(os.environ.get("MLCBUILD_CORES", "1"))) as pool:
         return list(pool.map(function, items))

@@ -35,12 +35,14 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """How the matrices of a LoRA adapter are scaled."""
+    """The numbers by which the matrices of a LoRA adapter are scaled."""
 
     alpha: float
     rank: int
     by_root: bool = False
-    """True if the product is scaled by alpha / sqrt(rank) (rsLoRA); False for alpha / rank."""
+    """True if the product of the adapter's matrices is scaled by alpha / sqrt(rank) (rsLoRA); False for
+    alpha / rank.
+    """
     transposed: bool = False
     """True if the base model stores its matrices as [in, out] (fan_in_fan_out)."""
     dora: bool = False
@@ -53,7 +55,9 @@ class AdapterConfig:
         return _matching(self.ranks, module, self.rank)
 
     def scale(self, module: str) -> float:
-        """Returns the factor by which the product of the two adapter matrices of a module is multiplied."""
+        """Returns the factor, such as alpha / rank, by which the product B A of a module's two adapter
+        matrices is multiplied.
+        """
         rank = self.rank_of(module)
         return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 

@@ -13,7 +13,8 @@ Codes = NDArray[np.uint8]
 
 
 def unpacked(words: NDArray[Any], bits: int) -> Codes:
-    """Returns the integers [lines, count] stored in words [lines, words]; each line is a separate stream.
+    """Unpacks words [lines, words] into integers [lines, count]. Each line is a separate stream of bits,
+    lowest first.
 
     bits: bits of one integer, 1 to 8. An integer may cross the border of two words, as those of 3 bits do.
     """
@@ -31,8 +32,8 @@ def unpacked(words: NDArray[Any], bits: int) -> Codes:
 
 
 def unpacked_fields(words: NDArray[Any], bits: int) -> Codes:
-    """Returns the integers [lines, count] of `bits` bits each from 32-bit words [lines, words]. A word holds
-    32 // bits integers, and no integer crosses the border of two words.
+    """Unpacks 32-bit words [lines, words] into integers [lines, count] of `bits` bits each. A word holds 32
+    // bits integers, and no integer crosses the border of two words.
     """
     if 32 % bits == 0:
         return unpacked(words, bits)

@@ -45,8 +45,8 @@ class CheckpointKind:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that a step imports by name when it reads weights of this kind of
-        checkpoint.
+        """Returns the names of the modules that a step imports by name when it reads weights of a
+        checkpoint of this kind.
         """
         return () if self.reader is None else (self.reader,)
 
@@ -78,7 +78,7 @@ TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def kind_of(path: Path) -> CheckpointKind:
-    """Returns the kind of the checkpoint at `path`: a directory of safetensors files, a directory of PyTorch
+    """Returns the kind of a checkpoint. path: a directory of safetensors files, a directory of PyTorch
     files, or a GGUF file.
     """
     if path.suffix == ".gguf":

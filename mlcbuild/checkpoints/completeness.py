@@ -14,7 +14,7 @@ _CHECKS: Mapping[str, Callable[[Path], object]] = {".safetensors": check_complet
 
 
 def weights_faults(root: Path, files: Iterable[str]) -> list[str]:
-    """Returns an error message for each incomplete weights file of a local checkpoint. root: the checkpoint's
+    """Returns an error message for each weights file that is incomplete or damaged. root: the checkpoint's
     directory; files: names in it.
     """
     faults = []

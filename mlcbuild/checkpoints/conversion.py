@@ -50,7 +50,8 @@ from mlcbuild.quant.floats import Array, Scratch, narrow
 from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
-"""Maximum bytes of tensor data in one weights file. A file that holds a single larger tensor may exceed it.
+"""Maximum bytes of tensor data in one weights file. A file that holds a single larger tensor may
+exceed it.
 """
 CHUNK_BYTES = 4 << 20
 """Number of checkpoint bytes that a worker thread reads at once."""
@@ -82,9 +83,9 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
 
 
 def write(sources: Sequence[ParameterSource], scheme: Storage, out: Path, cores: int = 1) -> None:
-    """Writes every parameter, converted to a scheme, to the files weights-0000i-of-0000N.safetensors in
-    `out`. cores: number of threads. Raises the same exceptions as `convert`.
-    """
+    """Quantizes every parameter to a scheme, and writes the weights files
+    weights-0000i-of-0000N.safetensors to `out`. cores: number of threads. Raises the same exceptions as
+    `convert`."""
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}
@@ -120,9 +121,8 @@ class _Blocks:
         self._spare: list[NDArray[np.uint8]] = []
 
     def put(self, start: int, part: NDArray[np.uint8]) -> None:
-        """Adds bytes that belong at offset `start` of the file, and writes each block that becomes complete.
-        Raises OSError if the file cannot be written.
-        """
+        """Copies bytes to the offset `start` of the output file, and writes each block that becomes
+        complete. Raises OSError if the file cannot be written."""
         while part.size:
             number, offset = divmod(start, BLOCK_BYTES)
             piece = part[: BLOCK_BYTES - offset]
@@ -179,9 +179,8 @@ class _Plan:
     places: Mapping[str, _Place]
 
     def jobs(self) -> Iterator[_Job]:
-        """Yields jobs that cover the parameter in row ranges of about CHUNK_BYTES. Each range starts at an
-        index of axis 0 of the stored tensors.
-        """
+        """Yields jobs that convert ranges of the parameter's rows of about CHUNK_BYTES. Each range starts
+        at an index of axis 0 of the stored tensors."""
         for source in self.sources:
             unit = rows_per_index(source.param, self.scheme)
             size = math.prod(source.row_shape) * source.dtype.itemsize * unit
@@ -226,9 +225,9 @@ class _Queue:
             return None if self._stopped else next(self._left, None)
 
     def finish(self, job: _Job, problem: str | None) -> None:
-        """Marks a piece of work as done. problem: its error message, or None. For each parameter the problem
-        with the lowest row is kept, so that the report does not depend on the order in which threads work.
-        """
+        """Marks one job of a conversion as done. problem: its error message, or None. For each parameter
+        the problem with the lowest row is kept, so that the report does not depend on the order in which
+        threads work."""
         with self._lock:
             self._done += job.size
             if problem is not None:
@@ -241,7 +240,7 @@ class _Queue:
             self._stopped = True
 
     def problems(self, sources: Sequence[ParameterSource]) -> list[str]:
-        """Returns the problems of a conversion in the order of the parameters."""
+        """Returns the error messages of a conversion in the order of the parameters."""
         names = [source.param.name for source in sources]
         return [self._problems[name][1] for name in names if name in self._problems]
 
@@ -292,9 +291,8 @@ class _Worker:
         self._stack.close()
 
     def run(self, job: _Job) -> None:
-        """Converts one range of rows. Raises CheckpointError for weights that the scheme cannot store, and
-        OSError if the output cannot be written.
-        """
+        """Quantizes one range of rows and writes it. Raises CheckpointError for weights that the scheme
+        cannot store, and OSError if the output cannot be written."""
         param = job.source.param
         scheme = scheme_for(self._plan.scheme, param.name)
         for tensor, part in zip(stored(param, scheme), self._packed(job, scheme), strict=True):
@@ -361,7 +359,8 @@ def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, W
 
 
 def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
-    """Returns the float32 values of a quantized parameter. parts: the arrays of its stored tensors."""
+    """Returns the float32 values of a quantized parameter, an array or a stack of matrices. parts: the
+    arrays of its stored tensors."""
     matrix, storage = param.matrix, scheme_for(scheme, param.name)
     if matrix is None:
         return parts[0].astype(np.float32)

@@ -17,7 +17,7 @@ from mlcbuild.quant.stack import Stack
 
 T = TypeVar("T")
 Weight: TypeAlias = Any
-"""The values of a parameter: a float32 array, or a Stack."""
+"""The values of a parameter: a float32 array, or a Stack, whose matrices are read one at a time."""
 
 
 class LazyMapping(Mapping[str, T]):
@@ -40,8 +40,8 @@ class LazyMapping(Mapping[str, T]):
 
 
 def read_tensor_names(directory: Path) -> TensorNames:
-    """Reads the file that maps parameters to tensors of the checkpoint, which the config step wrote beside
-    the config.
+    """Reads tensors.json, which the config step wrote to `directory`, and returns which tensors of the
+    checkpoint hold which parameter.
     """
     return TensorNames.from_json(json.loads((directory / "tensors.json").read_bytes()))
 
@@ -49,11 +49,11 @@ def read_tensor_names(directory: Path) -> TensorNames:
 def checkpoint(
     path: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN
 ) -> Mapping[str, Weight]:
-    """Returns parameter name -> exact float32 values of a checkpoint. Values are read from the files again at
-    each access.
+    """Returns parameter name -> exact float32 values of the model in a checkpoint. Values are read from the
+    files again at each access.
 
     names: which tensors hold which parameter. views: transformations of the stored tensors. Raises
-    CheckpointError, as `locate` does.
+    CheckpointError for tensors that are missing or do not fit the config.
     """
     sources = {source.param.name: source for source in locate(path, config, names, views)}
 

@@ -48,7 +48,7 @@ LARGEST_INDEX = 64 << 20
 _BLOCK = 1 << 20
 
 _MOST = 8
-"""Maximum number of bytes downloaded for a file over all attempts, as a multiple of its size."""
+"""Maximum number of bytes downloaded for a file over all attempts, as a multiple of the file's size."""
 STREAMS = 4
 """Number of files that are downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
@@ -185,11 +185,11 @@ def _is_regular(path: Path) -> bool:
 
 
 def fetch(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: downloads and verifies the pinned files of one repository into `out`.
+    """Action: downloads the pinned files of one hub repository to `out`, and verifies size and sha256.
 
-    params: {"repo": str, "commit": 40 hex digits, "files": {name: {"size": int, "sha256": hex}}}; no inputs.
-    Files are hard links into the hub's cache where possible, otherwise copies. Raises SourceError with one
-    line for each file that failed.
+    params: {"repo": str, "commit": 40 hex digits, "files": {name: {"size": int, "sha256": hex}}}; no
+    inputs. Files are hard links into the hub's cache where possible, otherwise copies. Raises SourceError
+    with one line for each file that failed.
     """
     source = HubSource(str(params["repo"]), str(params["commit"]))
     files = _pinned(params["files"])
@@ -235,8 +235,8 @@ def _named(source: HubSource, name: str) -> None:
 
 
 def _counter(total: int) -> Callable[[int], None]:
-    """Returns a callback that adds up the bytes of all downloads and reports progress. total: the expected
-    number of bytes.
+    """Returns a function that accepts a number of downloaded bytes, sums these numbers over all files, and
+    reports progress. total: the expected sum.
     """
     done = 0
     lock = threading.Lock()

@@ -174,10 +174,10 @@ def _field(blocks: Bytes, start: int, *shape: int) -> Bytes:
 
 
 def _runs(array: Bytes) -> NDArray[np.void]:
-    """Returns a view [..., 1] of a byte array, in which each run of bytes along the last axis is one element.
+    """Returns a view [..., 1] of a byte array [..., run], in which each run of bytes along the last axis is
+    one element.
 
-    NumPy copies runs of 16 bytes about six times faster as elements.
-    """
+    NumPy copies runs of 16 bytes about six times faster as elements."""
     return array.view(f"V{array.shape[-1]}")
 
 
@@ -205,9 +205,8 @@ def _codes(blocks: Bytes, start: int, count: int, run: int, bits: int) -> Bytes:
 
 
 def _join(low: Bytes, high: Bytes, bits: int) -> Bytes:
-    """Returns codes whose lowest `bits` bits are in `low` and whose other bits are in `high`. All arrays
-    have the same shape.
-    """
+    """Returns codes joined from their lowest `bits` bits in `low` and their other bits in `high`. All
+    arrays have the same shape."""
     return np.left_shift(high, bits, dtype=np.uint8) | low
 
 
@@ -350,7 +349,8 @@ _DECODERS: Mapping[BlockType, Callable[[Bytes], _Decoded]] = {
     BlockType("TQ2_0", 35, 256, 66): _tq2_0,
     BlockType("MXFP4", 39, 32, 17): _mxfp4,
 }
-"""Type of quantized GGUF tensors -> function that unpacks blocks, passed as bytes [blocks, size of a block].
+"""Type of quantized GGUF tensors -> function that unpacks blocks, passed as bytes [blocks, size of
+a block].
 """
 
 TYPES: Mapping[int, BlockType] = MappingProxyType({kind.number: kind for kind in (*_NUMBERS, *_DECODERS)})

@@ -61,7 +61,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 class _Keys:
-    """Reads the metadata `<architecture>.<name>` of a GGUF file and notes which keys were read."""
+    """Reads the GGUF metadata `<architecture>.<name>` and tracks which keys were read."""
 
     def __init__(self, gguf: Gguf, place: str) -> None:
         self.gguf, self.place = gguf, place
@@ -70,7 +70,7 @@ class _Keys:
         self._problems: list[str] = []
 
     def get(self, name: str) -> Value | None:
-        """Returns the value of `<architecture>.<name>`, None where it is absent."""
+        """Returns the value of the GGUF metadata key `<architecture>.<name>`; None if the key is absent."""
         self._read.add(self._prefix + name)
         return self.gguf.metadata.get(self._prefix + name)
 
@@ -79,7 +79,7 @@ class _Keys:
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Returns the positive integer under the metadata key `name`, or `default` if the key is absent. If
-        neither exists, or the value is wrong, notes a problem and returns 1.
+        there is neither, or the value is no positive integer, records a problem for `close` and returns 1.
         """
         value = self.get(name)
         if value is None and default is not None:
@@ -90,7 +90,7 @@ class _Keys:
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns the number under the metadata key `name`, as the shortest decimal of its float32, or
-        `default` if the key is absent. If neither exists, notes a problem and returns 1.
+        `default` if the key is absent. If there is neither, records a problem for `close` and returns 1.
         """
         value = self.get(name)
         if value is None and default is not None:
@@ -107,19 +107,19 @@ class _Keys:
         return 1.0
 
     def refuse(self, name: str, why: str) -> None:
-        """Notes a problem: the value of a metadata key has a meaning that is not supported. why: the reason,
-        as the end of a sentence.
+        """Records a problem: a metadata key has a value that is not supported. why: the reason, as the end
+        of a sentence.
         """
         self._problems.append(f"{self.place}: {self._prefix}{name}: {why}; use the original checkpoint")
 
     def check(self) -> None:
-        """Raises CheckpointError with the problems noted so far, if there are any."""
+        """Raises CheckpointError with the problems of the metadata recorded so far, if there are any."""
         if self._problems:
             raise CheckpointError("\n".join(dict.fromkeys(self._problems)))
 
     def close(self) -> None:
-        """Raises CheckpointError with all problems. A key that was never read is a problem too, since it may
-        change results.
+        """Raises CheckpointError with all problems of the metadata. A key that was never read is a problem
+        too, since it may change results.
         """
         for name in ("expert_count", "expert_used_count"):
             if self.get(name):
@@ -195,9 +195,7 @@ def _rope_scaling(keys: _Keys) -> Fields | None:
 
 
 def _floats(gguf: Gguf, name: str) -> list[float] | None:
-    """Returns the values of the small float32 tensor `name` of a GGUF file; None if the file does not have
-    it.
-    """
+    """Returns the values of a small float32 tensor of a GGUF file; None if the file lacks the tensor."""
     tensor = gguf.tensors.get(name)
     if tensor is None:
         return None
@@ -211,8 +209,9 @@ def _floats(gguf: Gguf, name: str) -> list[float] | None:
 
 
 def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
-    """Returns a rotary embedding with Llama 3's frequency scaling. factors: what llama.cpp stores for it, a
-    divisor for each frequency. Raises CheckpointError if the factors do not follow Llama 3's rule.
+    """Returns a rotary embedding with Llama 3's frequency scaling. factors: the divisor of each frequency,
+    which llama.cpp stores instead of the rule. Raises CheckpointError if the factors do not follow Llama
+    3's rule.
     """
     if len(factors) != len(rope.inv_freq) or not all(0 < factor < 1e6 for factor in factors):
         raise CheckpointError(
@@ -247,8 +246,8 @@ def _gemma(keys: _Keys) -> Fields:
 
 
 def _granite(keys: _Keys) -> Fields:
-    """Returns the config fields of Granite's multipliers. llama.cpp divides logits by logit_scale, as Granite
-    does.
+    """Returns the fields of config.json with Granite's multipliers. logit_scale divides logits, as the
+    original's logits_scaling does.
     """
     return {
         "attention_bias": _has_bias(keys, "attn_q"),
@@ -261,8 +260,8 @@ def _granite(keys: _Keys) -> Fields:
 
 
 def _gemma2(keys: _Keys) -> Fields:
-    """Returns the config fields of Gemma 2. The file does not state the attention scale, which is computed as
-    llama.cpp and the original do.
+    """Returns the config.json fields of Gemma 2, read from the metadata of a GGUF file. The attention
+    scale, which the file does not state, is computed as llama.cpp and the original do.
     """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     is_27b = keys.integer("block_count") == 46
@@ -276,8 +275,9 @@ def _gemma2(keys: _Keys) -> Fields:
 
 
 def _gemma3(keys: _Keys) -> Fields:
-    """Returns the config fields of Gemma 3. The file does not state the attention scale and which layers have
-    windows; both are computed as llama.cpp and the original do.
+    """Returns the config.json fields of Gemma 3, read from the metadata of a GGUF file. The attention scale
+    and the layers with windows, which the file does not state, are computed as llama.cpp and the original
+    do.
     """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     is_27b = keys.integer("block_count") == 62

@@ -72,8 +72,8 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Reads the headers of a GGUF file and, if the file is the first of several, of all of them. Raises
-    CheckpointError for a damaged file, or one of an unsupported version.
+    """Reads the header of a GGUF file, or the headers of all files if it is the first of a split model, and
+    returns metadata and tensors. Raises CheckpointError for a damaged file, or an unsupported version.
     """
     paths = parts(path)
     metadata, tensors = _read_part(paths[0])
@@ -96,8 +96,8 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def parts(path: Path) -> tuple[Path, ...]:
-    """Returns the paths of all files of a split GGUF model. path: any of them; `NAME-00001-of-00003.gguf` has
-    two more.
+    """Returns the paths of all files of a GGUF model. path: any of them; "NAME-00001-of-00003.gguf" belongs
+    to three.
 
     Raises CheckpointError if one is missing.
     """
@@ -187,8 +187,8 @@ class _Reader:
         return tensors, entries
 
     def _description(self) -> Tensor:
-        """Reads and returns the description of one tensor. Its `start` is relative to the beginning of the
-        file's data section.
+        """Reads one entry of a GGUF file's tensor table and returns it. Its `start` is relative to the
+        beginning of the file's data section.
         """
         name = self._string("a tensor's name", LONGEST_KEY)
         subject = f"tensor '{shown(name)}'"

@@ -26,8 +26,8 @@ _TYPES = "tokenizer.ggml.token_type"
 
 
 def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes:
-    """Returns the bytes of a tokenizer.model file. A vocabulary that SentencePiece would refuse adds a
-    problem to `reader`.
+    """Returns the bytes of a SentencePiece tokenizer.model with this vocabulary. If SentencePiece would
+    refuse it, adds a problem to `reader`.
     """
     tokens, types = _escaped(vocabulary), _with_unknown(vocabulary, reader)
     _check_bytes(vocabulary, types, reader)
@@ -69,8 +69,8 @@ def split_tokens(vocabulary: GgufVocabulary) -> dict[int, str]:
 
 
 def _escaped(vocabulary: GgufVocabulary) -> list[str]:
-    """Returns the texts of the tokens with each space replaced as SentencePiece does. Converters leave spaces
-    in user-defined tokens as they are.
+    """Returns the texts of all tokens, indexed by id. In user-defined tokens, where converters leave
+    spaces, each space becomes SentencePiece's "▁", unless another token has that text.
     """
     tokens = set(vocabulary.tokens)
     return [
@@ -86,10 +86,10 @@ def _index(types: list[int], kind: int) -> int | None:
 
 
 def _with_unknown(vocabulary: GgufVocabulary, reader: MetadataReader) -> list[int]:
-    """Returns the types of the tokens, changed so that exactly one is the unknown token, as SentencePiece
-    requires.
+    """Returns the type of each token, indexed by id, changed so that exactly one token is the unknown one,
+    as SentencePiece requires.
 
-    Some files have more, Phi-3's 53. The others are control tokens: no merge leads to them.
+    Some files have more, Phi-3's 53. The others become control tokens, to which no merge leads.
     """
     unknown = vocabulary.ids.get("unk")
     if unknown is None:

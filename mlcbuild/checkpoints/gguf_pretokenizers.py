@@ -41,8 +41,8 @@ def _split(expression: str) -> Step:
 
 
 def _byte_level(*, cuts: bool) -> Step:
-    """Returns the pre-tokenizer that writes each byte as a printable character. cuts: True if it first splits
-    the text into words by GPT-2's expression.
+    """Returns the byte-level pre-tokenizer of tokenizer.json, which writes each byte as a printable
+    character. cuts: True if it first splits the text into words by GPT-2's expression.
     """
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": cuts}
 
@@ -63,16 +63,17 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _cl100k(numbers: str, spaces: str = _SPACES) -> str:
-    """Returns the regular expression of OpenAI's cl100k, which many models use with other rules for numbers
-    (`numbers`) and spaces."""
+    """Returns the regular expression by which OpenAI's cl100k splits text into words. numbers, spaces: the
+    parts for digits and for spaces, which differ between models.
+    """
     return rf"{_SUFFIX}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{spaces}"
 
 
 def _o200k(numbers: str, suffix: str) -> str:
-    """Returns the regular expression of OpenAI's o200k, where a word ends when a capital follows small
-    letters.
+    """Returns the regular expression by which OpenAI's o200k splits text into words, where a word ends when
+    a capital follows small letters.
 
-    numbers: the expression for digits; suffix: an expression that may follow a word.
+    numbers: the part for digits; suffix: a part that may follow a word.
     """
     words = f"{_LEAD}{_UPPER}*{_LOWER}+{suffix}|{_LEAD}{_UPPER}+{_LOWER}*{suffix}"
     return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"

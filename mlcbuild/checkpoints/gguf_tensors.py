@@ -87,8 +87,8 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
-    """Returns the name and the description of a GGUF file's architecture. place: begins the error message.
-    Raises CheckpointError for an unknown architecture.
+    """Returns the name and the description of the architecture that a GGUF file states. place: the
+    beginning of error messages. Raises CheckpointError for an unknown architecture.
     """
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str):
@@ -102,9 +102,9 @@ def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
 
 
 def read_tensors(path: Path) -> dict[str, PackedTensor]:
-    """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights. A name
-    without a translation is kept. Raises CheckpointError for a tensor whose rows do not fit the number of
-    heads.
+    """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights. A
+    tensor without a known translation has the name that it has in the file. Raises CheckpointError for a
+    tensor whose rows do not fit the number of heads.
     """
     gguf = read_gguf(path)
     name, architecture = architecture_of(gguf, str(path))

@@ -40,7 +40,9 @@ class GgufVocabulary:
     tokens: list[str]
     types: list[int]
     scores: list[float]
-    """Score of each token, indexed by id; empty for BPE with merges."""
+    """Score of each token, indexed by id, by which SentencePiece chooses among segmentations; empty for BPE
+    with merges.
+    """
     merges: list[tuple[str, str]]
     """Pairs of tokens to merge, in the order in which they are tried; empty for SentencePiece."""
     pre_tokenizer: str
@@ -53,9 +55,7 @@ class GgufVocabulary:
 
 
 class MetadataReader:
-    """Reads values of GGUF metadata by key, and collects problems. Each problem is a sentence that begins
-    with the key.
-    """
+    """Reads values of GGUF metadata by key, and collects problems: sentences that begin with the key."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
@@ -125,8 +125,8 @@ class MetadataReader:
 
 
 def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
-    """Reads and returns the vocabulary in GGUF metadata. Returns None if it is invalid; `reader.problems`
-    then says why.
+    """Reads and checks the vocabulary in GGUF metadata and returns it; returns None if it is invalid, with
+    the reasons in `reader.problems`.
     """
     before = len(reader.problems)
     model = reader.text("tokenizer.ggml.model")
@@ -173,7 +173,9 @@ def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]
 
 
 def shown(value: object) -> str:
-    """Returns the beginning of a metadata value, escaped so that an error message can show it."""
+    """Returns the beginning of a metadata value as text for an error message, with special characters
+    escaped.
+    """
     if (count := _count(value)) is not None:
         return f"an array of {count}"
     if isinstance(value, bytes):
@@ -199,8 +201,8 @@ def _plain(value: object) -> object:
 
 
 def _is_utf8(text: str) -> bool:
-    """Returns True if a text can be encoded as UTF-8, which lone surrogates cannot. Decoders write invalid
-    bytes as such.
+    """Returns True if a text can be encoded as UTF-8, and False if it contains lone surrogates, as which
+    decoders represent invalid bytes.
     """
     try:
         text.encode()

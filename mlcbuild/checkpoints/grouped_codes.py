@@ -25,7 +25,8 @@ Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
 these rows.
 """
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
-"""(type, least integer, greatest integer) of the tensor types whose weights are an integer times a float16.
+"""(type, least integer, greatest integer) of the tensor types whose weights are an integer times a
+float16.
 """
 _WITH_MINIMUM = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1", 6: "Q6_1"}
 """Bits of a code -> name of the tensor type whose weights are code * float16 scale + float16 minimum."""
@@ -35,7 +36,9 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class GroupedMatrix:
-    """A matrix [rows, columns] whose codes, scales, and zero points or minima are read row by row."""
+    """A matrix [rows, columns] of integer codes with a scale, and a zero point or a minimum, for each group
+    of columns. All are read from the checkpoint row by row.
+    """
 
     rows: int
     columns: int
@@ -55,10 +58,12 @@ class GroupedMatrix:
     places: NDArray[np.intp] | None = field(default=None, compare=False)
     """Column -> index of its group, if groups are not made of consecutive columns; None if they are."""
     kind: str = "F32"
-    """Name of the tensor type whose stored format keeps the values of this matrix; "F32" if none does."""
+    """Name of the tensor type in which the values of this matrix can be stored unchanged; "F32" if there is
+    none but floats.
+    """
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, as float32 weights."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns]."""
         rows: Floats = self.codes(reader, first, count).astype(np.float32)
         if self.zeros is not None:
             rows -= self._spread(self.zeros(reader, first, count).astype(np.float32))
@@ -77,7 +82,9 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group, axis=1)[:, : self.columns]
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns `count` rows of the matrix from row `first` on, as codes and scales."""
+        """Returns `count` rows of the matrix from row `first` on, without dequantizing them: as codes and
+        scales.
+        """
         codes, scale = self.codes(reader, first, count), self.scales(reader, first, count)
         minimum = None if self.minima is None else self.minima(reader, first, count)
         if self.zeros is not None:
@@ -96,8 +103,8 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group // GROUP, axis=1)[:, : self.columns // GROUP]
 
     def tensor(self, parts: StoredParts, note: str = "", name: str = "weight") -> ComputedTensor:
-        """Returns the matrix as the tensor `name` of a module. parts: the stored tensors of the module; note:
-        a remark for the log.
+        """Returns the matrix as the tensor `name` of a module, whose rows are computed when they are read.
+        parts: the stored tensors of the module; note: a remark for the log.
         """
         matrix = replace(self, kind=self._kind())
         unpack = None if matrix.kind == "F32" else matrix.unpack

@@ -21,7 +21,9 @@ to the end of the header.
 
 
 def read_header(path: Path) -> Header:
-    """Returns the header of one safetensors file. Raises CheckpointError for a damaged or unreadable file."""
+    """Reads the header of a safetensors file: the dtype, shape and position of each tensor. Raises
+    CheckpointError for a damaged or unreadable file.
+    """
     try:
         try:
             return safetensors.read_header(path)
@@ -49,7 +51,7 @@ def check_complete(path: Path) -> None:
 @lru_cache(maxsize=1 << 14)
 def _shortfall(path: Path, size: int, _mtime_ns: int) -> str | None:
     """Returns the reason why a safetensors file of `size` bytes is incomplete, as part of a sentence; None
-    for a complete file.
+    if it is complete.
     """
     with regular.open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")

@@ -52,11 +52,11 @@ class HubFile:
 
 
 class UnreachableError(SourceError):
-    """The hub cannot be reached; a retry may succeed."""
+    """The error for a hub that cannot be reached; a retry may succeed."""
 
 
 class AbsentError(SourceError):
-    """The repository or revision does not exist, or is hidden from this user."""
+    """The error for a repository or revision that does not exist, or is hidden from this user."""
 
 
 def is_commit(text: str) -> bool:
@@ -240,9 +240,8 @@ def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -
 
 @contextmanager
 def explained(source: HubSource, name: str | None) -> Iterator[None]:
-    """Converts expected exceptions of a query or transfer into SourceErrors that name the source and, unless
-    it is None, the file.
-    """
+    """Returns a context in which expected exceptions of a query or transfer become SourceErrors that name
+    the source and, unless it is None, the file."""
     try:
         yield
     except SourceError:
@@ -269,9 +268,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _hub_refusal(error: Exception, source: HubSource) -> _Found:
-    """Returns the class and the message of the error for a request that the hub refused; None for other
-    exceptions.
-    """
+    """Returns (class, message) of the error to raise for a request that the hub refused; None for other
+    exceptions."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.repo}"
@@ -357,7 +355,7 @@ the names of their classes, because huggingface_hub has changed its HTTP library
 
 
 def _network_failure(error: Exception) -> _Found:
-    """Returns the class and the message of the error for a network failure; None for other exceptions."""
+    """Returns (class, message) of the error to raise for a network failure; None for other exceptions."""
     from huggingface_hub import constants
 
     for cause in _chain(error):

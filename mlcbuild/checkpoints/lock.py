@@ -42,8 +42,8 @@ class Locked:
     files: Mapping[str, Pinned]
 
     def params(self, source: HubSource) -> dict[str, Json]:
-        """Returns the parameters of the fetch action. They contain no branch or tag, so that no key depends
-        on one.
+        """Returns the parameters of the step that downloads this source. They contain no branch or tag, so
+        that no key depends on one.
         """
         files: dict[str, Json] = {
             name: {"size": pinned.size, "sha256": pinned.sha256} for name, pinned in self.files.items()
@@ -57,7 +57,7 @@ class Lock:
 
 
 def text(lock: Lock) -> str:
-    """Returns the canonical text of a lock file: sorted, one line per file, so that diffs show changes."""
+    """Returns the text of a recipe.lock: sorted, one line per file, so that diffs show changes."""
     lines = [_HEAD, f"version: {VERSION}\n", "sources:\n" if lock.sources else "sources: {}\n"]
     for source, locked in sorted(lock.sources.items()):
         lines += [f'  "{source}":\n', f'    commit: "{locked.commit}"\n', "    files:\n"]
@@ -101,8 +101,8 @@ def read(path: Path) -> Lock:
 
 
 def _advised(problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the problems with a remedy added to each: to write the lock again, since it is not edited by
-    hand.
+    """Returns problems of a recipe.lock with a remedy added to each message: to write the lock again, since
+    it is not edited by hand.
     """
     advice = "; restore the file from version control, or delete it and run `mlcbuild lock`"
     return [Problem(p.file, p.line, p.column, p.message + advice) for p in problems]
@@ -166,8 +166,8 @@ class _Reader:
         return Pinned(size if type(size) is int else 0, str(sha256))
 
     def mapping(self, where: Where, keys: set[str] | None = None) -> dict[str, Data]:
-        """Returns the mapping at the position `where` of the file. Reports anything else, and a mapping
-        without exactly the keys `keys`, if they are passed.
+        """Returns the mapping at the path `where` of the lock file. Reports a problem if there is no
+        mapping, or if its keys are not exactly `keys`, unless `keys` is None.
         """
         value = self.document.get(where)
         name = f"'{where[-1]}'" if where else "the file"
@@ -204,8 +204,8 @@ def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
 
 
 def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
-    """Queries the hub for the current state of each source and returns the lock. Entries of `keep` stay
-    unless no source uses them.
+    """Queries the hub for the present commit and files of each source, and returns the lock. Entries of
+    `keep` stay as they are if a source uses them.
 
     Raises SourceError with one line for each source that failed.
     """

@@ -64,7 +64,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Change:
-    """The change that one adapter makes to one matrix."""
+    """The change that one adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
     """The left factor of the product: B [rows, rank], or A if `crossed`."""
@@ -77,9 +77,9 @@ class _Change:
 
 
 def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint, by transformers' names, with adapters merged one after the other.
-    directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError for an adapter
-    that does not fit the checkpoint.
+    """Returns the tensors of a checkpoint, by transformers' names, with LoRA adapters merged into them one
+    after the other when rows are read. directories: pairs (directory of an adapter, factor of its change).
+    Raises CheckpointError for an adapter that does not fit the checkpoint.
     """
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -222,7 +222,9 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
 
 
 def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats:
-    """Returns `count` rows, from row `first` on, of the product of an adapter's two matrices, as float32."""
+    """Returns `count` rows, from row `first` on, of the product of an adapter's two factors, as float32
+    [count, columns].
+    """
     if change.crossed:
         left = reader.elements(change.left, (0, change.left.shape[0]), (first, first + count))
         left = widened(left).T
@@ -240,8 +242,8 @@ def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats
 
 
 def _multiply(left: NDArray[np.float64], right: NDArray[np.float64], out: Floats) -> None:
-    """Writes left @ right to `out`. Operands are float32 values; each sum is rounded as fused multiply-adds
-    in float32 would, in the order of ranks.
+    """Writes left [rows, rank] @ right [rank, columns] to `out`. Operands are float32 values; each sum is
+    rounded as fused multiply-adds in float32 would, in the order of ranks.
 
     Libraries of matrix products, PyTorch's too, have this order for small ranks on CPUs with FMA. Here the
     result is the same on every machine: the product of two float32 is exact in float64.

@@ -105,8 +105,8 @@ def locate(
 
 
 def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[str]]:
-    """Returns (name in the files -> tensor, index or None, problems of the files). The index maps tensor
-    names to file names.
+    """Reads the headers of all weights files of a checkpoint. Returns (tensor name in the files -> tensor,
+    index or None, error messages). The index maps tensor names to file names.
     """
     reader = kind_of(root).reader
     if reader is not None:
@@ -129,8 +129,8 @@ def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> d
 def _located(
     config: ModelConfig, table: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[list[ParameterSource], list[str]]:
-    """Returns the parameters all of whose tensors exist, and the problems of the others. table: parameter
-    name -> the tensors that make it up.
+    """Returns the parameters all of whose tensors exist, and error messages for tensors of a wrong dtype or
+    shape. table: parameter name -> the tensors that make it up.
     """
     located, problems = [], []
     for param in parameters(config):
@@ -146,7 +146,9 @@ def _located(
 
 
 def _remark(unread: Mapping[str, str | None]) -> None:
-    """Prints a line for each reason to leave out tensors, with their number, which a run shows."""
+    """Prints to the log, for each reason why tensors of a checkpoint are left out, a `note:` line with
+    their number, which the run shows. unread: tensor name -> reason.
+    """
     for reason, count in Counter(unread.values()).items():
         first = min(name for name, why in unread.items() if why == reason)
         names = first if count == 1 else f"{count} tensors, such as {first}"
@@ -154,8 +156,8 @@ def _remark(unread: Mapping[str, str | None]) -> None:
 
 
 def _report(action: str, reasons: Mapping[str, str | None]) -> None:
-    """Prints a line for each group of similar tensor names. action: a word for what was done with the
-    tensors; reasons: tensor name -> reason, or None.
+    """Prints to the log a line with the number of tensors in each group of similar names. action: what was
+    done with them, such as "left out"; reasons: tensor name -> reason, or None.
     """
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():
@@ -173,7 +175,7 @@ def _flat(piece: Tensor) -> Tensor:
 def _table(
     config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns parameter name -> the tensors of the checkpoint that make it up."""
+    """Returns parameter name -> the checkpoint's tensors, or parts of them, that make up the parameter."""
     table = dict(names.sources)
     embedding = parameters(config)[0].name
     if config.tie_embeddings and HEAD in tensors and table[embedding][0].tensor not in tensors:
@@ -191,8 +193,8 @@ def fail(problems: list[str]) -> None:
 
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns all tensors of the files `names` in the directory `root`, by tensor name, and the problems of
-    these files.
+    """Reads the headers of the files `names` in the directory `root`. Returns tensor name -> tensor for all
+    of them, and an error message for each problem.
     """
     tensors: dict[str, Tensor] = {}
     problems = []
@@ -218,8 +220,8 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 
 
 def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
-    """Returns an error message for each tensor of a parameter that has a wrong dtype or shape. expected: the
-    pieces that the config requires.
+    """Returns an error message for each tensor of a parameter whose dtype or shape is wrong. expected: the
+    shapes that the config requires, in the order of the tensors.
     """
     problems = []
     # A stack may be one tensor, or matrices of one expert each.
@@ -254,8 +256,8 @@ def _joined(piece: Tensor) -> Tensor:
 
 
 def _untied(config: ModelConfig, embedding: ParameterSource, head: Tensor) -> list[str]:
-    """Returns a list with one error message if a tied output matrix `head` is not a copy of the embedding,
-    and an empty list if it is.
+    """Returns one error message in a list if the checkpoint's output matrix `head` must equal the embedding
+    but does not, otherwise [].
 
     Releases of transformers disagree on what a different matrix means (older ones overwrite it, version 5
     unties it), so it is refused.

@@ -34,8 +34,8 @@ def module_of(method: str) -> str:
 
 
 def method_of(settings: object, place: str) -> str:
-    """Returns the name of the method in a quantization_config. place: the beginning of the message of a
-    CheckpointError.
+    """Returns the name of the quantization method that a quantization_config states. place: the beginning
+    of error messages. Raises CheckpointError if it states none that is supported.
     """
     if not isinstance(settings, Mapping):
         raise CheckpointError(f"{place}: quantization_config: must be an object, found {_shown(settings)}")
@@ -53,8 +53,8 @@ def method_of(settings: object, place: str) -> str:
 
 
 def read_settings(config: Path) -> Mapping[str, Any] | None:
-    """Returns the quantization_config that the config step stored; None if the weights are not quantized.
-    config: the directory that this step wrote.
+    """Returns the quantization_config of a checkpoint, which the config step stored; None if the weights
+    are not quantized. config: the directory that this step wrote.
     """
     path = config / "quantization.json"
     if not path.exists():

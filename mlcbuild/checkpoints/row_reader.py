@@ -25,7 +25,7 @@ from mlcbuild.quant.floats import Array, widen, widened
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """The location of one parameter of the model in a checkpoint: the tensors that hold its rows."""
+    """The location of one parameter of a model in a checkpoint: the stored tensors that hold its rows."""
 
     param: Param
     pieces: tuple[Tensor, ...]
@@ -33,7 +33,9 @@ class ParameterSource:
     two dimensions count as one.
     """
     parts: tuple[Piece, ...] = ()
-    """For each tensor, which rows of the parameter it holds; (): the tensors hold all rows, in order."""
+    """For each stored tensor, which of its rows or columns are rows of the parameter; (): the tensors hold
+    nothing else, in order.
+    """
 
     @property
     def rows(self) -> int:
@@ -46,7 +48,7 @@ class ParameterSource:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Returns for each tensor how many rows of the parameter it holds."""
+        """Returns, for each stored tensor, the number of the parameter's rows that it holds."""
         if self.parts:
             return tuple(part.rows for part in self.parts)
         return tuple(piece.shape[0] for piece in self.pieces)
@@ -64,8 +66,8 @@ class ParameterSource:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Returns the types of the parameter's tensors. A tensor whose columns are reordered counts as F32,
-        because no block format can keep its values.
+        """Returns the type names of the stored tensors, such as "F16" or "Q4_0". A tensor whose columns are
+        reordered counts as F32, because no block format can keep its values.
         """
         parts = self.parts or (None,) * len(self.pieces)
         return frozenset(
@@ -88,7 +90,9 @@ def _is_rearranged(piece: Tensor, part: Piece) -> bool:
 
 
 class Rows:
-    """Reads rows of parameters into preallocated memory. It keeps files open; each thread needs its own."""
+    """Reads rows of parameters from the files of a checkpoint. It keeps files open, and is used by one
+    thread only.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, FileIO] = {}
@@ -104,10 +108,10 @@ class Rows:
         self._files.clear()
 
     def read(self, source: ParameterSource, start: int, out: Array) -> None:
-        """Reads rows of a parameter, from row `start` on, into `out` [rows, ...], whose dtype must be
+        """Fills `out` [rows, ...] with rows of a parameter, from row `start` on. `out` must have the dtype
         source.dtype.
 
-        Raises CheckpointError when a file cannot be read or was truncated.
+        Raises CheckpointError when a file cannot be read or is too short.
         """
         for number, first, part in _spans(source, start, out):
             piece, order = source.pieces[number], source.parts[number] if source.parts else None
@@ -132,8 +136,8 @@ class Rows:
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns the elements in a range of rows and of columns, each passed as (start, stop), in the stored
-        dtype.
+        """Returns elements [rows, columns] of a stored tensor in its stored dtype. rows, columns: ranges
+        (start, stop); None: all columns.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
         other.
@@ -152,8 +156,8 @@ class Rows:
         return out if len(tensor.shape) > 1 else out.reshape(-1)
 
     def _plain(self, piece: Tensor, first: int, out: Array) -> None:
-        """Reads rows of a tensor from row `first` on, in stored order, into `out`, which has the tensor's
-        dtype or float32.
+        """Fills `out` with rows of a stored tensor from row `first` on, in stored order. `out` has the
+        tensor's dtype or float32.
         """
         if isinstance(piece, ComputedTensor):
             out.view(np.float32)[...] = piece.load(self, first, len(out)).reshape(out.shape)
@@ -177,8 +181,8 @@ class Rows:
         return raw
 
     def blocks(self, source: ParameterSource, start: int, stop: int) -> list[BlockRows]:
-        """Reads rows start..stop-1 of a quantized parameter without dequantizing them, and returns
-        consecutive parts, each of one type.
+        """Returns rows start..stop-1 of a quantized parameter as codes and scales, without dequantizing
+        them: consecutive parts, each of one tensor type.
 
         Raises CheckpointError as `read` does, and for a tensor that is not quantized.
         """
@@ -196,8 +200,8 @@ class Rows:
     def _blocks(
         self, piece: PackedTensor | ComputedTensor, order: Piece | None, first: int, count: int
     ) -> Iterator[BlockRows]:
-        """Yields rows of one tensor, from row `first` on, as codes and scales. order: which rows of the
-        tensor are the parameter's; None: all, in order.
+        """Yields `count` rows of a parameter as codes and scales, from row `first` of one stored tensor on.
+        order: which rows or columns of the tensor are rows of the parameter; None: all rows, in order.
         """
         if order is None or order.in_order:
             yield self._unpacked(piece, first, count)
@@ -222,16 +226,16 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Reads rows of a parameter, from row `first` on, into `out`, where the tensor holds them in another
-        order or among other rows. ranges: the rows of the tensor that the parameter has.
+        """Fills `out` with rows of a parameter, from row `first` on, that the stored tensor holds in
+        another order or among other rows. ranges: the tensor's rows that belong to the parameter.
         """
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1
         _cast(self._rows(piece, low, high - low)[rows - low], out)
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
-        """Reads rows of a parameter that are stored as columns of a tensor. Only the needed columns of each
-        stored row are read.
+        """Fills `out` with rows of a parameter, from row `first` on, that are columns of a stored tensor.
+        Only these columns are read.
         """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
@@ -245,8 +249,8 @@ class Rows:
             done += len(indices)
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
-        """Returns columns low..high-1 of one matrix of a stored tensor, each as a row of the result. order:
-        ranges of the matrix's rows that belong to the parameter; matrix: index of the matrix in a stack.
+        """Returns columns low..high-1 of one matrix in a stored tensor, each as a row of the result. order:
+        the matrix's rows that belong to the parameter; matrix: index of the matrix in a stack.
         """
         base, selected = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:
@@ -262,8 +266,8 @@ class Rows:
         return raw.T if piece.dtype in DTYPES else values_of(raw, piece.dtype).T
 
     def wide(self, source: ParameterSource, start: int, stop: int) -> NDArray[np.float32]:
-        """Returns rows start..stop-1 of a parameter in float32, in new memory. Rows past its end are left
-        out.
+        """Returns rows start..stop-1 of a parameter as a new float32 array. Rows beyond the parameter's end
+        are left out.
         """
         stop = min(stop, source.rows)
         raw = np.empty((stop - start, *source.row_shape), source.dtype)
@@ -271,8 +275,8 @@ class Rows:
         return widened(raw)
 
     def _raw(self, piece: PackedTensor, first: int, count: int) -> NDArray[np.uint8]:
-        """Returns the stored bytes of `count` rows from row `first` on, [count, bytes of a row], in
-        transformers' order of rows.
+        """Returns the stored bytes [count, bytes of a row] of `count` rows from row `first` on, in the row
+        order of transformers.
         """
         size = piece.size // piece.shape[0]
         dim = piece.shape[0] // piece.interleaved_heads if piece.interleaved_heads else 1
@@ -284,8 +288,8 @@ class Rows:
         return rows[first - start : first - start + count]
 
     def _fill(self, piece: Tensor, offset: int, out: NDArray[Any]) -> None:
-        """Fills `out` with bytes of a tensor's file. offset: position in bytes, relative to the tensor's
-        first byte.
+        """Fills an array with bytes from the file of a stored tensor. offset: position of the first byte in
+        the file.
         """
         view = out.reshape(-1).view(np.uint8).data
         try:
@@ -304,8 +308,8 @@ class Rows:
 
 
 def _mapped(tensor: Tensor, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Returns part of a tensor's file as an array, mapped into memory until the array is dropped. offset:
-    position in bytes, relative to the tensor's first byte.
+    """Maps part of a tensor's file into memory, and returns it as an array of this shape and dtype; the
+    mapping ends when the array is dropped. offset: position of the first byte in the file.
     """
     size = math.prod(shape) * dtype.itemsize
     try:
@@ -318,7 +322,7 @@ def _mapped(tensor: Tensor, offset: int, shape: tuple[int, int], dtype: np.dtype
 
 
 def _row_bytes(tensor: Tensor) -> int:
-    """Returns the number of bytes in a row of a tensor; a tensor with several matrices has the rows of all of
+    """Returns the number of bytes in one row of a stored tensor. A stack of matrices has the rows of all of
     them.
     """
     return (
@@ -329,7 +333,9 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _taken_rows(ranges: Piece, first: int, count: int) -> NDArray[np.intp]:
-    """Returns the indices of the tensor's rows that are rows first..first+count-1 of a parameter."""
+    """Returns the indices, in a stored tensor, of a parameter's rows first..first+count-1. ranges: the
+    tensor's rows that belong to the parameter.
+    """
     selected = np.array(ranges.taken)
     blocks, places = np.divmod(np.arange(first, first + count), len(selected))
     rows: NDArray[np.intp] = blocks * ranges.block + selected[places]
@@ -341,7 +347,7 @@ def _indices(ranges: Sequence[tuple[int, int, int]]) -> NDArray[np.intp]:
 
 
 def _cast(raw: Array, out: Array) -> None:
-    """Copies values of a checkpoint into `out`, whose dtype is the same or float32."""
+    """Copies stored values into `out`, whose dtype is theirs or float32."""
     if raw.dtype == out.dtype:
         out[...] = raw
     else:
@@ -349,8 +355,8 @@ def _cast(raw: Array, out: Array) -> None:
 
 
 def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yields (index of the tensor, its first row, part of `out` to fill) for each tensor that holds rows of
-    the parameter from row `start` on.
+    """Yields (index of a stored tensor, first row in it, part of `out` to fill) for the tensors that hold a
+    parameter's rows from row `start` on, until `out` is full.
     """
     done = 0
     for number, first, count in _ranges(source, start, start + out.shape[0]):
@@ -359,8 +365,8 @@ def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[in
 
 
 def _ranges(source: ParameterSource, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index of the tensor, its first row, number of rows) for each tensor that holds some of rows
-    start..stop-1 of the parameter.
+    """Yields (index of a stored tensor, first row in it, number of rows) for the tensors that hold rows
+    start..stop-1 of a parameter.
     """
     base = 0
     for number, count in enumerate(source.counts):

@@ -21,7 +21,8 @@ FLOATS = tuple(name for name in SMALL_FLOATS if name != "F8_E8M0")
 _BLOCK = (128, 128)
 """Rows and columns of a block where quantization_config states no size; DeepSeek and Qwen use these."""
 _HALF_EXPONENTS = {"F8_E4M3": (-15, 7), "F8_E5M2": (-8, 0)}
-"""Dtype -> the least and the greatest exponent of a power-of-two scale with which every product is a float16.
+"""Dtype -> the least and the greatest exponent of a power-of-two scale with which every product is
+a float16.
 """
 
 
@@ -58,7 +59,8 @@ def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: 
 
 
 def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTensor:
-    """Returns the weight of a module whose 8-bit floats are multiplied by the part called `scale`.
+    """Returns the weight of a module: 8-bit floats multiplied by the scales in the part `scale`, computed
+    when rows are read.
 
     block: the rows and columns of a block as quantization_config states them; None if it does not. Raises
     CheckpointError if the scales have another shape.
@@ -104,7 +106,9 @@ def _block_sizes(
 
 
 def _kind(matrix: _Scaled) -> str:
-    """Returns "F16" if every scale is a power of two that keeps all weights float16 numbers, else "F32"."""
+    """Returns the name of a type that stores all weights of a matrix unchanged: "F16" if every scale is a
+    power of two in the range that keeps them float16 numbers, else "F32".
+    """
     limits = _HALF_EXPONENTS.get(matrix.weight.dtype)
     if limits is None:
         return "F32"

@@ -40,8 +40,9 @@ def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
-    """Returns tensor name -> file name from an index file. suffix: the suffix that its file names must have.
-    Raises CheckpointError if the file is not such an index.
+    """Returns tensor name -> file name from the JSON index of a sharded checkpoint. suffix: the suffix that
+    all file names must have. Raises CheckpointError if the file is missing, malformed, or names other
+    files.
     """
     try:
         document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())
@@ -68,8 +69,9 @@ def index_faults(
     tensors: Mapping[str, Tensor],
     reason: Callable[[str], str | None],
 ) -> list[str]:
-    """Returns an error message for each contradiction between a checkpoint's index and the tensors in its
-    files. reason: function from a tensor's name to why it may be missing, or None.
+    """Returns an error message for each tensor that is not in the file that the index names, and for each
+    that the index lacks. path: the index file; reason: function from a tensor's name to why the index may
+    lack it, or None.
     """
     if index is None:
         return []

@@ -33,7 +33,7 @@ class PackedTensor(Tensor):
 
 @dataclass(frozen=True)
 class ComputedTensor(Tensor):
-    """A tensor whose rows are computed when they are read, from tensors of files."""
+    """A tensor whose rows are computed from stored tensors when they are read."""
 
     load: Callable[[RowReader, int, int], NDArray[np.float32]]
     """Function of (reader, first row, number of rows) that returns float32 rows [number, columns], or
@@ -42,14 +42,15 @@ class ComputedTensor(Tensor):
     unpack: Callable[[RowReader, int, int], BlockRows] | None = None
     """Function like `load` that returns rows as codes and scales; None: the tensor has no quantized form."""
     by_columns: bool = False
-    """True if the indices that `load` and `unpack` receive count columns, each of which they return as a row.
+    """True if the indices that `load` and `unpack` receive count columns, each of which they return
+    as a row.
     """
     note: str = ""
     """A remark for the log on how the values were interpreted; "" without one."""
 
 
 class RowReader(Protocol):
-    """Reads rows of tensors from files, which stay open. An interface; Rows implements it."""
+    """The interface of objects that read rows of stored tensors from files and keep the files open."""
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
         """Returns `count` rows of a tensor from row `first` on, as float32 [count, columns], or [count] for a
@@ -60,8 +61,8 @@ class RowReader(Protocol):
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns the elements in a range of rows and of columns, each passed as (start, stop), in the stored
-        dtype.
+        """Returns elements [rows, columns] of a stored tensor in its stored dtype. rows, columns: ranges
+        (start, stop); None: all columns.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
         other.
@@ -78,11 +79,11 @@ class Shard:
 
 
 def lay_out(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], limit: int) -> tuple[Shard, ...]:
-    """Divides tensors, in order, among weights files with at most `limit` bytes of data each, and returns the
-    files.
+    """Distributes tensors, in order, to weights files with at most `limit` bytes of data each, and returns
+    the planned files.
 
-    metadata: key -> text in the header of each file. A tensor is never divided, so that a file with one large
-    tensor may exceed the limit.
+    metadata: key -> text in the header of each file. A tensor is never divided, so that a file with one
+    large tensor may exceed the limit.
     """
     parts: list[list[StoredTensor]] = [[]]
     filled = 0

@@ -48,7 +48,7 @@ class Fp4Matrix:
         return unpacked(raw.reshape(count, -1), 4)
 
     def _scales(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns half of the scales of `count` rows of a matrix of 4-bit floats, from row `first` on:
+        """Returns half of each scale in `count` rows of a matrix of 4-bit floats, from row `first` on:
         float32 [count, groups].
         """
         raw = reader.elements(self.scale, (first, first + count))
@@ -64,7 +64,7 @@ class Fp4Matrix:
         return scales
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, in float32."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns]."""
         rows: Floats = _TWICE.take(self._codes(reader, first, count)).astype(np.float32)
         groups = rows.reshape(count, -1, self.group)
         with np.errstate(all="ignore"):

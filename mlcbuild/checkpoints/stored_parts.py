@@ -47,8 +47,9 @@ class StoredParts:
         return self.tensors.get(part)
 
     def fault(self, message: str) -> CheckpointError:
-        """Returns the error for a module whose parts are wrong. message: continues a sentence about it, and
-        may end with a remedy after a semicolon; otherwise the error says to fetch the checkpoint again.
+        """Returns the error to raise if a module's stored tensors are wrong. message: continues a sentence
+        about the module, and may end with a remedy after a semicolon; the default remedy is to fetch the
+        checkpoint again.
         """
         path = next(iter(self.tensors.values())).path
         remedy = "" if ";" in message else "; fetch the checkpoint again"
@@ -57,8 +58,8 @@ class StoredParts:
         )
 
     def check(self, part: str, dtypes: Iterable[str], shape: tuple[int, ...]) -> Tensor:
-        """Returns the module's tensor whose name ends with `part`. Raises CheckpointError if it is missing or
-        its type or shape is another.
+        """Returns the module's stored tensor whose name ends with `part`. Raises CheckpointError if it is
+        missing, its type is not one of `dtypes`, or it has another shape.
         """
         tensor, dtypes = self[part], tuple(dtypes)
         if tensor.dtype not in dtypes or tensor.shape != shape:
@@ -69,8 +70,8 @@ class StoredParts:
         return tensor
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """Returns (rows, columns) of the module's tensor whose name ends with `part`. Raises CheckpointError
-        unless it is a matrix that is not empty.
+        """Returns (rows, columns) of the module's stored tensor whose name ends with `part`. Raises
+        CheckpointError if it is missing, empty, or not a matrix.
         """
         tensor = self[part]
         if len(tensor.shape) != 2 or not all(tensor.shape):
@@ -86,7 +87,8 @@ class StoredParts:
         note: str = "",
         name: str = "weight",
     ) -> ComputedTensor:
-        """Returns the tensor `name` of the module, computed from the stored tensors.
+        """Returns the tensor `name` of the module, whose rows are computed from the stored tensors when
+        they are read.
 
         shape: its shape. load: function of (reader, first row, number of rows) that returns float32 rows.
         kind: the type whose format holds the values (see `FORMATS` of quant/as_is.py), which `unpack` then

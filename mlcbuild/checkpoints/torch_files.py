@@ -101,8 +101,9 @@ def _content(file: BinaryIO, file_members: dict[str, Member], name: str, most: i
 
 
 def _placed(name: str, tensor: PickledTensor, path: Path, start: int, size: int) -> Tensor:
-    """Returns a tensor with its position in the file `path`. start, size: offset and size in bytes of the
-    storage that the tensor uses. Raises CheckpointError if it does not fit.
+    """Returns a tensor with its position in a PyTorch file. path: the file; start, size: offset and size in
+    bytes of the storage that holds the tensor's numbers. Raises CheckpointError if the tensor extends
+    beyond the storage.
     """
     shown = printable(name)[:200]
     item = BITS[tensor.dtype] // 8

@@ -55,7 +55,9 @@ _NAMES = frozenset(
 
 
 class PickleError(ValueError):
-    """The pickle is damaged, or holds more than tensors. The message names the fault, not the file."""
+    """The error for a pickle that is damaged, or holds more than tensors. Its message does not name the
+    file.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class PickledTensor:
 
 @dataclass(frozen=True)
 class _Name:
-    """A function or class that the pickle names, as "module name"."""
+    """A function or class that a pickle refers to, as "module name"."""
 
     text: str
 
@@ -104,7 +106,7 @@ def read(data: bytes) -> dict[str, PickledTensor]:
 
 
 class _Machine:
-    """Executes the opcodes of one pickle on a stack."""
+    """A stack machine that executes the opcodes of one pickle."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -164,7 +166,7 @@ class _Machine:
         self._stack = []
 
     def since_mark(self) -> list[Any]:
-        """Removes the last mark from the stack and returns the values above it."""
+        """Removes the topmost mark from the pickle machine's stack, and returns the values above it."""
         values, self._stack = self._stack, self._marked.pop()
         return values
 
@@ -219,8 +221,8 @@ class _Machine:
         self._stack[-1].extend(values)
 
     def build(self) -> None:
-        """Executes the opcode BUILD: discards attributes of a mapping, in which state_dict() stores versions
-        of modules.
+        """Executes the pickle opcode BUILD: discards the attributes of a mapping, in which state_dict()
+        stores versions of modules.
         """
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):

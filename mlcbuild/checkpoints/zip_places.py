@@ -22,8 +22,8 @@ _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 
 
 class ZipError(ValueError):
-    """The file is not a zip file, or its members are compressed or encrypted. The message names the rule, not
-    the file.
+    """The error for a file that is no zip file, or whose members are compressed or encrypted. Its message
+    does not name the file.
     """
 
 
@@ -40,8 +40,8 @@ class Member:
 
 
 def members(file: BinaryIO) -> dict[str, Member]:
-    """Returns member name -> member, read from the central directory. Raises OSError if the file cannot be
-    read, ZipError if it is damaged or of an unsupported kind.
+    """Reads the central directory of a zip file, and returns member name -> member. Raises OSError if the
+    file cannot be read, ZipError if it is damaged or of an unsupported kind.
     """
     count, size, start = _directory(file)
     file.seek(start)

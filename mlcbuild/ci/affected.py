@@ -28,10 +28,10 @@ _DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
 
 
 def changed(directory: Path, revisions: str) -> frozenset[Path]:
-    """Returns the absolute paths of files that differ over a range of commits, including deleted files.
+    """Returns the absolute paths of files that differ between two Git commits, including deleted files.
 
-    directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`, or
-    one commit, which is compared with the working tree. Raises UsageError for text that is not such an
+    directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`,
+    or one commit, which is compared with the working tree. Raises UsageError for text that is not such an
     argument, SetupError if git fails.
     """
     if revisions.startswith("-"):
@@ -44,7 +44,9 @@ def changed(directory: Path, revisions: str) -> frozenset[Path]:
 
 
 def affected(pipeline: Pipeline, files: frozenset[Path]) -> dict[str, str]:
-    """Returns name of an affected variant -> its first changed input, in words."""
+    """Returns name of a variant -> the first of its inputs that changed, in words, for each variant with a
+    changed input. files: absolute paths of changed files.
+    """
     reasons_by_variant = {}
     search = _Search(pipeline, files)
     for product in pipeline.products:
@@ -55,7 +57,7 @@ def affected(pipeline: Pipeline, files: frozenset[Path]) -> dict[str, str]:
 
 
 class _Search:
-    """The search for changed inputs of variants."""
+    """The search for those inputs of variants that a range of Git commits changed."""
 
     def __init__(self, pipeline: Pipeline, files: frozenset[Path]) -> None:
         self.pipeline = pipeline
@@ -92,7 +94,9 @@ class _Search:
 
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
-    """Returns the files of a source directory that changed, and those of a checkpoint that were deleted."""
+    """Returns the files of a source directory that are among `files`, including deleted files of a
+    checkpoint.
+    """
     root = source.root.resolve()
     # A link is an input in two respects: its target path, and the contents there.
     changed_files = [
@@ -105,14 +109,16 @@ def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
 
 
 def _preset(name: str) -> Path | None:
-    """Returns the file of a preset in a checkout of mlcbuild; None without one."""
+    """Returns the path of a target preset's file in a checkout of mlcbuild; None if mlcbuild is installed
+    without a checkout.
+    """
     path = Path(targets.__file__).resolve().parent.parent.parent / "targets" / f"{name}.yaml"
     return path if path.is_file() else None
 
 
 @lru_cache(maxsize=64)
 def _code(module: str) -> tuple[Path, ...]:
-    """Returns the source files of this project that determine the results of a module's actions."""
+    """Returns the source files of mlcbuild that determine the results of the actions in a module."""
     paths = []
     for name in code_files(module):
         path = module_path(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
@@ -122,7 +128,7 @@ def _code(module: str) -> tuple[Path, ...]:
 
 
 def _steps(graph: Graph, last: str) -> list[Step]:
-    """Returns the step called `last` and all steps on which it depends, directly or indirectly."""
+    """Returns the step called `last` and all its direct and indirect dependencies."""
     steps: dict[str, Step] = {}
     pending = [graph.resolve(last)]
     while pending:

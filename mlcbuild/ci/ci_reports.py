@@ -17,7 +17,9 @@ _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def junit(log: RunLog) -> str:
-    """Returns JUnit XML with a suite of steps and a suite of variants; reused items pass in 0 seconds."""
+    """Returns the results of a run as JUnit XML, with a suite of steps and a suite of variants; reused
+    items pass in 0 seconds.
+    """
     root = ElementTree.Element("testsuites", name=_xml(f"mlcbuild {log.recipe}"), time=f"{log.seconds:.3f}")
     _suite(root, f"{log.recipe} steps", log.steps)
     _suite(root, f"{log.recipe} variants", log.variants)
@@ -122,8 +124,8 @@ def _cell(text: str) -> str:
 
 
 def _code(text: str) -> list[str]:
-    """Returns the lines of a Markdown code block with the text. Its fence is longer than any fence in the
-    text.
+    """Returns the lines of a Markdown code block that shows `text`. Its fence is longer than any fence in
+    the text.
     """
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -68,7 +68,9 @@ class Matrix:
     shards: int | None = None
     """Number of jobs that share all work; None: one job for each variant."""
     labels: tuple[str, ...] = ()
-    """Texts TARGET=RUNNER for targets with a special runner; * stands for all targets."""
+    """Pairs TARGET=RUNNER of a recipe's target and the label of the CI runner for it; * stands for all
+    targets.
+    """
     all: bool = False
     """True if variants that need no work are included."""
 
@@ -100,8 +102,8 @@ def runner(target: Target, labels: Mapping[str, str]) -> str:
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Returns step -> reason for each step that needs work. The reason is that of the first step before it
-    that will run.
+    """Returns name of a step -> reason, for each step that needs work. The reason is that of the first step
+    before it that will run.
     """
     reasons: dict[str, str] = {}
     for planned in plan.steps:
@@ -114,8 +116,8 @@ def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
 
 
 def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[CiJob]:
-    """Returns a job for each variant that needs work, or jobs that share all the work. Raises UsageError if
-    the number of shards is below 1.
+    """Returns CI jobs: one for each variant that needs work or, with `matrix.shards`, jobs that share all
+    the work. Raises UsageError if the number of shards is below 1.
     """
     if matrix.shards is not None and matrix.shards < 1:
         raise UsageError(f"--shards {matrix.shards}: there must be at least one")
@@ -145,7 +147,7 @@ def variants(
 def shards(
     products: Sequence[Product], count: int, labels: Mapping[str, str], command: Command
 ) -> list[CiJob]:
-    """Returns jobs that share the work of `products`, at most one for each of them."""
+    """Returns CI jobs that share the work of `products`, `count` jobs but at most one for each product."""
     count = min(count, len(products))
     only = [word for product in products for word in ("--only", product.variant.name)]
     label = labels.get(ANY, OTHER)
@@ -156,13 +158,15 @@ def shards(
 
 
 def github(jobs: Iterable[CiJob]) -> str:
-    """Returns a line for $GITHUB_OUTPUT, which a workflow reads with fromJSON as a `matrix`."""
+    """Returns CI jobs as a line for $GITHUB_OUTPUT, which a GitHub workflow reads with fromJSON as its
+    `matrix`.
+    """
     return json.dumps({"include": [asdict(job) for job in jobs]}, ensure_ascii=False)
 
 
 def gitlab(jobs: Sequence[CiJob]) -> str:
-    """Returns a child pipeline as JSON, which is valid YAML. A pipeline must have a job, so without work it
-    has one that only reports this.
+    """Returns CI jobs as a GitLab child pipeline in JSON, which is valid YAML. A pipeline must have a job,
+    so without work it has one that only reports this.
     """
     pipeline: dict[str, object] = {"stages": ["build"]}
     for job in jobs:

@@ -22,12 +22,12 @@ def run(
     report: Reporter,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Executes the phases of a shard in order, and returns one result for all. phases: for each phase the
-    names of its steps, or None for all steps.
+    """Executes the phases of a shard, one after the other, and returns one result for all. phases: for each
+    phase the names of its steps, or None for all steps.
 
-    sharing: function that opens the store with its remotes, called for each phase, since other machines write
-    to them meanwhile. After a failure, a phase runs only with `options.keep_going`, and without the steps
-    that depend on the failed ones. Raises the same exceptions as `execute`.
+    sharing: function that opens the store with its remotes, called for each phase, since other machines
+    write to them meanwhile. After a failure, a phase runs only with `options.keep_going`, and without the
+    steps that depend on the failed ones. Raises the same exceptions as `execute`.
     """
     total, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
@@ -52,7 +52,7 @@ def run(
 
 
 def joined(before: RunResult, after: RunResult) -> RunResult:
-    """Merges the results of two consecutive runs into one."""
+    """Merges the results of two consecutive runs of a shard into one."""
     first = {step.name: step for step in before.steps}
     return RunResult(
         (*_later(first, after.steps), *first.values()),
@@ -64,8 +64,8 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """Returns the results of a later phase. A step that it reused gets the result of the phase that built it.
-    first: step name -> earlier result.
+    """Returns the results of a shard's later phase. A step that it reused gets the result of the phase that
+    built it. first: name of a step -> result of an earlier phase.
     """
     results = []
     for step in steps:

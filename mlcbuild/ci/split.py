@@ -54,7 +54,7 @@ tried.
 
 @dataclass(frozen=True)
 class StepShard:
-    """The part of a build that one shard (one machine) runs."""
+    """The part of a build that one machine (shard) runs."""
 
     steps: tuple[str, ...]
     """Names of the steps that this shard must build, in the graph's order. Every step belongs to exactly one
@@ -119,9 +119,9 @@ def _early(
     closures: Mapping[str, frozenset[str]],
     costs: Mapping[str, int],
 ) -> bool:
-    """Returns True if a step can run before results of other shards arrive: repeating what it needs of them
-    takes at most TRIFLE ms, or not longer than the step itself. index: the shard; owners: step -> shard;
-    closures: step -> its dependencies; costs: step -> milliseconds.
+    """Returns True if a shard can run a step before other shards have results: repeating the dependencies
+    that others build takes at most TRIFLE ms, or not longer than the step itself. index: the shard; owners:
+    step -> shard; closures: step -> its dependencies; costs: step -> milliseconds.
     """
     theirs = sum(costs[need] for need in closures[name] if owners[need] != index)
     return theirs <= max(costs[name], TRIFLE)
@@ -129,14 +129,12 @@ def _early(
 
 @dataclass
 class _Dealt:
-    """An assignment of final steps to shards, which `split` evaluates."""
+    """One possible assignment of final steps to shards."""
 
     held: list[set[str]]
     """For each shard, the names of the steps that it would run if no store held any result."""
     loads: list[int]
-
-
-"""For each shard, its milliseconds."""
+    """For each shard, the sum of the durations of its steps in milliseconds."""
 
 
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
@@ -150,8 +148,8 @@ def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
 
 
 def step_costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
-    """Returns step name -> milliseconds: the recorded ones, or the median of its kind, or those of
-    WEIGHTS.
+    """Returns step name -> milliseconds: those in `durations`, else the median of its kind of step there,
+    else those of WEIGHTS.
     """
     kinds: dict[str, list[int]] = {}
     for name, value in durations.items():
@@ -165,8 +163,8 @@ def _kind(name: str) -> str:
 
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
-    """Returns the thresholds, in milliseconds, to try when a build is split into shards: each cost of a step
-    that occurs, and one with which no steps are kept together.
+    """Returns the thresholds in milliseconds at which final steps are kept together in one shard: the costs
+    of steps, and one above all of them, with which none are kept together.
     """
     levels = sorted(set(costs.values()))
     if len(levels) > _TRIED:
@@ -241,8 +239,8 @@ def place(recipe: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, int]:
-    """Reads the file of durations and returns step name -> milliseconds; {} if there is no file. Raises
-    InputError if it is not such a file.
+    """Reads a file of step durations and returns step name -> milliseconds; {} if the file does not exist.
+    Raises InputError if it is malformed.
     """
     try:
         document = strict_json.parse(regular.read(path, _LARGEST))
@@ -289,7 +287,7 @@ def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, flo
 
 
 def write(path: Path, durations: Mapping[str, int]) -> None:
-    """Writes durations (step name -> milliseconds) to a file. Raises UsageError if it cannot be written."""
+    """Writes step durations (name -> milliseconds) to a file. Raises UsageError if it cannot be written."""
     document = {"format": FORMAT, "milliseconds": dict(sorted(durations.items()))}
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -266,7 +266,7 @@ VERBS: dict[str, Verb] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line, for its help; `verb_parser` parses."""
+    """Returns the parser of the whole command line, which only prints help; `verb_parser` parses."""
     top = argparse.ArgumentParser(
         prog="mlcbuild",
         description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
@@ -281,9 +281,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def verb_parser(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of what follows a verb. It is no subparser, since only a parser without subparsers
-    accepts operands before, between and after options.
-    """
+    """Returns the parser of a verb's arguments. It is no subparser, since only a parser without subparsers
+    accepts operands before, between and after options."""
     one = argparse.ArgumentParser(prog=f"mlcbuild {name}")
     _configure(one, VERBS[name])
     return one
@@ -298,7 +297,8 @@ def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. Expected failures never print a traceback."""
+    """Runs the command line and returns its exit code. argv: the arguments; None: those of this process.
+    Expected failures never print a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     standard_streams.open_closed()
     try:
@@ -358,7 +358,8 @@ def _check_verb(name: str) -> None:
 
 
 def _unknown(name: str, rest: Sequence[str]) -> str:
-    """Returns a message about the first argument that a verb does not accept."""
+    """Returns an error message about the first argument that a verb does not accept. rest: the arguments
+    that were not parsed."""
     argument = rest[0].partition("=")[0]
     if not argument.startswith("-"):
         return f"mlcbuild {name}: '{argument}' is one argument too many; see mlcbuild {name} --help"

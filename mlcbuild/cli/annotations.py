@@ -11,8 +11,8 @@ from mlcbuild.errors import Problem, one_line
 
 
 def annotate(problems: Iterable[Problem]) -> None:
-    """Prints annotations to standard error, which GitHub also reads, because standard output may be a JSON
-    document.
+    """Prints the problems of a file as annotations for GitHub Actions, to standard error, because standard
+    output may be a JSON document.
     """
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
@@ -22,8 +22,8 @@ def annotate(problems: Iterable[Problem]) -> None:
 
 
 def annotation(problem: Problem, workspace: Path | None = None) -> str:
-    """Returns the line of text that makes GitHub show a problem beside its file. The file's path is relative
-    to `workspace`, the root of the repository.
+    """Returns the line of text with which GitHub Actions shows a problem beside its file. workspace: root
+    of the repository, to which the file's path is relative; None: from the environment.
     """
     path = Path(problem.file).absolute()
     if workspace is not None and path.is_relative_to(workspace.absolute()):

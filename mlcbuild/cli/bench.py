@@ -64,8 +64,8 @@ def _workload(arguments: argparse.Namespace, load: Load) -> Workload:
 
 
 def _loads(arguments: argparse.Namespace) -> list[Load]:
-    """Returns the loads that the options of `bench` name: numbers of clients, or rates of requests. Raises
-    UsageError for options that exclude each other.
+    """Returns the loads that the options of `bench serve` name: numbers of clients, or rates of requests.
+    Raises UsageError if both --clients and --rate are used.
     """
     if arguments.rate is not None and arguments.clients is not None:
         raise UsageError(
@@ -97,7 +97,9 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
 
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
-    """Parses the --slo options into metric -> limit in seconds. Raises UsageError for any other text."""
+    """Parses the --slo options, such as "ttft=0.5", into metric -> limit in seconds. Raises UsageError for
+    any other text.
+    """
     limits = {}
     for text in listed:
         name, _, value = text.partition("=")
@@ -113,8 +115,8 @@ def _slo(listed: Sequence[str]) -> dict[str, float]:
 
 
 def _writable(name: str | None) -> None:
-    """Raises UsageError if an output file cannot be written, before any work is done. None: there is no
-    output file.
+    """Raises UsageError if an output file cannot be written, so that no work is done in vain. name: its
+    path; None: there is no output file.
     """
     if name is not None:
         try:
@@ -125,7 +127,9 @@ def _writable(name: str | None) -> None:
 
 
 def _print_errors(outcome: LoadResult) -> None:
-    """Prints each kind of error once, with the server's first message."""
+    """Prints each kind of error that requests of a load test had, with its number and the server's first
+    message.
+    """
     for kind, count in outcome.errors().items():
         message = next((s.message for s in outcome.samples if s.error == kind and s.message), "")
         suffix = f": {message}" if message else ""

@@ -24,7 +24,7 @@ WORDS = {"hit": "reuse", "remote": "fetch", "run": "run", "pending": "wait"}
 
 
 def print_warnings(event: Event) -> None:
-    """Prints warnings, as the event handler of verbs without a live view."""
+    """Prints an event of a run if it is a warning. It is the event handler of verbs without a live view."""
     if isinstance(event, Warned):
         print(f"warning {safe_lines(event.message)}", file=sys.stderr)
     if isinstance(event, Noted):
@@ -127,7 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build(arguments: argparse.Namespace) -> tuple[Session, Result]:
-    """Runs the selection of a command line with a live view, and writes the outputs that CI systems read."""
+    """Runs the steps that a command line selects, with a live view, and writes the outputs that CI systems
+    read. Returns the open session and the result.
+    """
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import reporting
 
@@ -151,7 +153,7 @@ def _to_reporter(report: Reporter) -> Reporter:
 
 
 def document(result: Result) -> dict[str, object]:
-    """Returns the document that `run --json` prints."""
+    """Returns the JSON document that `run --json` prints."""
     from mlcbuild.reports import report
 
     variants = [
@@ -200,7 +202,9 @@ def _near(path: Path, current_directory: str) -> str:
 
 
 def _places(result: Result) -> str:
-    """Returns the end of the last line that a run prints: the number of bundles and their directories."""
+    """Returns the end of the last line that a run prints, such as the number of bundles and their
+    directories.
+    """
     count, current_directory = len(result.bundles), str(Path.cwd())
     places = sorted({_near(path.parent, current_directory) for path in result.bundles.values()})
     return f"; {count} bundle{'s' if count != 1 else ''} in {', '.join(places)}" if places else ""

@@ -96,7 +96,7 @@ def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns a table row for each kernel, with the uses of the kernel. kernels: use -> kernel."""
+    """Returns a table row (kernel, its uses) for each kernel of a library. kernels: use -> kernel."""
     rows = []
     for name in sorted(set(kernels.values())):
         uses = sorted(use.removesuffix(".weight") for use, chosen in kernels.items() if chosen == name)

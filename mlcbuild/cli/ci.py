@@ -30,8 +30,8 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 
 def shard(arguments: argparse.Namespace) -> int:
-    """Prints the split into shards that `run --shard` uses, and for each shard the work for which this store
-    has no result; with --record, after writing new durations.
+    """Prints the shards into which `run --shard` splits a build, and for each one the work for which this
+    store has no result. With --record, writes new durations first.
     """
     session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:
@@ -67,7 +67,9 @@ def _basis(name: str) -> str:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Writes the page of the recipe's last run, compared with the previous run. The recipe is not read."""
+    """Writes a web page about the recipe's last run, compared with the previous run. The recipe is not
+    read.
+    """
     from mlcbuild.reports import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)

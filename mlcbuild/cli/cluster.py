@@ -19,8 +19,9 @@ from mlcbuild.targets.backends import backend
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """Runs a worker until it is stopped; returns 0 after SIGTERM, 130 after SIGINT, 1 when the scheduler
-    ends."""
+    """Runs the verb `worker`: runs steps for a cluster until it is stopped. Returns 0 after SIGTERM, 130
+    after SIGINT, 1 after the scheduler has ended.
+    """
     from mlcbuild.build.cluster import worker_process
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))
@@ -37,7 +38,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 def found_labels() -> Iterator[str]:
-    """Yields the labels that this machine detects: its processor, compiler, linkers, CUDA."""
+    """Yields labels for what this machine has: its processor, compiler, linkers, CUDA."""
     yield machine.label(machine.kind())
     host: list[targets.Target] = []
     with suppress(SetupError):

@@ -60,7 +60,9 @@ def _names(verb: _Verb) -> list[str]:
 
 
 def _bash(verbs: Iterable[_Verb]) -> str:
-    """Returns a script for bash: words for the verb and for options, else names of files."""
+    """Returns a completion script for bash: it completes verbs, options and their values, else names of
+    files.
+    """
     listed = list(verbs)
     lines = [
         "# Put it to use with: source <(mlcbuild completion bash)",
@@ -100,7 +102,7 @@ def _value_cases(verbs: Iterable[_Verb], command: str) -> list[str]:
 
 
 def _zsh(verbs: Iterable[_Verb]) -> str:
-    """Returns a script for zsh, to be sourced or put into a directory of $fpath as _mlcbuild."""
+    """Returns a completion script for zsh, to be sourced or put into a directory of $fpath as _mlcbuild."""
     listed = list(verbs)
     lines = [
         "#compdef mlcbuild",
@@ -128,7 +130,7 @@ def _zsh(verbs: Iterable[_Verb]) -> str:
 
 
 def _fish(verbs: Iterable[_Verb]) -> str:
-    """Returns a script for fish, for ~/.config/fish/completions/mlcbuild.fish."""
+    """Returns a completion script for fish, for ~/.config/fish/completions/mlcbuild.fish."""
     lines = ["# Put it to use with: mlcbuild completion fish | source"]
     for verb in verbs:
         lines.append(

@@ -50,8 +50,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields the texts DIRECTORY or NAME=DIRECTORY for each bundle that a command-line argument NAME or
-    NAME=NAME refers to.
+    """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers. text: a
+    model's name, or NAME=MODEL, which serves it under another name.
     """
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():

@@ -11,7 +11,9 @@ from mlcbuild.errors import safe_lines
 
 
 def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
-    """Prints one JSON document, or lines of text. Control characters are escaped in both."""
+    """Prints a JSON document if `as_json` is True, else lines of text. Control characters are escaped in
+    both.
+    """
     if not as_json:
         print(safe_lines("\n".join(lines)))
         return
@@ -92,7 +94,9 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Prints the checks of this machine; the exit code is 3 when a requirement is missing."""
+    """Runs the verb `doctor`: prints the result of each check of this machine. The exit code is 3 when a
+    requirement is missing.
+    """
     from mlcbuild.doctor import checks
 
     results = checks(Path(arguments.store).absolute() if arguments.store else None)

@@ -93,7 +93,9 @@ def settings(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Parses a size such as 20GB or 20GiB into bytes."""
+    """Parses a size such as 20GB or 20GiB into bytes. Raises the error that argparse reports for other
+    text.
+    """
     try:
         return sizes.parse(text)
     except ValueError as error:
@@ -308,7 +310,7 @@ def choice(parser: argparse.ArgumentParser) -> None:
 
 
 def graph(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `graph` to its parser."""
+    """Adds the options of the verb `graph` to its parser."""
     parser.add_argument(
         "--format",
         choices=("mermaid", "dot", "svg", "html"),
@@ -326,7 +328,7 @@ def chat(parser: argparse.ArgumentParser) -> None:
 
 
 def scheme(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the scheme with which `chat` and `serve` build a checkpoint."""
+    """Adds to a parser the option for the scheme with which `chat` and `serve` build a checkpoint."""
     parser.add_argument(
         "--scheme", metavar="NAME", help="build a checkpoint with this scheme (default: one that fits here)"
     )

@@ -61,7 +61,7 @@ def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
 
 
 def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
-    """Returns a function that prints the outcome of sending a bundle as soon as it is finished."""
+    """Returns a function that prints the outcome of sending one bundle, called as soon as it is sent."""
 
     def show_one(sent: Sent) -> None:
         if sent.status == "skipped":
@@ -77,7 +77,9 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
 
 
 def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
-    """Prints the document of --json and returns the exit code. more: further fields of the document."""
+    """Prints the JSON document of `publish --json`, if asked for, and returns the exit code. sent: the
+    outcomes; more: further fields of the document.
+    """
     rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:
         show(True, {"published": rows, **more}, [])

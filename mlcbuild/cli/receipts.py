@@ -35,7 +35,7 @@ from mlcbuild.targets import presets
 
 @dataclass(frozen=True)
 class Printed:
-    """The text that a later run without work will print."""
+    """The texts that a later run prints if nothing has changed and it has no work."""
 
     lines: tuple[str, ...]
     places: str
@@ -49,10 +49,11 @@ class _DoubtError(Exception):
 
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
-    """Writes the receipt of the command line `words`, unless an input is too recent to detect a later change.
+    """Writes a receipt for a command line, unless an input changed so recently that a later change may not
+    show.
 
-    result: of a run after which nothing is left to do. It read nothing before `began`, in nanoseconds since
-    1970.
+    words: the command line. result: that of a run after which nothing is left to do. began: start of the
+    run in nanoseconds since 1970, before which it read nothing.
     """
     if sys.platform == "darwin":
         return  # Apple's `clang` is a wrapper: no file shows which linker it starts.
@@ -95,8 +96,8 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the paths to watch in output directories, and adds their files to `blobs` and `listed`. looked:
-    time of the run, in ns since 1970.
+    """Yields the paths in output directories that a receipt must watch, and adds their files to `blobs` and
+    `listed`. looked: time of the run, in ns since 1970.
     """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
@@ -151,7 +152,7 @@ def _latest(stats: Sequence[int]) -> int:
 
 @dataclass
 class _Blobs:
-    """Collects files that have the fixed mtime of files in a store, and their sizes."""
+    """Collects the paths and sizes of files that have the fixed mtime of files in a store."""
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
@@ -221,7 +222,9 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
 
 
 def _without_work(log: RunLog) -> RunLog:
-    """Returns the log that the same run would have written if it had reused every step."""
+    """Returns the log that a run would have written if it had reused every step. log: that of the
+    real run.
+    """
 
     def reused(step: LoggedStep) -> LoggedStep:
         return replace(step, status="reused", words="", start=None, seconds=0.0, tail="", worker="")

@@ -29,8 +29,8 @@ def settings(pairs: list[str]) -> dict[str, str]:
 
 
 def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None = None) -> Session:
-    """Opens the recipe that a command line names. remotes: replace those of the recipe, unless they
-    are None.
+    """Opens the recipe that a command line names. remotes: used instead of the recipe's; None: those of the
+    recipe are used.
     """
     from mlcbuild import session
 
@@ -56,7 +56,9 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Validates a recipe. With --json, its problems are part of the document on standard output."""
+    """Runs the verb `validate`: checks a recipe and prints its variants. With --json, problems are part of
+    the document on standard output.
+    """
     from mlcbuild.locking import check
 
     try:

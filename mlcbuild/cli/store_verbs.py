@@ -56,8 +56,8 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Sends records of a recipe or of the whole store to remotes. The exit code is 1 if any could not be
-    sent.
+    """Runs `cache push`: sends results of a recipe, or of the whole store, to remotes. The exit code is 1
+    if any could not be sent.
     """
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
@@ -76,7 +76,8 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Downloads all results that remotes have for a recipe, for later runs without a network.
+    """Runs `cache pull`: downloads all results that remotes have for a recipe, for later runs without a
+    network.
 
     The exit code is 1 if a remote failed or sent wrong data, and something is missing.
     """
@@ -90,8 +91,8 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Hashes everything in the store and removes damaged files. With a recipe or URLs, then downloads damaged
-    and missing files from their remotes.
+    """Runs `cache verify`: hashes everything in the store and removes damaged files. With a recipe or URLs,
+    then downloads damaged and missing files from their remotes.
 
     The exit code is 1 if anything was damaged or is missing; the next run that needs it builds it again.
     """
@@ -120,8 +121,8 @@ def _warn(sentences: Iterable[str]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    """Removes results from the store that were not used for long, or the least recently used ones if the
-    store is too large.
+    """Runs `cache gc`: removes results from the store that were not used for long, or the least recently
+    used ones if the store is too large.
     """
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
@@ -153,7 +154,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def take(arguments: argparse.Namespace) -> int:
-    """Runs `cache import FILE`: reads results that another store exported."""
+    """Runs `cache import FILE`: adds results that another store exported to this store."""
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))
@@ -164,8 +165,8 @@ def take(arguments: argparse.Namespace) -> int:
 def _operands(
     arguments: argparse.Namespace, action: str, *, everything: bool
 ) -> tuple[str | None, Sequence[str]]:
-    """Returns (recipe or None, URLs) of `cache push` and `cache pull`. everything: True if the action works
-    without a recipe.
+    """Returns (recipe or None, URLs) from the operands of `cache push` or `cache pull`. action: its name,
+    for errors; everything: True if it works without a recipe.
     """
     operands = list(arguments.operands)
     recipe = None if everything and arguments.all else (operands.pop(0) if operands else "")
@@ -192,7 +193,8 @@ def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]
 
 
 def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
-    """Opens the recipe. Remotes that the command line names replace those of the recipe.
+    """Opens the recipe of a command line as a session. Remotes that the command line names replace those of
+    the recipe.
 
     The keys that a recipe trusts for an address are also used for that address on the command line, unless
     --trust names others.

@@ -23,7 +23,9 @@ def speeds(log: RunLog) -> list[str]:
 
 
 def write(arguments: argparse.Namespace, log: RunLog) -> None:
-    """Writes the files that options name, and those that the CI system of this process reads."""
+    """Writes the outputs of a run for CI systems: the files that options name, and those that the CI system
+    of this process reads.
+    """
     from mlcbuild.ci.ci_reports import junit, markdown
 
     if arguments.junit is not None:
@@ -41,7 +43,9 @@ def write(arguments: argparse.Namespace, log: RunLog) -> None:
 
 
 def check_writable(arguments: argparse.Namespace) -> None:
-    """Raises UsageError if an output cannot be written, before hours of work are done."""
+    """Raises UsageError if an output file of a run cannot be written, so that no hours of work are done in
+    vain.
+    """
     for path in (arguments.junit, arguments.summary):
         if path is not None:
             _write(path, "", append=True)

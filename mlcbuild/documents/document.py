@@ -88,11 +88,13 @@ class Document:
         return Place(self.file, *self.values.get(where, (1, 1)))
 
     def key_place(self, where: Where) -> Place:
-        """Returns the position of the key of a value, or of the value if it has no key."""
+        """Returns the position of the key of a value, or of the value itself if it has no key. where: path
+        of the value.
+        """
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
-        """Returns the value at a path in the YAML document; None if there is none."""
+        """Returns the value at a path of keys and indices in a YAML document; None if there is none."""
         value = self.data
         for part in where:
             if isinstance(value, dict) and isinstance(part, str):
@@ -117,7 +119,9 @@ def read(path: Path) -> Document:
 
 
 def parse(data: bytes, file: str) -> Document:
-    """Parses the bytes of a YAML file. file: its name, for messages. Raises InputError as read() does."""
+    """Parses the bytes of a YAML file. file: its name, for messages. Raises InputError with all problems if
+    it cannot be parsed.
+    """
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -225,7 +229,9 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
 
 
 def _odd_space(text: str) -> tuple[int, str] | None:
-    """Returns (offset of a character that is mistaken for a space, error message); None if there is none."""
+    """Returns (offset, error message) for the first character that is mistaken for a space where YAML
+    requires one; None if there is none.
+    """
     match = _MISTAKEN.search(text)
     if match is None:
         return None
@@ -248,7 +254,7 @@ class _Frame:
     key: str | None = None
     """The key of the next value of the mapping; None for a list."""
     drop: bool = False
-    """True if the next value is discarded, because its key in the mapping is a duplicate."""
+    """True if the next value of the mapping is discarded, because its key is a duplicate."""
     is_key: bool = False
     """True for a mapping or list in the position of a key, which is read and discarded."""
 
@@ -265,7 +271,9 @@ class _Builder:
     texts: dict[Where, str] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     lost: bool = False
-    """True if part of the data is missing, in which case further checks would report wrong problems."""
+    """True if part of the YAML file's data is missing, so that further checks would report problems that do
+    not exist.
+    """
     stack: list[_Frame] = field(default_factory=list)
 
     def take(self, event: yaml.Event) -> None:
@@ -335,8 +343,8 @@ class _Builder:
         frame.key = text
 
     def _put(self, value: Data, event: yaml.Event) -> Where:
-        """Adds a value to the data at the parser's present position, and returns the value's path. event: the
-        parser's event, for its position.
+        """Adds a value at the parser's present position in a YAML document, and returns the path of the
+        value. event: the parser's event, for its line and column.
         """
         if not self.stack:
             self.root = value

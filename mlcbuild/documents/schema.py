@@ -44,7 +44,9 @@ class SchemaError:
 
 
 def schema(name: Name) -> Schema:
-    """Returns a published schema, without external references, as `mlcbuild schema <name>` prints it."""
+    """Returns the JSON schema for recipes or targets, as `mlcbuild schema <name>` prints it, without
+    external references.
+    """
     text = Path(__file__).parent.parent.joinpath("schema", f"{name}.schema.json").read_text(encoding="utf-8")
     document = cast(Schema, json.loads(text))
     definitions = document.get("$defs")
@@ -54,7 +56,8 @@ def schema(name: Name) -> Schema:
 
 
 def typed(document: Document, name: Name) -> Document:
-    """Returns the document with text in all places where the schema allows only text.
+    """Returns a document in which every number or boolean that must be text according to the schema is
+    replaced by its text.
 
     So a model may be called 7 or 1.10 or true without quotes: its name is the text as written.
     """
@@ -75,13 +78,13 @@ def typed(document: Document, name: Name) -> Document:
 
 
 def findings(document: Document, name: Name) -> Iterator[SchemaError]:
-    """Yields every violation of the schema in a document."""
+    """Yields every violation of the JSON schema `name` in a document."""
     _, validator = _checker(name)
     return (item for error in validator.iter_errors(document.data) for item in _sentences(error))
 
 
 def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]:
-    """Returns violations of a schema as problems with positions in the file."""
+    """Returns violations of a JSON schema as problems with positions in the document's file."""
     return [
         (document.key_place if item.on_key else document.place)(item.where).problem(item.message)
         for item in errors
@@ -89,7 +92,9 @@ def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]
 
 
 def described(value: object) -> str:
-    """Returns a value of a document in the form that messages show."""
+    """Returns a value of a document as error messages show it, such as "'text'", "true" or "an
+    empty list".
+    """
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -104,7 +109,7 @@ def described(value: object) -> str:
 
 @lru_cache(maxsize=2)
 def _checker(name: Name) -> tuple[Schema, Validator]:
-    """Returns (JSON schema that applies after substitution of variables, its validator)."""
+    """Returns (JSON schema that a document must satisfy after substitution of variables, its validator)."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -142,7 +147,9 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
-    """Checks a pattern; `$` matches as in ECMAScript, while Python's also matches before a final newline."""
+    """Validates the JSON schema keyword `pattern`, and yields an error if the value does not match. `$`
+    matches as in ECMAScript, while Python's also matches before a final newline.
+    """
     from jsonschema.exceptions import ValidationError
 
     if isinstance(value, str) and not _expression(pattern).search(value):
@@ -150,7 +157,9 @@ def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[
 
 
 def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[ValidationError]:
-    """Checks in linear time that items are unique."""
+    """Validates the JSON schema keyword `uniqueItems` in linear time, and yields an error if two items are
+    equal.
+    """
     from jsonschema.exceptions import ValidationError
 
     if isinstance(items, list) and len(items) > len({repr(item) for item in items}):
@@ -172,7 +181,7 @@ def _without_variables(rule: Data) -> Data:
 
 
 def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
-    """Yields a schema and the schemas that it references and that apply to the same value."""
+    """Yields a JSON schema, and the schemas under its `$ref` and `then`, which apply to the same value."""
     yield rule
     target = rule.get("$ref")
     if isinstance(target, str):
@@ -190,7 +199,9 @@ def _definition(root: Schema, reference: str) -> Schema:
 
 
 def _child(rules: list[Schema], key: str | None) -> Schema:
-    """Returns the schema of the value under a key, or of the items of a list."""
+    """Returns the JSON schema of the value under a key, or of a list's items if `key` is None; {} if there
+    is none.
+    """
     for rule in rules:
         properties = rule.get("properties")
         child = rule.get("items") if key is None else None
@@ -218,7 +229,9 @@ def _label(where: Where) -> str:
 
 
 def _sentences(error: ValidationError) -> Iterator[SchemaError]:
-    """Yields a readable message for each violation in one error of the JSON Schema validator."""
+    """Translates one error of the JSON schema validator into readable messages, and yields one for each
+    violation.
+    """
     where: Where = tuple(error.absolute_path)
     rule = cast(Schema, error.schema)
     # The library types both as "perhaps unset": they are always set on an error that iter_errors() yields.
@@ -243,7 +256,9 @@ def _sentences(error: ValidationError) -> Iterator[SchemaError]:
 
 
 def _demand(error: ValidationError, rule: Schema) -> str:
-    """Returns what a JSON schema requires of a value, as the end of a sentence."""
+    """Returns what a JSON schema requires of a value, such as "must be at least 1", as the end of a
+    sentence.
+    """
     limit = cast(Any, error.validator_value)
     kind = str(error.validator)
     if kind == "type":
@@ -263,7 +278,9 @@ def _demand(error: ValidationError, rule: Schema) -> str:
 
 
 def _purpose(rule: Schema, key: str) -> str:
-    """Returns the description of a key, to be appended to a message; "" below an `if`, which has none."""
+    """Returns the description of a key from a JSON schema, such as ": the models to build", to be appended
+    to a message; "" below an `if`, which has none.
+    """
     properties = rule.get("properties")
     if not isinstance(properties, dict):
         return ""
@@ -290,8 +307,8 @@ def _repeated(where: Where, items: list[Data]) -> Iterator[SchemaError]:
 
 
 def _hint(value: object, rule: Schema) -> str:
-    """Returns a hint how to write a value that YAML read with another type than intended; "" if there is
-    none.
+    """Returns a hint for an error message how to write a value that YAML read with another type than
+    intended; "" if there is none.
     """
     if isinstance(value, dict) and list(value.values()) == [None] and "string" in _types(rule):
         return f' (put it in quotes: "{{{next(iter(value))}}}")'

@@ -72,7 +72,7 @@ class InstalledModel:
 
     @property
     def is_default(self) -> bool:
-        """Returns True if mlcbuild chose the scheme of the bundle, and no user."""
+        """Returns True if mlcbuild chose the scheme of this bundle, False if the user named it."""
         return self.choice == "default"
 
     @property
@@ -110,8 +110,8 @@ class InstalledModel:
 
 
 def read(root: Path) -> tuple[InstalledModel, ...]:
-    """Returns the installed models of the store at `root`, the last used first. Damaged entries are
-    left out.
+    """Reads the descriptions of all models that are installed in the store at `root`, and returns them, the
+    last used first. Damaged ones are left out.
     """
     entries = list(_read_all(root / DIRECTORY))
     return tuple(sorted(entries, key=lambda entry: -entry.used))
@@ -131,8 +131,8 @@ def _read_all(directory: Path) -> Iterator[InstalledModel]:
 
 
 def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
-    """Returns the installed model with a name or a source. Raises UsageError, which lists the installed
-    models, if there is none.
+    """Returns the installed model whose name or source is `name`. Raises UsageError, which lists the
+    installed models, if there is none.
     """
     for entry in entries:
         if name in (entry.name, entry.source):
@@ -155,8 +155,8 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
 
 
 def slug(source: str) -> str:
-    """Returns a model's name, made of the last part of its path or address: letters, digits, '.', '_' and
-    '-'.
+    """Returns a name for a model, made of the last part of its path or address: letters, digits, '.', '_'
+    and '-'.
     """
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
@@ -190,7 +190,7 @@ def _stat(source: Path, name: str) -> tuple[int, int] | None:
 
 
 def ago(entry: InstalledModel, now: float | None = None) -> float:
-    """Returns the seconds since an installed model was last used. now: the current time, in seconds since
-    1970.
+    """Returns the seconds since an installed model was last used. now: the current time in seconds since
+    1970; None: it is read from the clock.
     """
     return max(0.0, (time.time() if now is None else now) - entry.used)

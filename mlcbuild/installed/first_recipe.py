@@ -28,7 +28,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class FirstRecipe:
-    """The first recipe for a model, after it was written, and the commands to use next."""
+    """The recipe that `mlcbuild init` wrote for a model, and the commands to use next."""
 
     path: Path
     checkpoint: Path | None
@@ -38,8 +38,8 @@ class FirstRecipe:
 
 
 def write(model: str) -> FirstRecipe:
-    """Writes a recipe: into the current directory for an existing model, or into a new directory `model` for
-    one that will be added. Raises UsageError if a file of this name exists.
+    """Writes a first recipe: into the current directory if the model exists, or into a new directory called
+    `model` to which its checkpoint will be added. Raises UsageError if the recipe file exists.
     """
     is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
     directory = Path() if is_model else Path(model)

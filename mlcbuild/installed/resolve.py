@@ -68,8 +68,8 @@ def _by_name(name: str, options: InstallOptions) -> Path:
 
 
 def _installed(source: str, options: InstallOptions) -> Path:
-    """Returns the directory of the bundle of a source, which is built or downloaded unless it is
-    installed.
+    """Returns the directory of the bundle of a source; builds or downloads the bundle if it is not
+    installed. source: an address, or the absolute path of a checkpoint.
     """
     words = machine_words()
     entry = _kept(source, options, words)

@@ -30,9 +30,11 @@ longer.
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Reads `config.json` in inputs["checkpoint"], writes `config.json` (canonical bytes of `to_json`),
-    `tensors.json` (those of TensorNames.to_json), and STORAGE where the weights are quantized. Raises
-    CheckpointError for a missing or invalid config.json, or an unsupported architecture. Takes no params.
+    """Action: translates the config.json of a model into this project's form.
+
+    Reads `config.json` in inputs["checkpoint"]; writes `config.json` (canonical bytes of `to_json`),
+    `tensors.json` (those of TensorNames.to_json), and STORAGE if the weights are quantized. Raises
+    CheckpointError for a missing or invalid config.json, or an unsupported architecture. It has no params.
     """
     source = inputs["checkpoint"] / "config.json"
     values = read_json(source)
@@ -43,8 +45,8 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def quantization(values: object) -> object:
-    """Returns the field of config.json that describes how weights are stored; None for unquantized weights.
-    values: the decoded JSON document.
+    """Returns the part of a config.json that describes how weights are stored, such as quantization_config;
+    None for unquantized weights. values: the decoded JSON document.
     """
     if not isinstance(values, Mapping):
         return None
@@ -53,14 +55,16 @@ def quantization(values: object) -> object:
 
 
 def write_config(config: ModelConfig, out: Path) -> None:
-    """Writes the files of a config step to the directory `out`."""
+    """Writes config.json and tensors.json of a model to the directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_bytes(canonical(to_json(config)))
     (out / TENSOR_NAMES).write_bytes(canonical(tensor_names(config).to_json()))
 
 
 def read_json(path: Path) -> object:
-    """Reads a JSON file of a checkpoint. Raises CheckpointError, also for duplicate keys and NaN."""
+    """Reads a JSON file of a checkpoint and returns the decoded document. Raises CheckpointError for a file
+    that is missing, malformed, or has duplicate keys or NaN.
+    """
     try:
         text = regular.read(path, LARGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:

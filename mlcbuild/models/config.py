@@ -83,7 +83,9 @@ LARGEST_MODEL = 10**13
 
 
 def faults(config: ModelConfig) -> list[str]:
-    """Returns one error message for each reason why a config describes no model that can be computed."""
+    """Returns an error message for each reason why a model with this config cannot be computed; [] if there
+    is none.
+    """
     if not config.layers or min(config.vocab_size, config.hidden_size, config.max_position) < 1:
         return ["a model needs layers; vocab_size, hidden_size and max_position must be at least 1"]
     sentences = [fault for rope in config.ropes for fault in rope_faults(rope)]
@@ -113,7 +115,7 @@ def _count(config: ModelConfig) -> int:
 
 
 def cached_values(config: ModelConfig) -> int:
-    """Returns the number of values that the caches of all layers of the model hold for each token."""
+    """Returns the number of values that the caches of all layers hold for each token of context."""
     return sum(math.prod(shape) for layer in config.layers for shape in cached_shape(layer))
 
 

@@ -28,11 +28,11 @@ def read_experts(
     size: str = "moe_intermediate_size",
     defaults: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Experts:
-    """Reads the number of experts, the number that a token uses and, from the field `size`, the number of
-    inner values of an expert.
+    """Reads the experts of a model from its config.json: their number, the number that a token uses, and,
+    from the field `size`, the width of an expert's hidden layer.
 
-    router: rule by which experts are chosen. defaults: these three numbers for absent fields; None: the field
-    is required.
+    router: rule by which experts are chosen. defaults: these three numbers for absent fields; None: the
+    field is required.
     """
     fields.ignore(TRAINING)
     name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])
@@ -50,8 +50,8 @@ def read_experts(
 
 
 def grouped_router(fields: Fields, normalized: bool) -> Router:
-    """Returns a router that chooses experts in groups by sigmoid scores plus a correction. normalized: the
-    default of norm_topk_prob, True if weights are divided by their sum.
+    """Returns a router that scores experts by sigmoids plus a correction and chooses them within groups.
+    normalized: the default of norm_topk_prob, which divides weights by their sum.
     """
     return Router(
         "sigmoid",
@@ -64,7 +64,7 @@ def grouped_router(fields: Fields, normalized: bool) -> Router:
 
 
 def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns for each of `count` layers True if it has experts: every decoder_sparse_step-th one does,
+    """Returns, for each of `count` layers, True if it has experts: every decoder_sparse_step-th layer does,
     except those in mlp_only_layers.
     """
     step = fields.integer("decoder_sparse_step", 1, high=4096)
@@ -78,8 +78,8 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
 
 
 def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
-    """Returns for each of `count` layers True if it has experts: those from first_k_dense_replace on do.
-    default: value of an absent field.
+    """Returns, for each of `count` layers, True if it has experts: all layers from index
+    first_k_dense_replace on do. default: its value if config.json lacks the field.
     """
     first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
     return tuple(index >= first for index in range(count))
@@ -88,8 +88,8 @@ def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
 def mixed(
     layers: Sequence[LayerSpec], sparse: Iterable[bool], experts: Experts, dense: Dense
 ) -> tuple[LayerSpec, ...]:
-    """Returns one layer for each entry of `sparse`: with the feed-forward `experts` where it is True, and
-    with `dense` where it is False.
+    """Returns copies of the layers in which the feed-forward is `experts` where `sparse` is True, and
+    `dense` where it is False.
     """
     return tuple(
         replace(layer, feed_forward=experts if is_sparse else dense)

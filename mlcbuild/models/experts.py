@@ -23,9 +23,10 @@ from mlcbuild.models.param import Activation, Param
 class Router:
     """The rule by which a router chooses a token's experts from one logit per expert.
 
-    Scores are computed from logits. The experts with the largest scores, plus the correction where there is
-    one, are chosen among the groups kept. Their scores are their weights. Of equal scores the lowest index is
-    chosen: torch.topk promises no order, and libraries must give one answer.
+    Logits become scores. The experts with the largest scores are chosen, from the groups with the largest
+    scores if experts are grouped; a correction may be added to the scores for this choice. The scores of
+    the chosen experts are their weights. Of equal scores the lowest index is chosen: torch.topk promises no
+    order, and libraries must give one answer.
     """
 
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -44,7 +45,7 @@ class Router:
     """Number of groups into which neighbouring experts are divided; a group's score is the sum of its two
     largest scores."""
     groups_kept: int = 1
-    """Number of groups, those with the largest scores, whose experts can be chosen."""
+    """Number of groups that are kept, those with the largest scores; only their experts can be chosen."""
     scale: float = 1.0
     """Factor of the weights of chosen experts, applied at the end."""
     jitter: float | None = None
@@ -55,7 +56,9 @@ class Router:
 
 @dataclass(frozen=True)
 class Clamp:
-    """The gate of gpt-oss: (up + 1) * g * sigmoid(alpha * g), g = min(gate, limit), up within +-limit."""
+    """The limits of gpt-oss's gate, which computes (up + 1) * g * sigmoid(alpha * g) with g = min(gate,
+    limit), and `up` clipped to -limit .. limit.
+    """
 
     limit: float
     alpha: float
@@ -63,7 +66,7 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: a gated feed-forward for each expert, of which a token uses `chosen`."""
+    """A mixture of experts: one gated feed-forward per expert, of which each token uses `chosen`."""
 
     count: int
     chosen: int
@@ -109,7 +112,9 @@ def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
 
 
 def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
-    """Yields an error message for each contradiction between the fields of a mixture of experts."""
+    """Yields an error message for each contradiction between the fields of a mixture of experts, such as
+    more chosen experts than there are.
+    """
     router = block.router
     if min(block.count, block.chosen, block.size, router.groups, router.groups_kept) < 1:
         yield "the numbers of experts, of chosen ones and of groups and an expert's size must be at least 1"
@@ -133,7 +138,7 @@ def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
 
 
 def experts_numbers(block: Experts) -> Iterator[float]:
-    """Yields the numbers of a mixture of experts that must be finite and above 0."""
+    """Yields those numbers in the description of a mixture of experts that must be finite and above 0."""
     yield block.router.scale
     if block.router.jitter is not None:
         yield block.router.jitter

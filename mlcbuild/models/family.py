@@ -109,9 +109,8 @@ LAYER: Names = {**NORMS, **ATTENTION, **LATENT, **DENSE, **EXPERTS}
 
 @dataclass(frozen=True)
 class Common:
-    """The meaning of the config.json fields that all model families share, as blocks from which a family
-    builds its layers.
-    """
+    """The config.json fields that all model families share, as blocks from which a family builds its
+    layers."""
 
     attention: Attention
     """Attention over all positions, without biases and without norms of queries and keys, with the rotary
@@ -125,24 +124,21 @@ class Common:
     """The model without layers. Its last norm is `norm`."""
 
     def layer(self, **attention: Any) -> LayerSpec:
-        """Returns a layer with a norm before each half. The keyword arguments replace fields of its
-        attention."""
+        """Returns a layer with a norm before each half. attention: fields to replace in its attention."""
         return LayerSpec(replace(self.attention, **attention), self.feed_forward, Norms(self.norm))
 
     def of(self, layers: Iterable[LayerSpec], **changes: Any) -> ModelConfig:
-        """Returns the model with these layers. The keyword arguments replace other fields of its config."""
+        """Returns the model with these layers. changes: fields to replace in its config."""
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
-        """Returns `count` equal layers. window: number of tokens that a token attends to, or None; fields:
-        checked for a contradicting layer_types.
-        """
+        """Returns `count` equal layers. window: attention window in tokens, or None. Adds a problem to
+        `fields` if config.json's layer_types contradicts this."""
         return windowed(layer, same_window(fields, self.count, window))
 
     def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-        """Returns one layer for each window (in tokens; None: no window). Layers with a window use the rotary
-        embedding for such layers.
-        """
+        """Returns one layer for each window (in tokens; None: no window), in which layers with a window use
+        the model's last rotary embedding."""
         local = len(self.model.ropes) - 1
         return tuple(
             spec if spec.mixer.window is None else replace(spec, mixer=replace(spec.mixer, rope=local))
@@ -152,7 +148,7 @@ class Common:
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """The meaning of a family's config.json where it differs from Llama's."""
+    """The differences of a family's config.json from Llama's."""
 
     head_dim: int | None = None
     """Dimensions of an attention head if config.json does not state them; None: hidden_size /
@@ -171,14 +167,14 @@ class ConfigRules:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Field name -> value that transformers uses if config.json does not state it."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Field name that only this family uses -> name that other families use for it."""
+    """Name that only this family uses for a field of config.json -> name that other families use."""
     wide: bool = False
     """True if intermediate_size may be absent and then equals 4 * hidden_size."""
 
 
 @dataclass(frozen=True)
 class TensorRules:
-    """The names and the arrangement of tensors in a family's checkpoints, if they differ from Llama's."""
+    """The differences of the tensors in a family's checkpoints from Llama's: names and order of rows."""
 
     names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
     """Parameter name -> names of a checkpoint's tensors, for the parameters whose tensors have other names in
@@ -198,9 +194,8 @@ class TensorRules:
     """
 
     def own_names(self, config: ModelConfig) -> Names:
-        """Returns the tensor names of a model family for a config: `names` itself, or its result if it is a
-        function of the config.
-        """
+        """Returns the tensor names that differ from Llama's in a model with this config: `names`, or what
+        it returns if it is a function."""
         return self.names(config) if callable(self.names) else self.names
 
 
@@ -228,7 +223,8 @@ class Family:
 
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """Returns parameter name -> tensors of a checkpoint that make it up, stacked along axis 0."""
+    """Returns parameter name -> the checkpoint tensors, or parts of them, that make it up when stacked
+    along axis 0."""
     names = {**LAYER, **WHOLE, **family.tensors.own_names(config)}
     sources = {}
     for param in parameters(config):
@@ -271,7 +267,7 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
 
 
 def _whole(family: Family, param: Param, tensor: str) -> Piece:
-    """Returns the single checkpoint tensor that holds a whole parameter, with the order of its rows."""
+    """Returns the single checkpoint tensor that holds a whole parameter, and which of its rows these are."""
     kind, count = param.name.split(".", 2)[-1], param.shape[0]
     columns: tuple[Range, ...] = ()
     if family.tensors.alternating and kind.startswith("mlp.experts.gate_up."):
@@ -286,9 +282,8 @@ def _whole(family: Family, param: Param, tensor: str) -> Piece:
 def _reordered(
     family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Returns the tensors that hold a parameter of attention, with the order in which the parameter has their
-    rows. mixer: the layer's attention; pieces: the tensors before reordering.
-    """
+    """Returns the tensors `pieces` of an attention parameter with the order of their rows in the parameter.
+    mixer: the layer's attention."""
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
     if is_qkv and family.tensors.fused_heads:
@@ -309,12 +304,11 @@ def _reordered(
 def latent_pieces(
     mixer: LatentAttention, kind: str, pieces: tuple[Piece, ...], interleaved: bool
 ) -> tuple[Piece, ...]:
-    """Returns the tensors that hold a parameter of latent attention, with the order in which the parameter
-    has their rows.
+    """Returns the tensors `pieces` of a latent attention parameter with the order of their rows in the
+    parameter.
 
-    kind: name of the parameter in its layer. pieces: the tensors before reordering. interleaved: True if
-    pairs of rotated dimensions are neighbours in the tensors.
-    """
+    kind: name of the parameter in its layer. interleaved: True if rotated dimensions form pairs of
+    neighbours in the tensors."""
     both = mixer.head_dim + mixer.value_dim
     if kind == "attn.k_b.weight":
         rows, take = mixer.heads * mixer.latent, ((0, mixer.head_dim, 1),)
@@ -330,17 +324,15 @@ def latent_pieces(
 
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-    """Returns one layer for each window in `windows` (tokens; None: none): `layer` with this window in its
-    attention."""
+    """Returns one copy of a layer for each attention window (in tokens; None: no window)."""
     windows = tuple(windows)
     layers = {window: replace(layer, mixer=replace(layer.mixer, window=window)) for window in set(windows)}
     return tuple(layers[window] for window in windows)
 
 
 def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | None, ...]:
-    """Returns `window` for each of `count` layers, for a family whose layers are all alike. Reports a
-    `layer_types` that contradicts this.
-    """
+    """Returns `window` for each of `count` layers. Adds a problem to `fields` if config.json's
+    `layer_types` contradicts this."""
     kind = LAYER_KINDS[0] if window is None else LAYER_KINDS[1]
     layer_windows(fields, [kind] * count, window)
     kinds = fields.get("layer_types")
@@ -350,9 +342,8 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Returns the window of each layer in tokens, None for layers without one. kinds: kind of each layer (of
-    LAYER_KINDS) if config.json has no `layer_types`; window: tokens of the layers that have one.
-    """
+    """Returns the attention window of each layer in tokens, None for layers without one. kinds: kind of
+    each layer (of LAYER_KINDS) if config.json has no `layer_types`; window: tokens of a window."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):
@@ -377,7 +368,7 @@ def every(step: int, count: int) -> list[str]:
 
 
 def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Returns the layers; those for which `rotated` is False have no rotary embedding."""
+    """Returns layers without rotary embedding where `rotated` is False, and unchanged layers elsewhere."""
     return tuple(
         layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
         for layer, is_rotated in zip(layers, rotated, strict=True)

@@ -26,8 +26,8 @@ LARGEST = 2**31 - 1
 
 
 class Fields:
-    """The fields of one JSON object. place: the file, for messages; inside: the path of the object within the
-    file.
+    """Reads the fields of one JSON object and collects problems. place: the file, for messages; inside: the
+    path of the object within the file, such as "text_config.".
     """
 
     def __init__(self, place: str, values: Mapping[str, object], inside: str = "") -> None:
@@ -39,7 +39,7 @@ class Fields:
         self._known: set[str] = set()
         self._wrong: set[str] = set()
         self._shown: dict[str, str] = {}
-        """Name of a field that all families share -> name in the file, if it differs."""
+        """Name that all families share for a field -> name in the file, if it differs."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
         """Returns a reader of an object inside this one. Its problems are collected separately until they are
@@ -48,7 +48,7 @@ class Fields:
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
-        """Returns the same fields under the names that all families share.
+        """Returns a reader of the same JSON object under the field names that all families share.
 
         spellings: name that only a family uses -> shared name. defaults: shared name -> value of an absent
         field.
@@ -91,8 +91,8 @@ class Fields:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """Returns an integer field, which must be in low..high. default: value if it is absent or null; None:
-        the field is required.
+        """Returns the integer in a field, which must be in low..high; otherwise records a problem and
+        returns a valid substitute. default: value if the field is absent or null; None: it is required.
         """
         value = self.get(name)
         if value is None or value is ABSENT:
@@ -103,8 +103,9 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        """Returns a number field, which must be finite, above `low` and at most `high`. default: value if it
-        is absent; None: the field is required.
+        """Returns the number in a field, which must be finite, above `low` and at most `high`; otherwise
+        records a problem and returns a valid substitute. default: value if the field is absent or null;
+        None: it is required.
         """
         value = self.get(name)
         if value is None or value is ABSENT:
@@ -115,9 +116,10 @@ class Fields:
         return float(value)
 
     def maybe_integer(self, name: str, default: int | None) -> int | None:
-        """Returns an integer field; None if it is null, which turns a feature off; `default` if it is absent.
+        """Returns the integer in a field; None if it is null, which turns a feature off; `default` if the
+        field is absent.
 
-        Any other value is noted as a problem.
+        Records a problem for any other value.
         """
         if self.get(name) is ABSENT:
             return default
@@ -138,8 +140,8 @@ class Fields:
         return value
 
     def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
-        """Returns the entry of the mapping `values` whose key a text field of the JSON object holds. default:
-        the key if the field is absent.
+        """Returns the entry of `values` whose key is the text in a field; records a problem if there is
+        none. default: the key if the field is absent.
         """
         value = self.get(name)
         if value is None or value is ABSENT:
@@ -151,8 +153,8 @@ class Fields:
         return values[value]
 
     def switches(self, name: str, default: Sequence[bool]) -> list[bool]:
-        """Returns a list field of 0 or 1 as booleans. It must have as many entries as `default`, its value if
-        it is absent.
+        """Returns a list of 0 and 1 in a field as booleans. default: the list if the field is absent, which
+        must have as many entries.
         """
         value = self.get(name)
         if value is None or value is ABSENT:
@@ -168,7 +170,7 @@ class Fields:
 
     def integers(self, name: str, count: int, default: int, high: int = 2**22) -> list[int]:
         """Returns `count` positive integers from a field that holds a list of them or one integer for all.
-        default: value of each if the field is absent; high: maximum.
+        default: each integer if the field is absent; high: maximum.
         """
         value = self.get(name)
         if not isinstance(value, list):
@@ -179,8 +181,8 @@ class Fields:
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Returns a list field of `count` positive numbers. A number that float32 cannot represent is a
-        problem.
+        """Returns the numbers in a field that must hold a list of `count` numbers from 1e-6 to 1e6;
+        otherwise records a problem and returns ones.
         """
         value = self.get(name)
         stand_in = (1.0,) * count
@@ -206,10 +208,10 @@ class Fields:
         self.ignore(name for name in self._values if name.startswith("_"))
 
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
-        """Notes a problem for each unread field whose value is not allowed. table: field name -> allowed
-        values, which change no results.
+        """Records a problem for each field that was not read and whose value may change results. table:
+        field name -> values that change none.
 
-        owner: the model type that the error message names.
+        owner: the model type that messages name.
         """
         for name, allowed in table.items():
             if name in self._read or name not in self._values:
@@ -221,8 +223,8 @@ class Fields:
                 self.problem(name, f"{owner} supports only {alternatives}, found {show(value)}")
 
     def close(self, owner: str) -> None:
-        """Notes a problem for every field that was not read, since it may change results. owner: the model
-        type that the message names.
+        """Records a problem for each field that was not read, since it may change results. owner: the model
+        type that messages name.
         """
         unknown = sorted(set(self._values) - self._read)
         for name in unknown[:MOST_UNKNOWN]:
@@ -239,7 +241,9 @@ class Fields:
             )
 
     def check(self) -> None:
-        """Raises CheckpointError with every problem noted so far."""
+        """Raises CheckpointError with all problems that were recorded for this JSON object; does nothing if
+        there are none.
+        """
         if self.problems:
             raise CheckpointError("\n".join(self.problems))
 
@@ -250,7 +254,7 @@ class Fields:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Returns True if a value is a finite JSON number. An integer beyond a float's range does not count."""
+    """Returns True if a value is a finite number that fits into a float, and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

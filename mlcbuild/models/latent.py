@@ -58,8 +58,8 @@ class LatentAttention:
 
 
 def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of latent attention. The products of heads with latents are stacks, with one
-    matrix per head.
+    """Yields the parameters of multi-head latent attention. The products of heads with latents are stacks,
+    with one matrix per head. hidden: size of the residual stream.
     """
     queries = block.heads * block.query_dim
     if block.query_latent:
@@ -82,7 +82,7 @@ def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
 
 
 def latent_faults(block: LatentAttention, ropes: Sequence[Any]) -> Iterator[str]:
-    """Yields an error message for each contradiction between the fields of latent attention. ropes: the
+    """Yields an error message for each contradiction between the fields of a latent attention. ropes: the
     model's rotary embeddings.
     """
     window = 1 if block.window is None else block.window
@@ -100,5 +100,5 @@ def latent_faults(block: LatentAttention, ropes: Sequence[Any]) -> Iterator[str]
 
 
 def latent_numbers(block: LatentAttention) -> Iterator[float]:
-    """Yields the numbers of latent attention that must be finite and above 0."""
+    """Yields those numbers in the description of a latent attention that must be finite and above 0."""
     yield from (block.scale, block.eps)

@@ -18,9 +18,10 @@ from mlcbuild.models.latent import LatentAttention, latent_faults, latent_number
 from mlcbuild.models.param import Activation, Param
 
 Residual = Literal["sequential", "parallel", "parallel_shared"]
-"""Form of a layer's residual connections. sequential: x += mixer(norm(x)), then x += feed_forward(norm(x)).
-parallel: x += mixer(norm(x)) + feed_forward(norm(x)), each with its own norm. parallel_shared: the same with
-one norm."""
+"""The form of a layer's residual connections, where x is the residual stream. sequential: x +=
+mixer(norm(x)), then x += feed_forward(norm(x)). parallel: x += mixer(norm(x)) + feed_forward(norm(x)), each
+with its own norm. parallel_shared: the same with one norm.
+"""
 HeadNorm = Literal["head", "own_head", "heads"]
 """The span of a norm of queries and keys. head: each head is normalized, all with the same weights; own_head:
 each head is normalized, with separate weights; heads: all heads of a token are normalized together.
@@ -54,7 +55,9 @@ class Rope:
     pass unchanged.
     """
     inv_freq: tuple[float, ...]
-    """The dim / 2 inverse frequencies of the rotation, each exactly representable in float32."""
+    """The dim / 2 inverse frequencies of the rotation in radians per position, each exactly representable
+    in float32.
+    """
     attention_factor: float = 1.0
     inv_freq_long: tuple[float, ...] | None = None
     long_factor: float | None = None
@@ -71,7 +74,9 @@ class Rope:
 
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
-    """Returns (inverse frequencies, attention factor) for a library with this context window, in tokens."""
+    """Returns (inverse frequencies, attention factor) of a rotary embedding in a library with this context
+    window, in tokens.
+    """
     if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
         return rope.inv_freq, rope.attention_factor
     if context_window <= rope.original_max_position:
@@ -104,7 +109,7 @@ Norm: TypeAlias = RmsNorm | LayerNorm
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms around each half of a layer."""
+    """The norms before and after each half of a layer, which are its mixer and its feed-forward."""
 
     before: Norm | None
     """The norm of the input that a half of the layer reads from the residual stream; None: the input is not
@@ -203,8 +208,9 @@ class Block:
 
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
-    """Yields the parameters of a norm of `size` values, as vectors; nothing if `norm` is None. name: prefix
-    of their names; parts: sizes of the parts that checkpoints store separately.
+    """Yields the weight, and the bias if there is one, of a norm of `size` values as parameters; nothing if
+    `norm` is None. name: prefix of their names; parts: sizes of the parts that checkpoints store
+    separately.
     """
     if isinstance(norm, RmsNorm) or (norm is not None and norm.weight):
         yield Param(f"{name}.weight", (size,), parts)
@@ -213,7 +219,9 @@ def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, .
 
 
 def _attention_parameters(block: Attention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of attention. Query, key and value matrices are one matrix, in that order."""
+    """Yields the parameters of attention. The matrices of query, key and value are joined to one, in that
+    order. hidden: size of the residual stream.
+    """
     query, value = block.heads * block.head_dim, block.kv_heads * block.head_dim
     rows, parts = query + 2 * value, (query, value, value)
     yield Param("attn.qkv.weight", (rows, hidden), parts)
@@ -252,7 +260,9 @@ def _attention_numbers(block: Attention) -> Iterator[float]:
 
 
 def _dense_parameters(block: Dense, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of a dense feed-forward. Gate and up are one matrix, gate first."""
+    """Yields the parameters of a dense feed-forward. The matrices of gate and up are joined to one, gate
+    first. hidden: size of the residual stream.
+    """
     rows, parts = (2 * block.size, (block.size, block.size)) if block.gated else (block.size, ())
     first = "mlp.gate_up" if block.gated else "mlp.up"
     yield Param(f"{first}.weight", (rows, hidden), parts)
@@ -315,15 +325,15 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
 
 
 def cached_shape(layer: LayerSpec) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the values that a layer caches for each token; blocks that cache nothing add no
-    shape.
+    """Returns the shapes of the arrays that a layer caches for each token, such as those of its key and its
+    value.
     """
     shapes = (entry.cached(block) for entry, block in blocks(layer))
     return tuple(shape for shape in shapes if shape)
 
 
 def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
-    """Returns one error message for each reason why a layer cannot be computed. ropes: the model's rotary
+    """Returns an error message for each reason why a layer cannot be computed. ropes: the model's rotary
     embeddings.
     """
     faults = [fault for entry, block in blocks(layer) for fault in entry.faults(block, ropes)]
@@ -350,9 +360,7 @@ def rope_faults(rope: Rope) -> list[str]:
 
 
 def positive(numbers: Sequence[float]) -> list[str]:
-    """Returns a list with one error message if any of the numbers is not finite or not above 0; otherwise an
-    empty list.
-    """
+    """Returns a list with one error message if any number is not finite or not above 0; otherwise []."""
     if all(math.isfinite(number) and number > 0 for number in numbers):
         return []
     return ["frequencies, scales, caps and the norm's epsilon must be finite and above 0"]

@@ -34,8 +34,8 @@ class Param:
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Returns (out, in) of the matrix that a scheme packs, or of each matrix of a stack; None for a
-        parameter that is not packed.
+        """Returns (out, in) of the matrix that a quantization scheme packs, or of each matrix of a stack;
+        None for a parameter that is not quantized.
         """
         if self.stored != "scheme" or len(self.shape) < 2:
             return None

@@ -32,7 +32,7 @@ def family_names() -> tuple[str, ...]:
 
 
 def family_module(name: str) -> str:
-    """Returns the dotted name of a family's module."""
+    """Returns the dotted name of the module of a model family. name: its model_type."""
     return f"{families.__name__}.{name}"
 
 
@@ -67,7 +67,9 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
 
 
 def _model(fields: Fields, family: Family) -> ModelConfig:
-    """Reads the fields of a text model from config.json and returns it; problems are added to `fields`."""
+    """Reads a text model from config.json and returns it. Problems are added to `fields`; the model is then
+    not valid.
+    """
     fields = fields.respelled(family.config.spellings, family.config.defaults)
     config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)
@@ -79,8 +81,8 @@ def _model(fields: Fields, family: Family) -> ModelConfig:
 
 
 def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
-    """Returns the text model of a config.json that describes a model with several parts; the other parts are
-    ignored. Returns None after a problem.
+    """Returns the text model of a config.json that describes a model with several parts, such as a vision
+    tower, which are ignored. Returns None, with a problem added to `fields`, if there is none.
     """
     _check_code(fields, family)
     inner_values = fields.get("text_config")
@@ -111,7 +113,9 @@ def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
-    """Returns the checkpoint tensors of each parameter, as the config's family names them."""
+    """Returns the names of the checkpoint tensors that make up each parameter, according to the config's
+    family.
+    """
     family = load_family(config.family)
     unused = family.tensors.unused.replace("{layers}", str(len(config.layers)))
     return TensorNames(sources_of(family, config), unused)
@@ -130,7 +134,9 @@ def _family(fields: Fields, values: Mapping[str, object]) -> Family:
 
 
 def _common(fields: Fields, family: Family) -> Common:
-    """Reads and returns the meaning of the config.json fields that all model families have."""
+    """Reads the config.json fields that all model families have, and returns their meaning as blocks of
+    layers.
+    """
     _check_code(fields, family)
     rules = family.config
     hidden = fields.integer("hidden_size", high=2**20)
@@ -184,7 +190,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """Notes a problem if the checkpoint is not a language model of this family, or requires its own code."""
+    """Records a problem if a checkpoint is no language model of this family, or requires code of its own."""
     listed = fields.get("architectures")
     if listed not in (None, ABSENT, [], [family.architecture]):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')

@@ -65,9 +65,7 @@ class RopeRules:
 
 @dataclass(frozen=True)
 class _Setting:
-    """The fields of config.json outside of its rope object, against which the rope object's fields are
-    checked.
-    """
+    """The fields of config.json beside its rope object that have an effect on rotary embeddings."""
 
     head_dim: int
     max_position: int
@@ -91,9 +89,11 @@ class _Base:
 
 
 def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRules) -> dict[str, Rope]:
-    """Returns kind of layer (of LAYER_KINDS) -> its Rope. Problems are added to `fields`, and a valid Rope
-    replaces an invalid one. max_position: tokens of the model's context. Only families with `by_kind` may
-    have two different ones.
+    """Returns kind of layer (of LAYER_KINDS) -> its rotary embedding. max_position: the model's context in
+    tokens. Only families with `by_kind` may have two different ones.
+
+    Adds a problem to `fields` for each wrong field, and then returns a valid rotary embedding in place of
+    the wrong one.
     """
     setting = _Setting(
         head_dim,
@@ -127,8 +127,8 @@ def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRule
 
 
 def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
-    """Notes a problem if layers of one kind have different rotary embeddings. ropes: kind of layer -> its
-    Rope.
+    """Records a problem if two kinds of layers have different rotary embeddings. ropes: kind of layer ->
+    its rotary embedding.
     """
     if not ropes:
         return
@@ -159,7 +159,7 @@ def _original(fields: Fields) -> int | None:
 
 
 def _objects(fields: Fields) -> dict[str, Fields]:
-    """Returns field name -> rope object in config.json; one empty object if there is none."""
+    """Returns name of a field of config.json -> the rope object in it; one empty object if there is none."""
     objects: dict[str, Fields] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name)
@@ -203,7 +203,9 @@ def _resolve(inner: Fields, setting: _Setting) -> Rope:
 
 
 def _type(inner: Fields, rules: RopeRules) -> str | None:
-    """Returns the type of frequency scaling that a rope object of config.json names; None after a problem."""
+    """Returns the type of frequency scaling, such as "llama3", that a rope object of config.json names;
+    None if it is invalid, with a problem recorded.
+    """
     aliases = rules.aliases or {}
     named = {}
     for name in ("rope_type", "type"):
@@ -234,8 +236,8 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
 
 
 def _base(inner: Fields, setting: _Setting) -> _Base | None:
-    """Reads the fields that every type of rotary embedding has. Returns None if a field is so wrong that the
-    others cannot be used.
+    """Reads the fields that every type of rotary embedding has. Returns None, with a problem recorded, if
+    one is so wrong that the others cannot be used.
     """
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
@@ -257,8 +259,8 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
 
 
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
-    """Returns a number that config.json may state inside the rope object, outside of it (`outer`), or in both
-    if equal; None if it is absent or wrong. high: maximum.
+    """Returns the number in a field of config.json that may be inside the rope object, outside of it
+    (`outer`), or in both if equal; None if it is absent or wrong. high: maximum.
     """
     low = 1.0 if name == "rope_theta" else 0.0
     if not inner.has(name):

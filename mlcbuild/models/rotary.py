@@ -70,7 +70,7 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
     """
 
     def dimension(turns: float) -> float:
-        """Returns the dimension of a head, as a real number, whose rotation makes `turns` full turns within
+        """Returns the index of a rotated dimension, as a real number, that makes `turns` full turns within
         the original context window.
         """
         ratio = scaling.original_max_position / (turns * 2 * math.pi)
@@ -94,8 +94,8 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
 
 
 def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns the attention factor by which YaRN multiplies cos and sin, for checkpoints that do not state
-    it. factor: ratio of the extended context to the original; mscale, mscale_all_dim: YaRN's fields, or None.
+    """Returns the factor by which YaRN multiplies cos and sin if the checkpoint states none. factor: ratio
+    of the extended context to the original; mscale, mscale_all_dim: fields of YaRN's rope object, or None.
     """
 
     def scale(weight: float) -> float:

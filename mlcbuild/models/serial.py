@@ -98,8 +98,8 @@ def _config(values: object) -> ModelConfig:
 
 
 def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object] | None = None) -> Any:
-    """Reads a JSON object as the dataclass `kind`. name: place of the object, for messages; ready: fields
-    that have been read already. Raises ValueError for a missing, unknown or invalid field.
+    """Reads a JSON object as an instance of the dataclass `kind`. name: place of the object, for messages;
+    ready: fields that were read already. Raises ValueError for a missing, unknown or invalid field.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} must be an object, found {show(values)}")
@@ -118,7 +118,7 @@ def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object]
 
 @cache
 def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Returns field name of a dataclass -> (type, True if the field has no default)."""
+    """Returns field name -> (type, True if the field has no default) for a dataclass."""
     types = get_type_hints(kind)
     return {field.name: (types[field.name], field.default is MISSING) for field in dataclass_fields(kind)}
 

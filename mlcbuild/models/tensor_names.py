@@ -27,7 +27,7 @@ Range = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint and which of its rows belong to a parameter."""
+    """A tensor of a checkpoint, and which of its rows or columns belong to a parameter."""
 
     tensor: str
     rows: int
@@ -95,14 +95,16 @@ def _ranges(value: Sequence[Any]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The tensors of a checkpoint that make up each parameter of a model.
+    """The names of the checkpoint tensors that make up each parameter of a model.
 
     The `config` step writes them beside the config, so that steps which read weights do not depend on the
     family's code. An edit of a family that changes no name rebuilds only its `config` step.
     """
 
     sources: Mapping[str, tuple[Piece, ...]]
-    """Parameter name, in the order of `parameters` -> tensors to stack along axis 0."""
+    """Parameter name, in the order of `parameters` -> the tensors whose rows, joined along axis 0, are the
+    parameter.
+    """
     unused: str = ""
     """Regular expression for names of tensors that models of this family do not read."""
 
@@ -117,7 +119,7 @@ class TensorNames:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TensorNames:
-        """Reads the JSON value that to_json returned."""
+        """Reads the JSON value that to_json wrote, and returns the names of tensors."""
         sources = {
             name: tuple(Piece.from_json(part) for part in pieces) for name, pieces in value["sources"].items()
         }
@@ -143,7 +145,8 @@ _OTHER_PARTS = re.compile(
 
 
 def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
-    """Returns the reason why a tensor that no parameter needs may be ignored, or None if it may not be.
+    """Returns the reason why a checkpoint's tensor that no parameter needs may be ignored, or None if it
+    may not be.
 
     tensor: its name; unused: TensorNames.unused.
     """

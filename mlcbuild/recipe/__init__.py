@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """A valid recipe: its models, quantizations, targets and settings."""
+    """The contents of a valid recipe: models, quantizations, targets and settings."""
 
     path: Path
     """Path of the recipe file, as the user passed it."""
@@ -68,11 +68,13 @@ class Recipe:
     name: str
     models: Mapping[str, RecipeModel]
     schemes: Mapping[str, Scheme]
-    """Name of a quantization in the recipe -> its scheme."""
+    """Name of a quantization in the recipe -> its quantization scheme."""
     targets: Mapping[str, Target]
     cells: tuple[Cell, ...]
     settings: Mapping[tuple[int, ...], Settings]
-    """Indices of include entries -> the settings of a combination to which these entries apply."""
+    """Indices of the include entries that apply to a combination of model, quantization and target -> its
+    settings.
+    """
     output: str
     """Template for the directory of a bundle, relative to the recipe's directory."""
     lock: Path
@@ -87,7 +89,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Variant:
-    """One bundle to build: a cell of the matrix with all its settings."""
+    """One bundle to build: a combination of model, quantization and target with all its settings."""
 
     name: str
     """Name of the variant, model-quantization-target, unique in the recipe."""
@@ -107,8 +109,9 @@ class Variant:
 
 
 Inspect: TypeAlias = Callable[[Iterable[RecipeModel]], Iterable[Problem]]
-"""Function that reports further problems of models, so that load() can raise them together with all
-others."""
+"""Function that yields further problems of a recipe's models, so that load() can raise them together with
+all others.
+"""
 
 
 def load(
@@ -147,7 +150,7 @@ def load(
 
 
 def expand(recipe: Recipe) -> tuple[Variant, ...]:
-    """Returns the variants of a recipe, in the order of its matrix."""
+    """Returns the variants that a recipe builds, in the order of its matrix."""
     variants = []
     for cell in recipe.cells:
         model, quantization, target = cell.names
@@ -169,8 +172,8 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
 
 
 def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> dict[str, Path]:
-    """Returns description -> path of every file and directory that steps read and that bundles must not
-    replace.
+    """Returns description, for messages -> path, for every file and directory that steps read and that
+    bundles must not replace.
     """
     paths = {
         f"the model '{name}'": model.source.path
@@ -188,8 +191,8 @@ def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> 
 
 
 def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
-    """Returns the recipe in a parsed file; None if it is invalid. Reports all problems that the schema does
-    not cover.
+    """Returns the recipe in a file that was parsed; None if it is invalid. Problems that the schema does
+    not cover are added to `reading`.
     """
     models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
     reading.problems.extend(inspect(models.values()))
@@ -236,7 +239,9 @@ def _check_sizes(
     schemes: Mapping[str, Scheme],
     settings: Mapping[tuple[int, ...], Settings],
 ) -> None:
-    """Reports values that are small in the file but too large once every combination repeats them."""
+    """Adds a problem to `reading` for values that are small in the recipe but too large once every
+    combination repeats them.
+    """
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()
@@ -256,8 +261,8 @@ def _check_sizes(
 
 
 def _lock(reading: Reading, path: Path) -> Path | None:
-    """Returns the path of the lock file: the one that the recipe names, or the recipe's path with the suffix
-    .lock. None for an invalid one, which is reported.
+    """Returns the path of the lock file: the one that the recipe names, or the recipe's path with the
+    suffix .lock. None for an invalid one, with a problem added to `reading`.
     """
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)

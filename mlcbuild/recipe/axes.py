@@ -16,7 +16,9 @@ from mlcbuild.targets.target import Target
 
 
 def read_schemes(reading: Reading) -> dict[str, Scheme]:
-    """Returns the valid entries of `quantizations` as name -> scheme; reports the others."""
+    """Returns name -> scheme for the valid entries of a recipe's `quantizations`. The others become
+    problems of `reading`.
+    """
     schemes: dict[str, Scheme] = {}
     for i in range(len(reading.items("quantizations"))):
         name = reading.text("quantizations", i)
@@ -47,7 +49,8 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 
 
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
-    """Reads a scheme with overrides, or a budget; returns None for an invalid one, which is reported.
+    """Reads a quantization with overrides, or a budget, as a scheme. Returns None for an invalid one, with
+    a problem added to `reading`.
 
     The scheme's name is derived from its contents, so that it does not depend on the name in the recipe.
     """
@@ -77,7 +80,9 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
 
 
 def read_targets(reading: Reading) -> dict[str, Target]:
-    """Returns the valid entries of `targets` as name in the recipe -> target; reports the others."""
+    """Returns name in the recipe -> target for the valid entries of a recipe's `targets`. The others become
+    problems of `reading`.
+    """
     resolved: dict[str, Target | None] = {}
     for i in range(len(reading.items("targets"))):
         name = reading.text("targets", i)

@@ -21,8 +21,9 @@ CANDIDATES = ("q4a8_1", "q4a8_2", "q5a8_1", "q5a8_2", "q6a8_2", "q8a8_1")
 
 
 def is_budget(reading: Reading, where: Where) -> bool:
-    """Returns True if a quantization's mapping has no scheme; reports keys that exclude each other, and a
-    mapping that has neither scheme nor budget.
+    """Returns True if a quantization states neither a scheme nor overrides, and so must state a budget.
+    Adds problems to `reading` for keys that exclude each other, and for a quantization without scheme and
+    budget.
     """
     keys = reading.mapping(*where).keys()
     kinds = [kind for kind in KINDS if kind in keys]
@@ -43,7 +44,9 @@ def is_budget(reading: Reading, where: Where) -> bool:
 
 
 def read_budget(reading: Reading, where: Where) -> Scheme | None:
-    """Reads a budget as a scheme; returns None for an invalid one, which is reported."""
+    """Reads a quantization with a budget, and returns it as a scheme; None for an invalid one, with a
+    problem added to `reading`.
+    """
     keys = reading.mapping(*where).keys()
     kind = next((kind for kind in KINDS if kind in keys), None)
     candidates = _candidates(reading, where)
@@ -70,7 +73,9 @@ def _limit(reading: Reading, where: Where, kind: BudgetKind) -> float | None:
 
 
 def _candidates(reading: Reading, where: Where) -> tuple[Scheme, ...] | None:
-    """Returns the candidates from the smallest to the largest; None if one is invalid, which is reported."""
+    """Returns the schemes from which a budget chooses, from the smallest to the largest; None if one is
+    invalid, with a problem added to `reading`.
+    """
     names, is_valid = list(CANDIDATES), True
     if "candidates" in reading.mapping(*where):
         count = len(reading.items(*where, "candidates"))

@@ -10,7 +10,9 @@ from mlcbuild.remotes import Mode, Remote, fault, normal
 
 
 def read_remotes(reading: Reading) -> tuple[Remote, ...]:
-    """Returns the remotes that the `cache` section validly names, in order; reports the others."""
+    """Returns the valid remotes of a recipe's `cache` section, in order. The others become problems of
+    `reading`.
+    """
     remotes: list[Remote] = []
     for index in range(len(reading.items("cache", "remotes"))):
         where: Where = ("cache", "remotes", index)

@@ -17,7 +17,8 @@ _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targ
 
 
 def read_cells(reading: Reading) -> tuple[Cell, ...]:
-    """Returns the combinations to build. Reports names that are unknown, unused or ambiguous.
+    """Returns the combinations that a recipe builds. Adds problems to `reading` for names that are unknown,
+    unused or ambiguous.
 
     Returns () if a section is too malformed to list its names.
     """
@@ -89,7 +90,9 @@ def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str
 
 
 def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[MatrixEntry]:
-    """Returns the entries of `exclude` or `include` (key) whose names are all defined; reports the others."""
+    """Returns the entries under `key`, which is "exclude" or "include", whose names are all defined. The
+    others become problems of `reading`. places: axis -> name -> position of its definition.
+    """
     entries = []
     for i in range(len(reading.items("matrix", key))):
         where: Where = ("matrix", key, i)
@@ -124,8 +127,8 @@ def _report_unused(reading: Reading, expansion: Expansion, places: Mapping[str, 
 
 
 def _distinct(reading: Reading, cells: tuple[Cell, ...], models: Mapping[str, Where]) -> tuple[Cell, ...]:
-    """Returns the combinations whose variants have unique names. Reports the others, for example `a-b` with
-    `c`, and `a` with `b-c`.
+    """Returns the combinations whose variants have unique names; the others become problems of `reading`,
+    for example model `a-b` with quantization `c`, and `a` with `b-c`.
     """
     owners: dict[str, Names] = {}
     unique_cells = []

@@ -12,8 +12,8 @@ from mlcbuild.recipe.reading import Reading
 
 
 def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ...]:
-    """Returns the valid address templates of the `publish` section, in order. Reports invalid ones, and those
-    that give two bundles one address.
+    """Returns the valid address templates of a recipe's `publish` section, in order. Invalid ones, and
+    those that give two bundles one address, become problems of `reading`.
     """
     templates: list[str] = []
     listed: Sequence[Names] = list(cells)
@@ -30,8 +30,8 @@ def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ..
 
 
 def _check(reading: Reading, where: Where, template: str, cells: Sequence[Names]) -> bool:
-    """Returns True if a template gives each combination a different address of a form to which bundles can be
-    published; reports problems.
+    """Returns True if a template gives each combination a different address to which bundles can be
+    published; otherwise adds problems to `reading`.
     """
     by_place: dict[str, Names] = {}
     for names in cells:

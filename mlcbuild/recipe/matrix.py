@@ -53,12 +53,12 @@ class Expansion:
 
     cells: tuple[Cell, ...]
     idle: tuple[int, ...]
-    """Indices of exclude entries that match no combination of the product."""
+    """Indices of exclude entries that match no combination of the axes."""
     loose: tuple[int, ...]
     """Indices of include entries that match no combination and cannot add one, because they do not name all
     axes."""
     repeated: tuple[int, ...]
-    """Indices of include entries that add a combination which an earlier entry added."""
+    """Indices of include entries that add a combination which an earlier include entry already added."""
     crowded: int | None = None
     """Index of the include entry with which MOST_SETTINGS is exceeded; the other fields are then empty. None
     if it is not exceeded.
@@ -68,8 +68,8 @@ class Expansion:
 def expand(
     axes: Sequence[Sequence[str]], exclude: Sequence[MatrixEntry], include: Sequence[MatrixEntry]
 ) -> Expansion:
-    """Returns the combinations of the product in the order of the axes, followed by those that include
-    entries add.
+    """Applies exclude and include entries to the product of the axes, and returns the combinations: those
+    of the product in the order of the axes, then those that include entries add.
 
     The time is linear in the product, the entries, and the pairs of a combination and an entry that applies
     to it.
@@ -100,8 +100,9 @@ def expand(
 
 
 def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[int, ...], tuple[int, ...]]:
-    """Returns (combinations that entries without a match in the product add, indices of entries that name too
-    few axes for that, indices of entries that repeat a combination).
+    """Determines what include entries do that match no combination of the product. Returns (combinations
+    that they add, indices of entries that name too few axes for that, indices of entries that repeat an
+    added combination).
     """
     loose: list[int] = []
     repeated: list[int] = []
@@ -118,8 +119,8 @@ def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[i
 
 
 class _Index:
-    """An index of include and exclude entries by the axes that they name. A combination is looked up once for
-    each set of axes.
+    """An index of include or exclude entries by the axes that they name, with one look-up per combination
+    and set of axes.
     """
 
     def __init__(self, entries: Sequence[MatrixEntry]) -> None:
@@ -129,8 +130,8 @@ class _Index:
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """Returns the indices of the include or exclude entries that agree with a combination, as one list
-        for each set of axes that entries name.
+        """Returns the indices of the entries that agree with a combination, as one list for each set of
+        axes that entries name. names: model, quantization, target.
         """
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

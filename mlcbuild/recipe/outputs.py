@@ -23,7 +23,9 @@ _SHOWN = 3
 
 
 def read_template(reading: Reading) -> str | None:
-    """Returns the normalised template of output directories; None for an invalid one, which is reported."""
+    """Returns the normalised template of output directories in a recipe; None for an invalid one, with a
+    problem added to `reading`.
+    """
     text = reading.text(*_WHERE) if "output" in reading.mapping("bundle") else DEFAULT
     if text is None:
         return None
@@ -35,7 +37,9 @@ def read_template(reading: Reading) -> str | None:
 
 
 def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
-    """Returns True if all placeholders of a template are names of axes; reports others."""
+    """Returns True if every placeholder in a template is the name of an axis, such as {model}; otherwise
+    adds problems to `reading`.
+    """
     before = len(reading.problems)
     for name in _PLACEHOLDER.findall(text):
         if name not in AXES:
@@ -51,10 +55,11 @@ def render(template: str, names: Names) -> str:
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
-    """Reports outputs that are equal, and those that contain or lie in a protected path.
+    """Adds problems to `reading` for bundles with equal output directories, and for output directories that
+    contain or lie in a protected path.
 
-    Names are compared without case, because many filesystems do so. No output contains another: names contain
-    no '/', so all have the same depth. protected: words for a message -> path of the recipe.
+    Names are compared without case, because many filesystems do so. No output contains another: names
+    contain no '/', so all have the same depth. protected: words for a message -> path of the recipe.
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []
@@ -106,7 +111,9 @@ def _check_protected(
 
 
 def _file_above(directory: Path) -> tuple[Path, str] | None:
-    """Returns (path above an output that is not a directory, its kind in words); None if there is none."""
+    """Returns (path, kind of the file in words) if something above an output directory is not a directory;
+    None otherwise.
+    """
     for path in (directory, *directory.parents):
         file_kind = kind(path)
         if file_kind != "missing":
@@ -115,8 +122,8 @@ def _file_above(directory: Path) -> tuple[Path, str] | None:
 
 
 def _no_directory(path: Path) -> str:
-    """Returns the kind of the file that occupies the path of a bundle's directory; "" for a directory or if
-    nothing is there.
+    """Returns the kind of the file at the path of a bundle's directory, in words; "" if it is a directory
+    or if nothing is there.
     """
     if path.is_symlink():
         return "a symbolic link"

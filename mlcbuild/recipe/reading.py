@@ -25,9 +25,10 @@ LONGEST_PATH = 3840
 
 @dataclass(frozen=True)
 class Reading:
-    """A recipe while it is being read.
+    """A recipe while it is being read, with the problems that were detected so far.
 
-    Values that the schema rejects are absent, so that all other checks can run without reporting them again.
+    Values that the schema rejects are absent, so that all other checks can run without reporting them
+    again.
     """
 
     document: Document
@@ -37,15 +38,15 @@ class Reading:
     """The directory that paths may not leave, with symbolic links resolved."""
     allow_outside: bool
     bad: frozenset[Where]
-    """Positions of the values that the schema rejected, which are therefore absent."""
+    """Paths of the values that the schema rejected, which are therefore absent."""
     bad_keys: frozenset[Where]
-    """Positions of the keys that are not valid names."""
+    """Paths of the mapping entries whose keys are not valid names."""
     origins: Mapping[Where, str]
     problems: Problems
 
     def report(self, where: Where, message: str, on_key: bool = False) -> None:
-        """Adds a problem of the recipe. where: the value concerned; on_key: True if the problem is at its
-        key.
+        """Adds a problem of the recipe. where: path of the value concerned; message: text of the problem;
+        on_key: True if the problem is at the value's key.
         """
         place = self.document.key_place(where) if on_key else self.document.place(where)
         if where in self.origins and not on_key:
@@ -68,8 +69,8 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """Returns an absolute path that the recipe states; None for one that is invalid or leaves the
-        project, which is reported.
+        """Returns the absolute path for a path in the recipe; None, with a problem added, if it is invalid
+        or leaves the project. where: position of the text.
         """
         path = self.directory / text
         if text.startswith("~"):
@@ -86,7 +87,9 @@ class Reading:
         return None
 
     def unwritable(self, text: str) -> str | None:
-        """Returns the reason why a supported filesystem cannot hold a path; None if all filesystems can."""
+        """Returns the reason why a filesystem may be unable to hold a path, such as a name that is too
+        long; None if every supported one can hold it.
+        """
         if not text.isprintable():
             return "holds an invisible character; a path has visible letters and spaces only"
         if "\\" in text:

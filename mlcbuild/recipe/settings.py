@@ -68,7 +68,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one combination of model, quantization and target."""
+    """The settings for one combination of model, quantization and target."""
 
     limits: RequestedLimits
     verify: Verify | None
@@ -81,9 +81,7 @@ _Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
 
 @dataclass(frozen=True)
 class _Layer:
-    """The settings that one section of a recipe states for the whole recipe, or that one include entry
-    states.
-    """
+    """The settings that one part of a recipe states: its top-level sections, or one include entry."""
 
     where: Where
     compile: _Written
@@ -92,8 +90,8 @@ class _Layer:
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
-    """Returns include entries -> the settings that result, for each combination of entries in `uses`. Invalid
-    settings are reported.
+    """Returns include entries -> the resulting settings, for each tuple in `uses`. Invalid settings become
+    problems of `reading`.
 
     uses: tuples of indices of include entries, in order; () stands for the recipe's settings without any
     entry.
@@ -111,7 +109,7 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
 
 
 def read_bench(reading: Reading) -> Bench | None:
-    """Returns the settings in the `bench` section; None if there is no such section."""
+    """Returns the workload in a recipe's `bench` section; None if there is no such section."""
     if not isinstance(reading.get("bench"), dict):
         return None
     values = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}
@@ -140,8 +138,9 @@ def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> 
 
 
 def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Path | tuple[str, ...] | None:
-    """Returns the prompts of a `verify` or `bench` section; () for invalid ones, which are reported; None if
-    there are none. look: returns the problem of a file of prompts.
+    """Returns the prompts of a `verify` or `bench` section: a path or texts; () for invalid ones, with a
+    problem added to `reading`; None if there are none. look: function from the path of a file of prompts to
+    its problem, or "".
     """
     if where in reading.bad:
         return ()

@@ -60,7 +60,9 @@ class RecipeModel:
 
 
 def read_models(reading: Reading) -> dict[str, RecipeModel]:
-    """Returns the models with a valid source as name -> model; reports the others."""
+    """Returns name -> model for the models of a recipe with a valid source. The others become problems of
+    `reading`.
+    """
     siblings = cache(_directories)  # a cache, since many models may be in one directory
     models: dict[str, RecipeModel] = {}
     sources: dict[str, Source] = {}

@@ -21,7 +21,9 @@ from mlcbuild.build.graph import Step
 from mlcbuild.errors import SetupError, UsageError
 
 PLENTY = float(1 << 30)
-"""Amount that a worker declares of a label which any number of steps may use at once; each step uses 1."""
+"""The amount of a label that a cluster worker declares if any number of steps may use it at once; each step
+uses 1.
+"""
 SCHEME = "dask://"
 _SAME = "install the same version there"
 
@@ -85,7 +87,9 @@ def security(address: Address) -> object:
 
 
 def own_label() -> str:
-    """Returns the label that a worker with this version of mlcbuild has."""
+    """Returns the label that names this version of mlcbuild. Only cluster workers that have it run the
+    steps of this version.
+    """
     return f"mlcbuild {version('mlcbuild')}"
 
 
@@ -105,9 +109,9 @@ def resources(step: Step, cores: int) -> dict[str, float]:
 
 
 def parse_labels(texts: Collection[str]) -> dict[str, float]:
-    """Parses worker labels into name -> amount.
+    """Parses the labels that a cluster worker offers, and returns name -> amount.
 
-    `gpu` may be used by any number of steps at once, `gpu=2` by two. Raises UsageError for other forms.
+    "gpu" may be used by any number of steps at once, "gpu=2" by two. Raises UsageError for other forms.
     """
     amounts = {}
     for text in texts:
@@ -122,7 +126,7 @@ def parse_labels(texts: Collection[str]) -> dict[str, float]:
 
 
 def able(needs: Mapping[str, float], worker: Mapping[str, float]) -> bool:
-    """Returns True if a worker's resources cover those that a step needs; both map name -> amount."""
+    """Returns True if a cluster worker's resources suffice for a step; both mappings are name -> amount."""
     return all(worker.get(name, 0.0) >= amount for name, amount in needs.items())
 
 

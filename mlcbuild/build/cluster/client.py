@@ -41,9 +41,9 @@ _WORKERS = 20.0
 _GATHER = 30.0
 """Maximum seconds to wait for a result after dask reports that it is ready."""
 _CENSUS = 2.0
-"""Minimum seconds between two updates of the list of workers."""
+"""Minimum seconds between two updates of the list of cluster workers."""
 _ABSENT = 60.0
-"""Seconds without a suitable worker after which a job fails."""
+"""Seconds without a suitable cluster worker after which a job fails."""
 MAX_STARTS = 3
 """Maximum number of starts of a job, so that a job that kills its worker does not kill all workers."""
 _MAX_SUPPLIES = 3
@@ -171,7 +171,8 @@ class Cluster:
         self._ring()
 
     def _event(self, event: tuple[float, Any]) -> None:
-        """Handles an event (time, message) that a worker has sent. dask calls this in a separate thread."""
+        """Handles an event (time, message) of a cluster worker's job. dask calls this in a separate
+        thread."""
         details = event[1]
         if isinstance(details, dict) and details.get("run") == self._staging.directory.name:
             self._heard.put((str(details["kind"]), str(details["step"]), details))

@@ -41,12 +41,12 @@ _PIECE = 8192
 _MOST_LOG = 1 << 20
 """Maximum bytes of a log that are sent while a step runs; the end of the log is always sent."""
 LEAVE = 5.0
-"""Maximum seconds to wait for an orderly exit."""
+"""Maximum seconds to wait until a stopping cluster worker has left the cluster."""
 
 
 @dataclass
 class Site:
-    """The state that all jobs of this worker process share. Its methods are thread-safe."""
+    """The state that all jobs of one cluster worker process share. Its methods are thread-safe."""
 
     name: str
     store: Store
@@ -68,8 +68,8 @@ class Site:
             return self.staging.subdirectory()
 
     def take(self) -> Pool:
-        """Returns a pool of worker processes for one job, preferably an idle one whose process is already
-        running.
+        """Returns a pool of child processes that runs one job of a cluster worker, preferably an idle one
+        that is already running.
         """
         with self._guard:
             return self._idle.pop() if self._idle else Pool(1)
@@ -98,7 +98,9 @@ encoded job as the only argument.
 
 
 def work(text: str) -> str:
-    """Runs one encoded job and returns the encoded answer. dask calls it in a thread of a worker."""
+    """Runs one job, encoded as text, on this cluster worker and returns the encoded answer. dask calls it
+    in a thread.
+    """
     from distributed import Reschedule, get_worker
 
     worker = get_worker()
@@ -114,15 +116,15 @@ def work(text: str) -> str:
 
 
 def _is_wanted(worker: Worker, task: Any) -> bool:
-    """Returns True if the run still needs a cluster task, False once the task was cancelled or its run has
-    died.
+    """Returns True while a run still waits for the result of a dask task; False once the task was cancelled
+    or its run has died.
     """
     state = worker.state.tasks.get(task)
     return state is not None and state.state not in ("cancelled", "resumed", "released", "forgotten")
 
 
 class _Attempt:
-    """One attempt of this cluster worker to run a step that a run has sent."""
+    """One attempt of a cluster worker to run a step that it received from a run."""
 
     def __init__(
         self,
@@ -210,8 +212,8 @@ class _Attempt:
             )
 
     def _gather(self) -> dict[str, JobInput] | list[str]:
-        """Makes the inputs of a step available on this machine. Returns argument of the action -> input, or a
-        list of the digests of files that this worker cannot get.
+        """Makes the input files of a step available on this cluster worker. Returns argument of the action
+        -> input, or a list of the digests of files that it cannot obtain.
         """
         lacking: list[str] = []
         inputs = {}
@@ -247,8 +249,8 @@ class _Attempt:
         return not self._sharing.fetch(entry, self._stop, lambda _: None)
 
     def _perform(self, inputs: Mapping[str, JobInput]) -> Outcome:
-        """Runs the step's action in a child process, with these inputs, and returns its outcome. Raises
-        CancelledError if the run has cancelled the job.
+        """Runs a step's action in a child process and returns its outcome. inputs: argument of the action
+        -> its files on this machine. Raises CancelledError if the run has cancelled the job.
         """
         site, order = self._site, self._order
         area = site.area()
@@ -314,8 +316,8 @@ class _Attempt:
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Uploads a step's result to remotes that the run can read, unless worker and run use the same store.
-        Returns `answer` with these remotes.
+        """Uploads a step's result to remotes that the run can read, unless worker and run use the same
+        store. Returns the answer with the remotes that have the result, and those that failed.
 
         Raises RemoteError when no remote that the run reads has the files.
         """

@@ -40,12 +40,12 @@ class Order:
     """The description of a job that a run sends to a cluster worker."""
 
     run: str
-    """Name of the run's working directory inside its store. A worker with the same store finds the directory
-    under this name.
+    """Name of the run's working directory below tmp/ of its store. A worker that uses the same store finds
+    the directory under this name.
     """
     key: str
     info: BuildInfo
-    """Description of the step for its record, without the costs that are measured."""
+    """The metadata of the step's future record, without the costs, which are measured on the worker."""
     inputs: Mapping[str, OrderInput]
     cores: int
     again: bool
@@ -105,7 +105,7 @@ def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Or
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a cluster worker to a job that it was sent."""
+    """The answer that a cluster worker returns for one job."""
 
     worker: str
     record: Record | None = None
@@ -114,7 +114,7 @@ class Answer:
     origin: str = ""
     """URL of the remote that has the files of the result; "" if they are in the run's store."""
     unsent: tuple[str, ...] = ()
-    """Remotes to which the upload of the result failed."""
+    """URLs of the remotes to which the upload of the result failed."""
     error: MlcbuildError | None = None
     lacking: tuple[str, ...] = ()
     """Digests of inputs that the worker cannot get, in which case the action was not run."""
@@ -190,8 +190,8 @@ _ANSWER: _Kinds = {
 
 
 def _parsed(text: str, message: str) -> dict[str, Any]:
-    """Parses a JSON object and returns its fields. message: its name in errors. Raises ValueError for
-    anything else.
+    """Parses the text of a message as a JSON object and returns its fields. message: what errors call it.
+    Raises ValueError for anything else.
     """
     fields = strict_json.parse(text)
     if not isinstance(fields, dict):
@@ -200,8 +200,8 @@ def _parsed(text: str, message: str) -> dict[str, Any]:
 
 
 def _check(fields: dict[str, Any], kinds: _Kinds, message: str) -> dict[str, Any]:
-    """Returns `fields` if they are exactly those of `kinds`, with values of these types. message: its name in
-    errors. Raises ValueError otherwise, naming the field.
+    """Returns the fields of a message if they are exactly those of `kinds` (name -> allowed types).
+    message: what errors call it. Raises ValueError that names a wrong field otherwise.
     """
     wrong = sorted(fields.keys() ^ kinds.keys())
     if wrong:
@@ -219,7 +219,9 @@ def _are_texts(values: list[Any]) -> bool:
 
 
 def _remote(row: object) -> Remote:
-    """Parses a remote in a job. Raises ValueError for one that a recipe could not name."""
+    """Parses the description of a remote in a job for a cluster worker. Raises ValueError for one that a
+    recipe could not name.
+    """
     if not isinstance(row, dict):
         raise ValueError("a remote of the order is not a JSON object")
     fields = _check(row, _REMOTE, "order's remote")
@@ -239,7 +241,9 @@ def _order_input(name: str, value: object) -> OrderInput:
 
 
 def _error(kind: str, message: str) -> MlcbuildError:
-    """Returns an error of mlcbuild's class `kind`, or a StepError if that class has further arguments."""
+    """Returns an error of mlcbuild's exception class named `kind`; a StepError if that class is unknown or
+    requires further arguments.
+    """
     error_class = getattr(mlcbuild.errors, kind, None)
     if (
         isinstance(error_class, type)

@@ -29,7 +29,7 @@ _POLL = 0.1
 
 @dataclass(frozen=True)
 class Offer:
-    """The resources that a worker declares when it joins a cluster."""
+    """The resources that a cluster worker declares when it joins a cluster."""
 
     name: str
     cores: int
@@ -49,16 +49,16 @@ class Offer:
 
 
 def default_name() -> str:
-    """Returns a worker name made of this machine's name and the process id."""
+    """Returns a name for a cluster worker: the name of this machine and the process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def serve(address: Address, store: Store, offer: Offer, log: Callable[[str], None]) -> int:
-    """Works for a scheduler and returns an exit code: 0 after SIGTERM, 130 after SIGINT, 1 after the
-    scheduler has ended.
+    """Joins a cluster, runs the jobs that its scheduler sends, and returns an exit code: 0 after SIGTERM,
+    130 after SIGINT, 1 after the scheduler has ended.
 
-    log: called with one line for each change of the worker's state. Raises SetupError when dask is missing or
-    no scheduler answers, and StoreError when the store cannot be used.
+    log: called with one line for each change of the worker's state. Raises SetupError when dask is missing
+    or no scheduler answers, and StoreError when the store cannot be used.
     """
     encryption = security(address)
     for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):
@@ -128,9 +128,10 @@ async def _serve(
 
 
 async def _leave(worker: Worker, site: Site) -> None:
-    """Returns unfinished jobs to the scheduler and leaves the cluster.
+    """Returns a cluster worker's unfinished jobs to the scheduler, and leaves the cluster.
 
-    dask counts the jobs of a worker that dies as failed attempts, but not those of a worker that is retired.
+    dask counts the jobs of a worker that dies as failed attempts, but not those of a worker that is
+    retired.
     """
     while site.active:
         await asyncio.sleep(_POLL)

@@ -16,14 +16,16 @@ from mlcbuild.remotes.kinds import KINDS, destination
 
 
 def pinned(url: str) -> bool:
-    """Returns True if the address of a published bundle is immutable: it holds a digest or a commit."""
+    """Returns True if the address of a published bundle contains a digest or a commit, and so always names
+    the same bundle.
+    """
     place = destination(url)
     return place is not None and place.pinned(url)
 
 
 def fault(url: str, *, writing: bool) -> str:
-    """Returns the reason why bundles cannot be published to an address or pulled from it, or "". writing:
-    True for publishing.
+    """Returns the reason why an address cannot be used for bundles, or "" if it can. writing: True for
+    publishing, False for downloading.
     """
     if re.search(r"[\x00-\x20\x7f#]", url):
         return f"'{url}' must be an address alone, without '#' and spaces"

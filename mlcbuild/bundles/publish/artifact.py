@@ -141,8 +141,8 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 
 
 def _layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns title (path of a file) -> layer of an OCI manifest, which must be a manifest of files. Raises
-    RemoteError otherwise.
+    """Returns title (path of a file) -> layer, for the layers of an OCI manifest that have a title. Raises
+    RemoteError if the manifest cannot be parsed, or names a file twice.
     """
     try:
         layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]

@@ -17,8 +17,8 @@ _FIGURES = {
 
 
 def card(manifest: Manifest, sources: Sequence[str], place: str) -> str:
-    """Returns Markdown with the front matter that hubs read. sources: hf:// addresses of the original model;
-    place: address of the published bundle.
+    """Returns the model card of a bundle: Markdown with the front matter that hubs read. sources: hf://
+    addresses of the original model; place: address of the published bundle.
     """
     machine, limits, memory = manifest.machine, manifest.limits, manifest.memory
     front = ["---", "library_name: mlcbuild", "tags:", "- mlcbuild", f"- {manifest.model.family}"]

@@ -50,10 +50,11 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
 
 
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
-    """Downloads a bundle into a directory that does not exist or holds exactly this bundle.
+    """Downloads the bundle at the address `source` into a directory that does not exist or already holds
+    exactly this bundle.
 
-    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError
-    if the transfer fails, or the bundle is damaged or not trusted.
+    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises
+    PublishError if the transfer fails, or the bundle is damaged or not trusted.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
@@ -70,7 +71,7 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
 
 
 class _Place(Protocol):
-    """The interface of a publishing module: see mlcbuild/remotes/kinds.py."""
+    """The interface of a module that publishes to one kind of address: see mlcbuild/remotes/kinds.py."""
 
     def push(
         self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
@@ -99,8 +100,9 @@ def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
 
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
-    """Checks the downloaded files of a bundle in `part`, and returns the manifest; removes a damaged bundle.
-    listed: paths of the files. Raises PublishError for a damaged bundle, or one that is not the expected one.
+    """Checks the files of a bundle that were downloaded to the directory `part`, and returns the manifest;
+    removes a damaged bundle. listed: paths of the files. Raises PublishError if the bundle is damaged, or
+    is not the expected one.
     """
     try:
         # an interrupted transfer of an earlier version left them

@@ -17,7 +17,7 @@ Parcel: TypeAlias = tuple[str, Path, str]
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of sending one bundle to one destination."""
+    """The result of sending one bundle to one address."""
 
     name: str
     """Name of the variant, or of the bundle's directory."""
@@ -36,11 +36,11 @@ class Sent:
 def publish_bundle(
     bundle: str | Path, to: Sequence[str], on_sent: Callable[[Sent], None] | None = None
 ) -> tuple[Sent, ...]:
-    """Sends one bundle to registries and model hubs, after checking every file.
+    """Checks every file of a bundle and sends it to registries and model hubs.
 
-    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent: called after each.
-    Returns a result for each address; one that fails stops no other. Raises UsageError for an address to
-    which bundles cannot be published, and BundleError for a damaged bundle.
+    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent: called with each
+    result. Returns a result for each address; a failure at one does not stop the others. Raises UsageError
+    for an address to which bundles cannot be published, and BundleError for a damaged bundle.
     """
     for url in to:
         if problem := fault(url, writing=True):
@@ -50,10 +50,10 @@ def publish_bundle(
 
 
 def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | None) -> tuple[Sent, ...]:
-    """Sends bundles to their destinations, and returns the results. parcels: bundles to send, or results that
-    are passed on. on_sent: called after each.
+    """Sends bundles to their addresses and returns the results. parcels: bundles to send, or results that
+    are returned unchanged. on_sent: called with each result.
 
-    Raises BundleError for a damaged bundle. A destination that fails stops no other.
+    Raises BundleError for a damaged bundle. A failure at one address does not stop the others.
     """
     uploaded: dict[tuple[str, str], tuple[str, str]] = {}
     rows = []

@@ -25,8 +25,8 @@ from mlcbuild.errors import CheckpointError
 _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Index of a 4-bit code in an AWQ int32 word -> position of the code's column among the eight columns of the
-word.
+"""Index of a 4-bit code in an AWQ int32 word, from the lowest bits -> position of its column among the
+word's eight columns.
 """
 
 

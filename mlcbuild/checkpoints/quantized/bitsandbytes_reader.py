@@ -51,7 +51,7 @@ class _Table:
     nested: _Nested | None
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, in float32."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns]."""
         begin, end = first * self.columns, (first + count) * self.columns
         raw = reader.elements(self.packed, (begin // 2, -(-end // 2))).reshape(-1)
         codes = np.stack([raw >> 4, raw & 15], -1).reshape(-1)[begin % 2 :][: end - begin]
@@ -96,8 +96,8 @@ def _combined(parts: StoredParts) -> dict[str, Tensor]:
 
 
 def _bytes(parts: StoredParts) -> Tensor:
-    """Returns the weight of a module that is stored as int8 with a scale for each row. Raises CheckpointError
-    if the scale is missing or has another shape.
+    """Returns the weight of a module that bitsandbytes stored as int8 with a scale for each row. Raises
+    CheckpointError if the scale is missing or has another shape.
     """
     rows, columns = parts.matrix("weight")
     weight = parts.check("weight", ("I8",), (rows, columns))
@@ -118,8 +118,8 @@ def _bytes(parts: StoredParts) -> Tensor:
 
 
 def _codes(parts: StoredParts) -> Tensor:
-    """Returns the weight of a module that is stored as 4-bit codes. Raises CheckpointError if a part is
-    missing or has another shape.
+    """Returns the weight of a module that bitsandbytes stored as 4-bit codes. Raises CheckpointError if a
+    part is missing or has another shape.
     """
     state = _state(parts)
     rows, columns = _sizes(parts, state, "shape")
@@ -150,8 +150,8 @@ def _codes(parts: StoredParts) -> Tensor:
 
 
 def _state(parts: StoredParts) -> Mapping[str, Any]:
-    """Returns the JSON object that describes a quantized matrix, which is stored as the bytes of a tensor.
-    Raises CheckpointError if it is not such an object.
+    """Returns the JSON object with which bitsandbytes describes a 4-bit matrix; it is stored as the bytes
+    of a tensor. Raises CheckpointError if it is not such an object.
     """
     tensor = parts[f"{_PART}quant_state"]
     size = math.prod(tensor.shape)

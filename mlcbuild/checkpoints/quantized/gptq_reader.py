@@ -58,8 +58,8 @@ class _Gptq:
         return values_of(raw, tensor.dtype).T
 
     def zeros(self, add: int, reader: RowReader, first: int, count: int) -> NDArray[np.int16]:
-        """Returns the zero points of rows of a GPTQ matrix, [count, groups]. add: number that is added to
-        stored zero points, which depends on the format's version.
+        """Returns the zero points of `count` rows of a GPTQ matrix from row `first` on, [count, groups].
+        add: number that is added to stored zero points, 1 or 0 depending on the format's version.
         """
         begin = first // 32  # 32 codes fill whole words
         end = min(-(-(first + count) // 32) * self.bits, self.outputs * self.bits // 32)
@@ -69,7 +69,7 @@ class _Gptq:
         return wrapped
 
     def offset(self) -> float:
-        """Returns the mean difference of codes and stored zero points in the first rows of a GPTQ matrix."""
+        """Returns the mean, over the first rows of a GPTQ matrix, of codes less stored zero points."""
         with Rows() as reader:
             count = min(_OUTPUTS, self.outputs)
             codes, zeros = self.codes(reader, 0, count), self.zeros(0, reader, 0, count)
