@@ -30,14 +30,14 @@ _WAITING = 256
 
 @dataclass(frozen=True)
 class Pushed:
-    """The outcome of sending a store's records to remotes."""
+    """The outcome of sending records of a store to remotes."""
 
     records: int
     """Number of records that the push had to send."""
     missing: Mapping[str, int]
     """Name of a remote -> number of records that it still lacks."""
     sent: Mapping[str, UploadCount] = field(default_factory=dict)
-    """Name of a remote -> number of uploads to it; the remote had the other records already."""
+    """Name of a remote -> numbers of uploaded records and bytes. The remote already had the other records."""
 
     @property
     def ok(self) -> bool:
@@ -58,8 +58,8 @@ class Pulled:
 
 
 def shareable(records: Iterable[Record]) -> Iterator[Record]:
-    """Yields the records that may be sent to other machines. Records that are valid for this machine only,
-    and damaged ones, are left out.
+    """Yields the records that may be sent to other machines; leaves out damaged records, and results that
+    are valid on this machine only.
     """
     for record in records:
         with suppress(ValueError):  # The record is damaged in the part that states this.
@@ -74,7 +74,8 @@ def stored(store: Store) -> Iterator[Record]:
 
 
 def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
-    """Sends records with their blobs to remotes. signer: signs the records, or None.
+    """Sends records with their blobs to remotes, and returns the numbers of records. signer: signs the
+    records; None: they are not signed.
 
     Raises RemoteError with every warning of a remote, once each remote has everything that could be sent.
     """
@@ -120,7 +121,9 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Downloads files in parallel. Returns digest of a file -> reason why the download failed, or ""."""
+    """Downloads files from remotes in parallel. Returns digest of a file -> the reason why its download
+    failed, or "".
+    """
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
     with Background(_TRANSFERS) as pool:

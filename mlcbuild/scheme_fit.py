@@ -1,4 +1,4 @@
-"""Checks whether a scheme fits a model and a device.
+"""Checks whether a quantization scheme fits a model and a device.
 
 Results are cached, because thousands of variants may share few configs and schemes.
 """
@@ -19,8 +19,8 @@ listed_parameters = lru_cache(maxsize=256)(parameters)
 
 @lru_cache(maxsize=1024)
 def scheme_faults(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> tuple[str, ...]:
-    """Returns an error message for each override that decides for no parameter of a model, and for a budget
-    that the model cannot meet.
+    """Returns an error message for each override of a quantization scheme that applies to no parameter of
+    the model, and one if the scheme has a budget that the model cannot meet.
     """
     params = listed_parameters(config)
     faults = quant.check_overrides(scheme, params)
@@ -43,7 +43,9 @@ def block_fault(device: Backend, config: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=1024)
 def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
-    """Returns an error message if a device cannot read the formats of a scheme; None if it can."""
+    """Returns an error message if a device has no kernels for the stored formats of a scheme; None if it
+    can read all of them.
+    """
     candidates = scheme.budget.candidates if scheme.budget is not None else ()
     try:
         for part in (scheme, *(other for _, other in scheme.overrides), *candidates):
@@ -55,7 +57,9 @@ def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
 
 @lru_cache(maxsize=1024)
 def most_stored_bytes(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> int:
-    """Returns the size of a model's stored tensors in bytes; of a scheme with a budget, an upper bound."""
+    """Returns the number of bytes of a model's weights under a scheme; for a scheme with a budget, an upper
+    bound.
+    """
     params = listed_parameters(config)
     size = quant.stored_bytes(params, device.storage(scheme))
     if scheme.budget is None:

@@ -73,7 +73,9 @@ def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent
 
 
 def require_tools(pipeline: Pipeline, selected: Selected, plan: Plan) -> None:
-    """Raises SetupError, before any step starts, when this machine cannot run a selected step of a plan."""
+    """Raises SetupError, before any step starts, if this machine lacks a tool for a selected step that a
+    run would execute.
+    """
     graph = pipeline.graph
     names = frozenset[str]().union(
         *(graph.nodes if phase is None else graph.closure(phase) for phase in selected.phases)

@@ -96,7 +96,8 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns remotes with the keys that the recipe trusts. Raises UsageError for invalid ones."""
+    """Returns the remotes with the public keys that the recipe trusts. listed: URLs or remotes. Raises
+    UsageError for invalid ones."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -124,13 +125,14 @@ class Session:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session with other remotes, as `open` does. Raises UsageError for invalid ones."""
+        """Returns a session on the same recipe with other remotes, as `open` accepts them. Raises
+        UsageError for invalid ones."""
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
     def unverified(self) -> Session:
-        """Returns a session that does not compare bundles with their models, which takes most of the time for
-        a large model."""
+        """Returns a session on the same recipe that does not compare bundles with their models, which takes
+        most of the time for a large model."""
         return replace(self, pipeline=self.pipeline.unverified())
 
     # Planning
@@ -173,7 +175,7 @@ class Session:
         return outcomes.explained(planned, changes, self.pipeline.lacks)
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
-        """Returns a drawing of all steps of the recipe with their states, as text of the given format."""
+        """Returns a picture of all steps of the recipe with their states, as text in the format `form`."""
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -312,10 +314,9 @@ class Session:
     # Sharing
 
     def records(self, selection: Selection = EVERYTHING) -> Iterator[Record]:
-        """Yields the store's records of the selected steps that may be sent to other machines.
+        """Yields the records of the selected steps that are in the store and may be sent to other machines.
 
-        Raises the exceptions of `plan`.
-        """
+        Raises the exceptions of `plan`."""
         from mlcbuild.replication import shareable
 
         steps = self.over(()).plan(selection).steps
@@ -380,9 +381,8 @@ class Session:
 
 
 def _still_forced(graph: Graph, force: Iterable[str], result: RunResult) -> tuple[str, ...]:
-    """Returns the steps that the user's patterns force to run, without those that this run has
-    already built.
-    """
+    """Returns the steps that must run although they have results, by the user's patterns, without those
+    that this run has already built."""
     built = {step.name for step in result.steps if step.status == "built"}
     return tuple(sorted(graph.match(force) - built))
 

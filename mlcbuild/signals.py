@@ -11,7 +11,7 @@ from types import FrameType
 
 
 class Bell:
-    """A pipe that wakes a loop waiting for a file descriptor. Any thread may ring it, even after it was
+    """A pipe that wakes a loop which waits for a file descriptor. Any thread may ring it, even after it was
     closed.
     """
 
@@ -51,7 +51,7 @@ class Bell:
 
 
 class Interruption:
-    """Ends one run early. Any thread or signal handler may call it, with the reason."""
+    """Ends one run early. Any thread or signal handler may call it, with the reason as argument."""
 
     def __init__(self, bell: Bell, stop: Callable[[], None]) -> None:
         self.reason = ""
@@ -85,8 +85,8 @@ class Cancellation:
 
     @contextmanager
     def attached(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Returns a context in which `listener` is called with the reason once the run is cancelled, or at
-        once if it was before.
+        """Returns a context in which `listener` is called with the reason once `cancel` is called, or at
+        once if it was called before.
         """
         self._listeners.append(listener)
         try:

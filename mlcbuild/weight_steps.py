@@ -23,38 +23,48 @@ BUDGET_FILES = ("budget.json", "quantization.yaml")
 
 
 def storage_of(variant: Variant) -> quant.Storage:
-    """Returns the variant's scheme as the device of its target stores it."""
+    """Returns the quantization scheme of a variant with the layout in which the device of its target stores
+    weights.
+    """
     return _stored_on(variant.target, variant.scheme)
 
 
 @lru_cache(maxsize=4096)
 def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
-    """Returns a scheme's storage on a target, cached because thousands of variants share few schemes and
-    targets.
+    """Returns a quantization scheme with the layout in which a target's device stores weights, cached
+    because thousands of variants share few schemes and targets.
     """
     return backend(target).storage(scheme)
 
 
 def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
-    """Returns the inputs of a step that reads weights."""
+    """Returns argument of the action -> input, for the inputs that all steps have which read a checkpoint's
+    weights.
+    """
     adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
     return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
 
 
 def labels_of(variant: Variant) -> dict[str, str]:
-    """Returns the words that describe a variant's parameters in reasons."""
+    """Returns name of a parameter -> words, by which messages describe the parameters of a
+    variant's steps.
+    """
     return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
 
 
 def scheme_params(scheme: quant.Storage) -> dict[str, Json]:
-    """Returns the parameters from which `quant.choice.scheme_of` reads a step's scheme."""
+    """Returns the step parameters that describe a quantization scheme, from which `quant.choice.scheme_of`
+    reads it.
+    """
     if scheme.candidates:
         return {"candidates": [quant.to_json(candidate) for candidate in scheme.candidates]}
     return {"scheme": quant.to_json(scheme)}
 
 
 def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: Mapping[str, Input]) -> Step:
-    """Returns the step that packs a checkpoint's weights. chosen: the input with the choice of a budget."""
+    """Returns the step that quantizes and writes a checkpoint's weights. config: name of the config step;
+    chosen: argument -> input with the choice of a budget.
+    """
     scheme = storage_of(variant)
     return Step(
         f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",
@@ -69,12 +79,16 @@ def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: 
 
 
 def choice_input(budget: str) -> dict[str, Input]:
-    """Returns the input by which steps read the choice of a budget step; its other files are in no key."""
+    """Returns argument of the action -> input, by which a step reads the choice of the budget step
+    `budget`. The other files of that step do not enter its key.
+    """
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
 
 
 def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, reference: str) -> Step:
-    """Returns the step that measures the loss of each matrix in each candidate of the variant's budget."""
+    """Returns the step that measures the loss of each matrix in each candidate scheme of the variant's
+    budget. config, reference: names of the steps that it reads.
+    """
     name, action = f"sensitivity/{checkpoint.name}", "mlcbuild.bundles.sensitivity:sensitivity"
     return _evaluation(name, action, variant, checkpoint, {"config": config, "reference": reference}, {})
 
@@ -82,7 +96,9 @@ def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, refe
 def budget_step(
     variant: Variant, checkpoint: Checkpoint, config: str, reference: str, sensitivity: str
 ) -> Step:
-    """Returns the step that chooses a scheme for each matrix under the variant's budget."""
+    """Returns the step that chooses a scheme for each matrix under the variant's budget. config, reference,
+    sensitivity: names of the steps that it reads.
+    """
     name = f"budget/{checkpoint.name}/{variant.quantization}"
     budget, steps = variant.scheme.budget, {"config": config, "reference": reference}
     assert budget is not None
@@ -99,7 +115,9 @@ def _evaluation(
     steps: Mapping[str, str],
     params: Mapping[str, Json],
 ) -> Step:
-    """Returns a step that evaluates a model with quantized weights. steps: argument -> step that it reads."""
+    """Returns a step that evaluates a model with quantized weights. steps: argument of the action -> name
+    of the step that it reads.
+    """
     scheme = storage_of(variant)
     return Step(
         name,

@@ -20,7 +20,7 @@ _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a recipe and the value that replaces it."""
+    """A variable of a recipe, and the value that replaces its references."""
 
     value: Scalar
     text: str
@@ -29,13 +29,15 @@ class Variable:
 
 @dataclass
 class Substitution:
-    """The result of substituting the variables of a document."""
+    """The result of substituting the variables in a recipe."""
 
     document: Document
     origins: dict[Where, str] = field(default_factory=dict)
-    """Position of a value with variables in the recipe -> the text before substitution."""
+    """Path of a value that contained references to variables -> its text before substitution."""
     failed: set[Where] = field(default_factory=set)
-    """Positions at which substitution failed. Other checks skip them, since their messages would mislead."""
+    """Paths of values in which substitution failed. Other checks skip them, since their messages would
+    mislead.
+    """
     problems: Problems = field(default_factory=Problems)
     used: set[str] = field(default_factory=set)
     size: int = 0
@@ -43,10 +45,11 @@ class Substitution:
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
-    """Substitutes every ${name} outside of `vars`. settings: variable name -> value from the command line.
+    """Replaces every ${name} in a recipe outside of `vars`, and returns the result. settings: variable name
+    -> value from the command line.
 
     A text that is exactly one reference becomes the variable's value with its type; `$${` becomes `${`.
-    Reports unknown and unused variables, and more than LARGEST characters of substituted texts.
+    Unknown and unused variables, and more than LARGEST characters of substituted texts, are problems.
     """
     done = Substitution(document)
     if not isinstance(document.data, dict):
@@ -81,8 +84,8 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
-    """Returns True if all references of a text can be substituted; otherwise adds the text's position to
-    `failed`. done: the substitution so far.
+    """Returns True if all references to variables in a text can be replaced; otherwise adds the text's path
+    to `done.failed`.
     """
     names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
@@ -109,7 +112,9 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 
 
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
-    """Returns name -> variable for those with a scalar value; the schema reports the others."""
+    """Returns name -> variable for the entries of a recipe's `vars` with a scalar value. The schema reports
+    the others.
+    """
     section = document.get((SECTION,))
     variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():
@@ -136,7 +141,9 @@ def _variables(document: Document, settings: Mapping[str, str], done: Substituti
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """Returns the text parsed as a value of the same type as `old`; None if that is impossible."""
+    """Parses a command line's text as a value of the type of `old`, and returns it; None if that is
+    impossible.
+    """
     if isinstance(old, str):
         return text
     new = scalar(text)

@@ -20,13 +20,13 @@ Mode: TypeAlias = Literal["read", "write", "readwrite"]
 
 @dataclass(frozen=True)
 class Remote:
-    """A remote as a recipe or the command line names it."""
+    """A remote cache as a recipe or the command line names it."""
 
     url: str
     """file:///directory, https://host/path, s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
-    """True for a remote that results are uploaded to only if the environment variable CI is set."""
+    """True for a remote to which results are uploaded only if the environment variable CI is set."""
     trust: tuple[str, ...] = ()
     """Public keys, `ed25519:...`: records must be signed by one of them; () accepts every record."""
 

@@ -53,7 +53,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Moved:
-    """The numbers of records, blobs and bytes in an archive."""
+    """The numbers of records, blobs and bytes that were written to or read from an archive."""
 
     records: int
     blobs: int
@@ -61,11 +61,12 @@ class Moved:
 
 
 def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
-    """Writes an archive of records with their blobs, and returns their numbers. `path` appears once the
-    archive is complete.
+    """Writes an archive of records and their blobs, and returns the numbers of both. The file `path`
+    appears once it is complete.
 
-    Raises StoreError when a record's files are damaged, UsageError when something else than a file has that
-    name, MlcbuildError when the archive cannot be written.
+    signer: signs the records; None: they are not signed. Raises StoreError when a record's files are
+    damaged, UsageError when something else than a file has that name, MlcbuildError when the archive cannot
+    be written.
     """
     if path.exists() and not path.is_file():  # a directory, or a device, which a rename would replace
         raise UsageError(f"{path}: is not a regular file, which an archive replaces: name another one")
@@ -127,9 +128,9 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
     """Imports an archive into a store: blobs with the right bytes, and records that are consistent and
     complete. Returns their numbers.
 
-    trust: public keys; if there are any, one of them must have signed each record. Nothing is written before
-    it was checked. Raises StoreError, or UsageError with the reason, at the first invalid member; what was
-    imported before it stays.
+    trust: public keys; if there are any, one of them must have signed each record. Nothing is written
+    before it was checked. Raises StoreError, or UsageError with the reason, at the first invalid member;
+    what was imported before it stays.
     """
     trusted = tuple(trust)
     blobs: dict[str, int] = {}
@@ -208,8 +209,8 @@ def _header(header: bytes) -> tuple[str, int]:
 
 
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
-    """Moves one blob from an archive into the store. It is hashed before it is written, because an archive of
-    a few kB may claim to hold 1 TB of zeros.
+    """Moves one blob from an archive into the store. It is hashed before it is written, because an archive
+    of a few kB may claim to hold 1 TB of zeros. digest, size: those that the archive states.
     """
     start, file_size = file.tell(), os.fstat(file.fileno()).st_size
     if size > file_size - start:

@@ -46,7 +46,9 @@ def authorization(host: str, environ: Mapping[str, str] = os.environ) -> str | N
 
 
 def basic(login: str) -> str:
-    """Returns the value of the Authorization header for `user:password`."""
+    """Returns the value of an Authorization header for a login, "user:password", with HTTP basic
+    authentication.
+    """
     return "Basic " + base64.b64encode(login.encode()).decode()
 
 
@@ -64,8 +66,8 @@ def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
 
 
 def refusal(host: str, status: int, *, authorized: bool) -> str:
-    """Returns what a 401 or 403 status means for the user, as the end of a sentence. authorized: True if
-    credentials were sent.
+    """Returns what HTTP status 401 or 403 of a host means for the user, as the end of a sentence.
+    authorized: True if credentials were sent.
     """
     if authorized:
         return f"it refuses the credentials for {host} (status {status})"
@@ -111,8 +113,8 @@ def _from_docker(path: Path, host: str) -> str | None:
 
 
 def _from_helper(helper: str, host: str) -> str | None:
-    """Runs a helper program of Docker's credential protocol, and returns the header, or None if the helper
-    has no entry for the host.
+    """Runs a helper program of Docker's credential protocol, and returns the value of the Authorization
+    header; None if the helper has no entry for the host.
     """
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None

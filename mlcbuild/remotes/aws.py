@@ -45,7 +45,8 @@ def fault(url: str) -> str:
 
 
 def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns obstore's options, except bucket and prefix, from the URL, the environment and the AWS files.
+    """Returns the options with which obstore opens a bucket, except bucket and prefix, from the URL, the
+    environment and the AWS files.
 
     Raises RemoteError when there are no credentials, or when a file cannot be parsed.
     """

@@ -18,9 +18,11 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """A pool of up to `most` daemon threads. As a context manager, it does not wait for calls that hang.
+    """A pool of up to `most` daemon threads. Leaving it as a context manager does not wait for calls that
+    hang.
 
-    `concurrent.futures.ThreadPoolExecutor` does not suit, because the interpreter joins its threads at exit.
+    `concurrent.futures.ThreadPoolExecutor` does not suit, because the interpreter joins its threads at
+    exit.
     """
 
     def __init__(self, most: int) -> None:
@@ -32,7 +34,9 @@ class Background:
         self._closed = False
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Returns the future of a call. After `close` the future is cancelled."""
+        """Queues a call for a thread of the pool, and returns its future, which is cancelled if the pool is
+        closed already.
+        """
         future: Future[Result] = Future()
         with self._guard:
             if self._closed:
@@ -54,7 +58,7 @@ class Background:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Cancels the calls that no thread has started yet; running calls continue."""
+        """Cancels the queued calls that no thread has started yet; running calls continue."""
         with self._guard:
             if self._closed:
                 return
@@ -102,7 +106,9 @@ def within(seconds: float, call: Callable[[], Result]) -> Future[Result]:
 
 
 class AbandonedError(TimeoutError):
-    """The error for a call that exceeded its time limit. `future` will receive the call's result."""
+    """The error for a call that exceeded its time limit. `future` will receive the call's result if the
+    call ends.
+    """
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__("it took too long")

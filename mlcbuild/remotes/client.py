@@ -38,7 +38,9 @@ _SENT = 1 << 17
 higher rate than SLOWEST.
 """
 _SHORT = 1 << 16
-"""Maximum bytes that are read of an HTTP response of which only the status or the beginning matters."""
+"""Maximum bytes that are read of an HTTP response of which only the status, or the beginning of the body,
+matters.
+"""
 _KEPT = 32
 """Maximum number of idle connections that are kept: one for each concurrent request."""
 Response = BaseHTTPResponse
@@ -104,8 +106,8 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """Returns the body of a response to a request for an object's bytes from `start` on. Raises
-        RemoteError if the remote sends another range, or is too slow.
+        """Returns a stream of an HTTP response's body, for a request for an object's bytes from `start` on.
+        Raises RemoteError if the remote sends another range, or is too slow.
 
         share: number of concurrent transfers that together must not be slower than SLOWEST.
         """
@@ -140,7 +142,9 @@ class Client:
         return True
 
     def discard(self, response: Response) -> None:
-        """Closes the connection of a response that was not read to its end, since it cannot be reused."""
+        """Closes the connection of an HTTP response that was not read to its end, since it cannot be
+        reused.
+        """
         response.close()
         response.release_conn()
 
@@ -209,7 +213,7 @@ class Client:
 
 
 class _FinalError(RemoteError):
-    """A failure of a request that a retry cannot fix."""
+    """The error for a failed HTTP request that no retry can fix."""
 
 
 def status_words(status: int, code: str = "") -> str:
@@ -226,8 +230,8 @@ def status_words(status: int, code: str = "") -> str:
 
 @cache
 def _context(chosen: str) -> ssl.SSLContext:
-    """Returns the TLS context with the certificates in the file `chosen`, or with the system's. Raises
-    RemoteError if $SSL_CERT_FILE is invalid, which Python ignores.
+    """Returns a TLS context. chosen: path of a file with certificates, or "" for those of the system.
+    Raises RemoteError if $SSL_CERT_FILE is invalid, which Python ignores.
     """
     if chosen and not Path(chosen).is_file():
         raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is not a file")
@@ -238,8 +242,9 @@ def _context(chosen: str) -> ssl.SSLContext:
 
 
 def _proxy(parts: SplitResult) -> SplitResult | None:
-    """Returns the proxy that the environment names for a server, or None. Raises RemoteError for a kind of
-    proxy that is not supported."""
+    """Returns the URL of the proxy that environment variables name for a server; None without a proxy.
+    Raises RemoteError for a kind of proxy that is not supported.
+    """
     setting = urllib.request.getproxies().get(parts.scheme)
     if not setting or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
@@ -265,7 +270,9 @@ def _login(proxy: SplitResult) -> dict[str, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes; urllib3 passes the first cause as an argument or as `__cause__`."""
+    """Yields an exception and its causes, outermost first; urllib3 passes the first cause as an argument or
+    as `__cause__`.
+    """
     while error is not None:
         yield error
         inner = (item for item in reversed(error.args) if isinstance(item, BaseException))

@@ -22,7 +22,7 @@ from mlcbuild.remotes.transport import CONNECT, TIMEOUT
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket until a deadline, however slowly the bytes arrive."""
+    """Reads bytes from a socket until a deadline, however slowly they arrive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.until = 0.0
@@ -45,7 +45,9 @@ class _TimedReader(io.RawIOBase):
 
 
 class TimedResponse(http.client.HTTPResponse):
-    """A response with a deadline for its headers, including interim responses, and for each read."""
+    """An HTTP response with a deadline for its headers, including interim responses, and for each read of
+    its body.
+    """
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
@@ -61,7 +63,7 @@ class TimedResponse(http.client.HTTPResponse):
 
 
 class TimedConnection(HTTPConnection):
-    """A connection with deadlines for DNS and connecting, and for its responses."""
+    """An HTTP connection with deadlines for DNS and connecting, and for its responses."""
 
     def __init__(self, keep: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

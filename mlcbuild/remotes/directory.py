@@ -30,8 +30,8 @@ _is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch
 
 
 class Directory:
-    """The transport for a directory, which must exist: an empty mount point must not be mistaken for the
-    cache.
+    """The transport for a remote in a directory. The directory must exist: an empty mount point must not be
+    mistaken for the cache.
     """
 
     def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
@@ -76,9 +76,9 @@ class Directory:
         return
 
     def _in_time(self, call: Callable[[], Result], operation: str = "read") -> Result:
-        """Runs a call on the file system with a time limit, since calls hang when a file server is gone, and
-        returns its result. operation: its name, for the message. Raises RemoteError if the time passes, or
-        the call fails.
+        """Runs a call on the file system with a time limit, since calls hang when a file server is gone,
+        and returns its result. operation: what the call does, for the message. Raises RemoteError if the
+        time passes, or the call fails.
         """
         try:
             return within(self._timeout, call).result()
@@ -88,7 +88,8 @@ class Directory:
             raise self._explain(error, operation) from None
 
     def _sweep(self, part: Path) -> None:
-        """Removes, once, the unfinished uploads of killed processes beside `part`.
+        """Removes the unfinished uploads of killed processes that are in the directory of the upload
+        `part`; does nothing when called again.
 
         Their age is measured by the file server's clock. Files with other names are left alone: whoever may
         write to the remote could have put a link to a directory of this user in place of `tmp`.

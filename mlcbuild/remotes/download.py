@@ -54,8 +54,8 @@ def download(
 def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Requests the rest of a remote object until all of its bytes have arrived. Returns False if the remote
-    does not have the name.
+    """Requests the rest of a remote object until all of its bytes are in the file `target`, and returns
+    True; returns False if the remote does not have the object.
     """
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
@@ -92,7 +92,7 @@ def _request(
 
 
 class _Part:
-    """A file that a download fills, and the digest of the bytes that the file has so far."""
+    """A file that a download fills, with the digest of the bytes that it has so far."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.size = size
@@ -110,7 +110,9 @@ class _Part:
             self.restart()
 
     def add(self, data: Buffer) -> None:
-        """Writes and hashes downloaded bytes. Bytes beyond the expected size are only counted."""
+        """Appends downloaded bytes to the file and to its digest. Bytes beyond the expected size are only
+        counted.
+        """
         left = memoryview(data)[: max(0, self.size - self.have)]
         self._hasher.update(left)
         while left:

@@ -16,8 +16,9 @@ from mlcbuild.remotes.transport import TIMEOUT, Body, whole_number
 
 
 class Http:
-    """Transport for a remote cache on a web server. Raises RemoteError for credentials that cannot be
-    used."""
+    """The transport for a remote cache on a web server. Raises RemoteError for credentials that cannot be
+    used.
+    """
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url)

@@ -29,7 +29,9 @@ class Destination:
     "".
     """
     pinned: Callable[[str], bool]
-    """Function that returns True if an address is immutable, as a digest or commit is."""
+    """Function that returns True if an address always names the same bundle, as one with a digest or commit
+    does.
+    """
     module: str
     """Name of the module that defines `push` and `fetch` for this kind: see
     mlcbuild/bundles/publish/transfer_bundle.py."""
@@ -155,8 +157,8 @@ def scheme(url: str) -> str:
 
 
 def normal(url: str) -> str:
-    """Returns a URL in a form that is the same for equal addresses: scheme in small letters, no slashes at
-    the end. `fault` must accept the URL.
+    """Returns the normal form of a remote's URL, in which equal addresses are equal texts: scheme in small
+    letters, no slashes at the end. `fault` must accept the URL.
     """
     kind, separator, rest = url.partition("://")
     return f"{kind.lower()}{separator}{rest.rstrip('/')}"
@@ -186,7 +188,9 @@ def fault(url: str) -> str:
 
 
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
-    """Returns the transport of a URL that `fault` accepts. Raises RemoteError if it cannot be opened."""
+    """Opens the remote with a URL that `fault` accepts, and returns its transport. timeout: seconds to wait
+    for a response. Raises RemoteError if it cannot be opened.
+    """
     kind = KINDS[urlsplit(url).scheme]
     assert kind.connect is not None  # `fault` refuses any other URL.
     with border():

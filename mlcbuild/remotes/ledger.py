@@ -22,7 +22,7 @@ _LARGEST = 64 << 20
 
 
 class Ledger:
-    """The keys of the results that one remote has received from a store. `add` is thread-safe."""
+    """The keys of those results of a store that one remote has received. `add` is thread-safe."""
 
     def __init__(self, store: Path, remote: str) -> None:
         self._path = store / DIRECTORY / bytes_digest(remote.encode())[:32]

@@ -21,16 +21,18 @@ from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
 _MAX_DAMAGED = 3
-"""Number of damaged objects after which a remote is not used any more in this run."""
+"""Number of damaged objects after which a remote is no longer used in this run."""
 
 
 class SpoiltError(Exception):
-    """The error for a damaged file of this machine, which must not be uploaded. The message names it."""
+    """The error for a file of this machine that is damaged and so must not be uploaded. The message names
+    the file.
+    """
 
 
 @dataclass
 class UploadCount:
-    """Number of records, and of bytes of files, that were uploaded."""
+    """The numbers of records, and of bytes of files, that were uploaded to a remote."""
 
     records: int = 0
     bytes: int = 0
@@ -46,11 +48,11 @@ class Link:
         self.remote = remote
         self.name = remote.url
         self.unread = "" if remote.reads else "it is not read from"
-        """The reason why the remote is not read; "" if it is read."""
+        """The reason why the remote is not read in this run; "" if it is read."""
         self.unwritten = "" if remote.writes() else "it is not written to"
-        """The reason why the remote is not written to; "" if it is written to."""
+        """The reason why nothing is written to the remote in this run; "" if it is written to."""
         self.sent = UploadCount()
-        """The number of finished uploads."""
+        """The numbers of records and bytes that were uploaded in this run."""
         self._signer = signer
         self._timeout = timeout
         self._guard = threading.Lock()
@@ -64,7 +66,7 @@ class Link:
             self._fail(error, writing=False)
 
     def record(self, key: str) -> Record | None:
-        """Returns the checked record of a key; None if the remote has no valid one."""
+        """Downloads and checks the record of a key; returns None if the remote has no valid one."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -78,9 +80,9 @@ class Link:
         return None
 
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
-        """Downloads a blob into `part`, verifies it and returns True; returns False on failure. on_bytes:
-        called with the number of new bytes. Raises CancelledError if the run is cancelled, OSError if the
-        file cannot be written.
+        """Downloads a blob of the remote into the file `part`, verifies it and returns True; returns False
+        on failure. stop: event that cancels the download; on_bytes: called with the number of new bytes.
+        Raises CancelledError if `stop` is set, OSError if the file cannot be written.
         """
         if self.unread:
             return False
@@ -113,8 +115,8 @@ class Link:
         return True
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` as a blob to the remote, and returns True if the remote has the blob
-        afterwards. Raises CancelledError if the run is cancelled.
+        """Uploads the file `place` to the remote as the blob `entry`, and returns True if the remote has
+        the blob afterwards. Raises CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False
@@ -197,8 +199,8 @@ class Link:
             self.sent.records += 1
 
     def _size(self, name: str) -> int | None:
-        """Returns the size in bytes of an object on the remote; None if it does not exist, -1 if it must be
-        replaced.
+        """Returns the size in bytes of an object on the remote; None if it does not exist, -1 if it is
+        damaged and must be replaced.
         """
         try:
             return -1 if name in self._damaged else self._open().size(name)
@@ -206,11 +208,13 @@ class Link:
             return -1
 
     def _is_suspect(self) -> bool:
-        """Returns True if the remote holds so much damage that the right size of a blob proves nothing."""
+        """Returns True if the remote holds so many damaged objects that a blob of the right size cannot be
+        trusted.
+        """
         return len(self._damaged) >= _MAX_DAMAGED
 
     def _is_wrong(self, key: str) -> bool:
-        """Returns True if the remote's record of a key is damaged, whoever signed it."""
+        """Returns True if the remote's record of a key is missing or damaged. No signature is required."""
         try:
             data = self._small(f"ac/{key}")
             if data is not None:

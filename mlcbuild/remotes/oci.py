@@ -23,7 +23,9 @@ _FILE = "application/octet-stream"
 
 
 class Oci:
-    """Transport for a repository of an OCI registry. Raises RemoteError for invalid credentials."""
+    """The transport for a remote cache in a repository of an OCI registry. Raises RemoteError for invalid
+    credentials.
+    """
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         self._registry = Registry(parse(url), timeout)

@@ -99,7 +99,7 @@ def _reference_fault(url: str) -> str:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Splits the path of an oci:// URL into (repository, tag or digest)."""
+    """Splits the path of an oci:// URL into (repository, tag or digest, which is "" if there is none)."""
     repository, at, digest = path.strip("/").partition("@")
     head, slash, tail = repository.rpartition("/")
     name, _, tag = tail.partition(":")

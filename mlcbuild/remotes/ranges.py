@@ -46,8 +46,9 @@ class Range:
 
 
 Ask = Callable[[int, int, str, int], Range]
-"""Function that requests a range of an object: (start, end, version, number of concurrent requests) ->
-response."""
+"""Function that requests the bytes start..end-1 of a remote object: (start, end, version, number of
+concurrent requests) -> response.
+"""
 
 
 class Ranges:
@@ -114,7 +115,9 @@ class Ranges:
         return start, self._next
 
     def _piece(self, start: int, end: int, buffer: bytearray) -> tuple[int, bytearray]:
-        """Reads the bytes start..end-1 of an object into a buffer, and returns (number of bytes, buffer)."""
+        """Reads the bytes start..end-1 of a remote object into a buffer, and returns (number of bytes,
+        buffer).
+        """
         have, size = 0, end - start
         with self._exactly(start, end, AHEAD).body as body:
             while more := body.read():

@@ -47,7 +47,7 @@ class UploadSource(Protocol):
 
 
 class Registry:
-    """A client of one repository. Thread-safe. Methods raise RemoteError on failure."""
+    """A client of one repository in an OCI registry. Thread-safe. Methods raise RemoteError on failure."""
 
     def __init__(self, place: RegistryAddress, timeout: float = TIMEOUT) -> None:
         self.place = place
@@ -61,7 +61,9 @@ class Registry:
     # Reading
 
     def manifest(self, reference: str) -> tuple[str, bytes] | None:
-        """Returns (digest, verified bytes) of a manifest; None if the registry does not have it."""
+        """Downloads a manifest by tag or digest, and returns (digest, verified bytes); None if the registry
+        does not have it.
+        """
         response = self._ask("GET", f"manifests/{reference}", {"Accept": MANIFEST})
         if self._home.is_missing(response):
             return None
@@ -79,8 +81,8 @@ class Registry:
         return digest, bytes(data)
 
     def blob(self, digest: str, start: int = 0) -> Body | None:
-        """Returns the bytes of a blob from `start` on, without checking the digest; None if the registry does
-        not have the blob.
+        """Opens a blob, and returns a stream of its bytes from `start` on, whose digest is not checked;
+        None if the registry does not have the blob.
         """
         headers = {"Range": f"bytes={start}-"} if start else {}
         client, response = self._follow("GET", f"blobs/{digest}", headers)
@@ -103,8 +105,8 @@ class Registry:
     # Writing
 
     def mount(self, digest: str, repository: str) -> bool:
-        """Mounts a blob of another repository of the registry and returns True; returns False if the blob
-        must be uploaded.
+        """Makes a blob of another repository of the same registry available in this one, and returns True;
+        returns False if the blob must be uploaded.
         """
         query = urlencode({"mount": digest, "from": repository})
         response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
@@ -198,8 +200,8 @@ class Registry:
         return self._clients[self.place.address]
 
     def _location(self, response: Response) -> str:
-        """Returns the path of the next upload request. It must be on the same server, because it is sent with
-        credentials. Raises RemoteError otherwise.
+        """Returns the path of the next upload request from the Location header of a response. It must be on
+        the same server, because it is sent with credentials. Raises RemoteError otherwise.
         """
         parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
         if parts.netloc != self.place.host or not parts.path.startswith("/v2/"):
@@ -208,8 +210,8 @@ class Registry:
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
-        """Sends a request and follows redirects to other servers, which receive no credentials. Returns
-        (client of the last server, its response).
+        """Sends a request to the registry and follows redirects to other servers, which receive no
+        credentials. Returns (client of the last server, its response).
         """
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"
@@ -317,7 +319,7 @@ class Registry:
 
 
 class _Piece:
-    """The bytes from `begin` to `end` of a source as a stream to upload. The bytes between `start` and
+    """A stream of the bytes from `begin` to `end` of a source, for an upload. The bytes between `start` and
     `begin` are only hashed.
     """
 
@@ -330,7 +332,9 @@ class _Piece:
         self._left = self._size = end - begin
 
     def seek(self, offset: int) -> int:
-        """Moves the stream back to its beginning, which retries of a request require."""
+        """Moves the stream back to its beginning, as HTTP clients do before they retry a request. offset:
+        must be that beginning.
+        """
         self.hasher = self._before.copy()
         self._source.seek(self._start)
         self._left = self._begin - self._start
@@ -349,8 +353,9 @@ class _Piece:
 
 
 def _joined(base: str, location: str) -> SplitResult:
-    """Resolves the address in a Location header against the URL `base`. Raises RemoteError for an invalid
-    one."""
+    """Resolves a Location header against the URL `base`, and returns the parts of the resulting URL. Raises
+    RemoteError for an invalid one.
+    """
     try:
         parts = urlsplit(urljoin(base, location))
         usable = parts.port != 0 and re.fullmatch(r"[\x21-\x7e]+", parts.geturl()) and "@" not in parts.netloc

@@ -45,7 +45,8 @@ Result = TypeVar("Result")
 
 
 class S3:
-    """Transport for one bucket. Raises RemoteError when obstore or credentials are missing."""
+    """The transport for a remote cache in one bucket. Raises RemoteError when obstore or credentials are
+    missing."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         try:
@@ -59,7 +60,7 @@ class S3:
         self._tasks = _Tasks(self._bucket)
         self._guard = threading.Lock()
         self._creates = True
-        """True until the server rejects an upload under the condition that the object does not exist."""
+        """True until the server rejects an upload with the condition that the object must not exist."""
         self._rate = 0.0
         """Rate of the fastest upload so far, in bytes per second."""
         self._settings = chosen = settings(url)
@@ -77,7 +78,7 @@ class S3:
 
     @property
     def _patience(self) -> float:
-        """Returns the number of seconds during which obstore may retry."""
+        """Returns the number of seconds during which obstore may retry a request."""
         return self._timeout + 2 * PAUSES[-1]
 
     def _opened(self, chosen: Mapping[str, Any], timeout: float) -> S3Store:
@@ -218,7 +219,7 @@ class S3:
 
 
 class _Tasks:
-    """The running calls of obstore; closing the transport ends them."""
+    """The running calls of obstore. Closing the transport cancels them."""
 
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
@@ -232,9 +233,8 @@ class _Tasks:
             raise RemoteError("the run ends")
 
     def run(self, question: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine on the event loop and returns its result. Raises RemoteError; exceptions of an
-        upload's source are passed on unchanged.
-        """
+        """Runs a coroutine of obstore on the event loop and returns its result. Raises RemoteError;
+        exceptions that the source of an upload raises are passed on unchanged."""
         from obstore import exceptions
 
         task = self._start(question)
@@ -279,10 +279,9 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """Returns the bytes start..end-1 of the object, or the whole object if the range is empty; None if
-        the object is missing. version: ETag that the object must have, or "". share: number of concurrent
-        transfers.
-        """
+        """Requests the bytes start..end-1 of the object, or all bytes if the range is empty, and returns
+        the response; None if the object is missing. version: ETag that the object must have, or "". share:
+        number of concurrent transfers."""
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:
@@ -366,9 +365,8 @@ _WORDS = {
 
 
 def _explained(error: Exception) -> RemoteError:
-    """Returns a RemoteError for an error of obstore, whose text may hold pages of internals, by known words
-    in the text.
-    """
+    """Returns a RemoteError for an error of obstore, whose text may hold pages of internals. Known words in
+    the text select the message."""
     text = str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>([A-Za-z0-9]{1,60})</Code>", text)
@@ -383,9 +381,8 @@ def _explained(error: Exception) -> RemoteError:
 
 
 def _refusal(status: int, code: str, date: str = "") -> RemoteError:
-    """Returns the error for an unexpected HTTP status and S3 error code. date: the server's time of the
-    response.
-    """
+    """Returns the RemoteError for an unexpected HTTP status and S3 error code. date: the server's time of
+    the response."""
     words = f"status {status}, {code}" if code else f"status {status}"
     if status == 412:
         return RemoteError(f"the object was replaced while it was read ({words})")

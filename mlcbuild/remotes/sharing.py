@@ -49,7 +49,7 @@ class RemoteRecord:
 
 
 class Sharing:
-    """The remotes that a run uses. Thread-safe except for `look_up`."""
+    """The remotes that a run uses, with the run's store. Thread-safe except for `look_up`."""
 
     def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
         self.store = store
@@ -63,7 +63,7 @@ class Sharing:
 
     @property
     def empty(self) -> bool:
-        """Returns True if the run has no remote in which a record could be looked up."""
+        """Returns True if the run has no remote from which it could read a record."""
         return not self.links and not self._known.is_dir()
 
     @property
@@ -72,14 +72,16 @@ class Sharing:
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
-        """Looks up many keys on the remotes at once and caches the results for `find`."""
+        """Requests the records of many keys from the remotes in parallel, and caches them for `find`."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
             self._ask([key for key in asked if self._found[key] is None])
 
     def find(self, key: str) -> RemoteRecord | None:
-        """Returns the record of a key from an earlier run or from a remote; None if there is none."""
+        """Returns the record of a key that an earlier run stored or that a remote has; None if there is
+        none.
+        """
         if key not in self._found:
             self.look_up([key])
         return self._found[key]
@@ -90,15 +92,15 @@ class Sharing:
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Makes the run build a step again whose files cannot be downloaded, by dropping the record of the
-        key.
+        """Drops the record of a key whose files cannot be downloaded, so that the run builds the step
+        again.
         """
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
 
     def keep(self, remote: RemoteRecord) -> None:
-        """Stores a remote's record that was used, so that later runs find it without the remote."""
+        """Stores a record of a remote on this machine, so that later runs know it without the remote."""
         if remote.origin in self._ledgers:
             self._ledgers[remote.origin].add(remote.record.key)
         place = self._place(remote.record.key)
@@ -131,8 +133,8 @@ class Sharing:
             return str(error)
 
     def promise(self, key: str) -> None:
-        """Records, before a step is built, that its result must be uploaded, by a later run if this one does
-        not.
+        """Notes in the store, before a step is built, that its result must be uploaded, by a later run if
+        this one does not.
         """
         if self.writers:
             with suppress(OSError):
@@ -148,7 +150,7 @@ class Sharing:
         return frozenset(key for key in keys if key in promised or key not in sent)
 
     def kept(self, key: str) -> None:
-        """Records that every writable remote has the result of a key."""
+        """Notes in the store that every writable remote has the result of a key."""
         for name in self.writers:
             self._ledgers[name].add(key)
         with suppress(OSError):
@@ -195,8 +197,8 @@ class Sharing:
         return f"no remote gives {entry.path}"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Looks up keys on a remote in other threads, so that this thread can react to an interrupt
-        meanwhile.
+        """Requests records of many keys from a remote in other threads, so that this thread can react to an
+        interrupt meanwhile.
         """
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
@@ -212,7 +214,7 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> RemoteRecord | None:
-        """Returns the record of a remote that `keep` stored on this machine; None if it is missing or
+        """Returns the record of a key that `keep` stored on this machine; None if it is missing or
         damaged.
         """
         try:

@@ -24,13 +24,11 @@ _TAG = b"mlcbuild-record/1\0"
 
 
 class RefusedError(ValueError):
-    """The error for a record that must not be used. The message is the reason, worded as the end of a
-    sentence.
-    """
+    """The error for a record that must not be used. The message is the reason, as the end of a sentence."""
 
 
 def seal(record: Record, signer: Signer | None) -> bytes:
-    """Encodes a record as bytes for a remote, signed if there is a signer."""
+    """Returns a record in the form that remotes hold, as bytes, with a signature unless `signer` is None."""
     body = record.encode()
     if signer is None:
         return body

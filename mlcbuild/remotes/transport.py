@@ -28,24 +28,26 @@ CONNECT = 10.0
 TIMEOUT = 30.0
 """Maximum seconds to wait for a response."""
 SLOWEST = 16_384
-"""Rate in bytes per second below which a transfer fails if it lasts TIMEOUT seconds."""
+"""Rate in bytes per second that a transfer must exceed, measured over TIMEOUT seconds; a slower one fails."""
 PAUSES = (0.2, 1.0)
 """Seconds to wait before each retry of a request."""
 
 _ATTEMPTS = 3
-"""Number of consecutive requests with too few bytes after which a transfer fails."""
+"""Number of consecutive requests with too few new bytes after which a download fails."""
 
 
 class SlowError(RemoteError):
-    """A transfer failed because it is too slow. A retry would not be faster."""
+    """The error for a transfer that is too slow. A retry would not be faster."""
 
 
 class DamagedError(ValueError):
-    """An object on a remote has the wrong contents. The message is worded as the end of a sentence."""
+    """The error for an object on a remote with wrong contents. The message is worded as the end of a
+    sentence.
+    """
 
 
 class CancelledError(Exception):
-    """A transfer was stopped because the run ends."""
+    """The error for a transfer that was stopped because the run ends."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class Body:
 
 
 class Pace:
-    """Measures a transfer in windows of `timeout` seconds, and makes it fail if it is too slow."""
+    """Measures the rate of a transfer in windows of `timeout` seconds, and makes a transfer fail that is
+    too slow.
+    """
 
     def __init__(self, timeout: float, slowest: float = SLOWEST) -> None:
         self._timeout = timeout
@@ -101,7 +105,7 @@ class Pace:
 
 
 class Attempts:
-    """Counts interrupted requests for parts of one remote object, and raises an error when they bring too few
+    """Counts the interrupted requests for one remote object, and raises an error when they bring too few
     bytes.
     """
 
@@ -123,11 +127,11 @@ class Attempts:
 
 @contextmanager
 def border() -> Iterator[None]:
-    """Returns a context that turns every exception except those that a transport may raise into a
-    RemoteError.
+    """Returns a context in which every exception becomes a RemoteError, except those that a transport may
+    raise.
 
-    Whatever the data of a remote makes this code or a library raise is the remote's fault and must not end a
-    run. The message names only the kind of exception, because its text may quote the remote.
+    Whatever the data of a remote makes this code or a library raise is the remote's fault and must not end
+    a run. The message names only the kind of exception, because its text may quote the remote.
     """
     try:
         yield
@@ -141,14 +145,12 @@ def border() -> Iterator[None]:
 
 
 def whole_number(text: str) -> int | None:
-    """Returns the size or offset in the text of an HTTP header; None for anything but 1 to 18 ASCII
-    digits.
-    """
+    """Parses the size or offset in an HTTP header; returns None for anything but 1 to 18 ASCII digits."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def quoted(text: str) -> str:
-    """Returns a text of a remote in a form that messages may show: short, ASCII, without control
+    """Returns a text from a remote in a form that messages may show: short, ASCII, without control
     characters.
     """
     return ascii(text if len(text) <= 60 else f"{text[:60]}...")
@@ -166,7 +168,9 @@ class Transport(Protocol):
         """
 
     def size(self, name: str) -> int | None:
-        """Returns the size in bytes of the object with this name; None if the remote does not have it."""
+        """Returns the size in bytes of the object `name`, such as "cas/<digest>"; None if the remote does
+        not have it.
+        """
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         """Writes `size` bytes of `source` as the object `name`. Readers see either all of them or nothing

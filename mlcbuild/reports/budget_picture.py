@@ -1,4 +1,6 @@
-"""Draws what a budget chose: the bits of each matrix, and loss against size."""
+"""Draws the result of a budget, which chooses a quantization scheme for each matrix: the bits of each
+matrix, and loss against size.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from mlcbuild.reports.chart import Curve, Panel, panels
 
 _CELL, _ROW, _LEFT, _TOP = 92.0, 18.0, 64.0, 22.0
 MOST_ROWS = 200
-"""Maximum number of layers that are drawn."""
+"""Maximum number of layers that the picture of a budget shows."""
 
 
 def picture(budget: Mapping[str, Any]) -> str:
-    """Returns HTML with a sentence and two drawings. budget: the document that a budget step wrote."""
+    """Returns HTML with a sentence about the result of a budget, an SVG chart of loss against size, and an
+    SVG table of the bits of each matrix. budget: the document that a budget step wrote.
+    """
     limit = sizes.show(float(budget["limit"])) if budget["kind"] == "max_size" else f"{budget['limit']}"
     words = (
         f"{budget['kind']} {limit}: {budget['bits']:g} bits a weight, {sizes.show(budget['bytes'])}, KL "
@@ -33,8 +37,8 @@ def picture(budget: Mapping[str, Any]) -> str:
 
 
 def bits_of_matrices(matrices: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an SVG with a row for each layer, and a cell for each matrix that shows its bits per weight,
-    the darker the more.
+    """Returns an SVG with a row for each layer and a cell for each matrix, which shows the matrix's bits
+    per weight, darker for more bits.
     """
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for matrix in matrices:
@@ -62,7 +66,9 @@ def bits_of_matrices(matrices: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(matrix: Mapping[str, Any], x: float, y: float, title: str) -> str:
-    """Returns the cell of one matrix at (x, y). title: text before the number of bits, or ""."""
+    """Returns the SVG cell of one matrix with its upper left corner at (x, y), in pixels. title: text
+    before the number of bits, or "".
+    """
     bits = float(matrix["bits"])
     share = min(max((bits - 2) / 8, 0.0), 1.0)
     red, green, blue = (round(255 - share * (255 - dark)) for dark in (31, 79, 143))

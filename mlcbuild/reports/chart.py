@@ -63,8 +63,8 @@ class Point:
 
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Assigns bars to as few rows as possible so that none overlap. A row shows steps that ran one after the
-    other.
+    """Assigns the bars of a timeline to as few rows as possible so that none overlap, and returns the rows.
+    A row shows steps that ran one after the other.
     """
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):
@@ -81,8 +81,8 @@ def _follows(last: Bar, bar: Bar) -> bool:
 
 
 def timeline(bars: Sequence[Bar], total: float) -> str:
-    """Returns an SVG with steps over time, one row for each worker that was needed. total: seconds of the
-    run.
+    """Returns an SVG timeline of a run's steps, with one row for each worker that was needed. total:
+    seconds of the run.
     """
     rows = lanes(bars)
     total = max([total, *(bar.start + bar.seconds for bar in bars)]) or 1.0
@@ -134,8 +134,8 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Returns an SVG with loss (logarithmic) over size, and a labelled dot for each point. Exact variants
-    have a separate row below the axis, which has no position for zero.
+    """Returns an SVG scatter plot of loss (logarithmic) over size, with a labelled dot for each point.
+    Exact variants have a separate row below the axis, which has no position for zero.
     """
     width, height, left, top = 520.0, 300.0, 64.0, 14.0
     exact = any(point.loss <= LEAST for point in points)
@@ -182,8 +182,8 @@ Box = tuple[float, float, float, float]
 
 
 def _around(place: tuple[float, float], start: float, length: float) -> Box:
-    """Returns the rectangle of a dot or of a line of text. place: (x, y) in pixels, y being its middle;
-    start, length: its left edge relative to x, and its width.
+    """Returns the rectangle around a dot or a line of text in a chart. place: (x, y) in pixels, y being its
+    middle; start, length: its left edge relative to x, and its width.
     """
     x, y = place
     return x + start, y - 6.5, x + start + length, y + 6.5
@@ -221,7 +221,7 @@ def _dot(point: Point, place: tuple[float, float], fill: str, occupied: list[Box
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve of (x, y) points."""
+    """A named line through (x, y) points in a chart."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -229,7 +229,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: named curves over two axes that both start at 0."""
+    """One diagram of a chart: named lines over two axes that both start at 0."""
 
     title: str
     across: str
@@ -238,8 +238,8 @@ class Panel:
 
 
 def panels(listed: Sequence[Panel]) -> str:
-    """Returns an SVG with two diagrams per row and one legend. Curves with the same name have the same colour
-    in all diagrams.
+    """Returns an SVG of diagrams, two per row, with one legend. Curves with the same name have the same
+    colour in all diagrams.
     """
     width, height, columns = 520.0, 300.0, min(2, max(1, len(listed)))
     names = list(dict.fromkeys(curve.name for panel in listed for curve in panel.curves))
@@ -284,7 +284,7 @@ def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]
 
 
 def _rounds(largest: float) -> list[float]:
-    """Returns round numbers from 0 to `largest`, at most a few, for the marks of an axis."""
+    """Returns a few round numbers from 0 to `largest`, for the marks of an axis."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
     return [i * step for i in range(int(largest / step) + 1)]

@@ -58,7 +58,9 @@ class Box:
 
 
 def mermaid(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns a graph as Mermaid text, which GitHub and GitLab show as a diagram."""
+    """Returns a graph of steps as Mermaid text, which GitHub and GitLab show as a diagram. plan: adds the
+    states of the steps; None: they are not shown.
+    """
     number = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
     states = _states(graph, plan)
     lines = ["flowchart LR"]
@@ -79,7 +81,9 @@ def _mermaid_text(name: str) -> str:
 
 
 def dot(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns the graph of a build's steps as text for Graphviz."""
+    """Returns a graph of steps as text for Graphviz. plan: adds the states of the steps; None: they are not
+    shown.
+    """
     states = _states(graph, plan)
     lines = [
         "digraph plan {",
@@ -99,7 +103,9 @@ def _dot_text(name: str) -> str:
 
 
 def svg(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns a complete SVG document of a plan, or of a graph alone."""
+    """Returns an SVG document that shows a graph of steps. plan: adds the states of the steps; None: they
+    are not shown.
+    """
     reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
     return drawing(graph, _states(graph, plan), reasons, legend=plan is not None)
 
@@ -107,10 +113,11 @@ def svg(graph: Graph, plan: Plan | None = None) -> str:
 def drawing(
     graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
 ) -> str:
-    """Returns a complete SVG document. states, reasons: step name -> its state, and the reason for it, in
-    words.
+    """Returns an SVG document that shows a graph of steps. states, reasons: name of a step -> its state,
+    and the reason for the state, in words.
 
-    Transitive edges are left out, for example fetch -> bundle if there is fetch -> weights -> bundle.
+    Edges that follow from others are left out, for example fetch -> bundle if there is fetch -> weights ->
+    bundle.
     """
     import networkx
 
@@ -201,8 +208,9 @@ def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -
 
 
 def _layers(graph: Graph) -> list[list[str]]:
-    """Returns the nodes of a graph in layers, with each node as far right as its users allow, so that an
-    input is next to its reader."""
+    """Returns the names of a graph's nodes in layers from left to right, each as far right as the nodes
+    that read it allow.
+    """
     depth: dict[str, int] = {}
     for step in graph.nodes.values():
         needs = [] if isinstance(step, Source) else graph.needs(step)
@@ -268,7 +276,7 @@ def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[
 
 
 def _spread(wish: list[float], pitch: float) -> list[float]:
-    """Returns the positions nearest to `wish`, in the same order, at least `pitch` apart.
+    """Returns the positions nearest to the wishes, in the same order, at least `pitch` apart.
 
     With the pitch subtracted this is isotonic least squares, solved by pooling adjacent violators.
     """

@@ -1,4 +1,6 @@
-"""A drawn graph on a page: enlarged, filtered, and followed from a step to all that belongs to it."""
+"""Shows the picture of a graph on an HTML page, with controls that enlarge it, filter it, and mark the
+steps that depend on each other.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ for (const graph of document.querySelectorAll('.graph')) {
 
 
 def view(svg: str) -> str:
-    """Returns the HTML of a drawing (`graph_picture.drawing`) with its controls. The page needs STYLE."""
+    """Returns the HTML of a graph's picture with controls. svg: a result of `graph_picture.drawing`. The
+    page needs STYLE.
+    """
     return (
         '<div class="graph">'
         "<button>Larger</button><button>Smaller</button><button>Fit</button>"

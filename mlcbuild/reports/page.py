@@ -54,7 +54,7 @@ overflow-wrap:anywhere;margin:6px 0}
 
 
 def html(log: RunLog, before: RunLog | None) -> str:
-    """Returns the HTML page of a run. before: the run with which it is compared, or None."""
+    """Returns an HTML page about a run. before: the run with which it is compared, or None."""
     title = f"mlcbuild: {log.recipe}"
     parts = [
         f"<h1>{escape(title)}</h1>\n<div class=meta>{escape(_meta(log))}</div>",
@@ -170,8 +170,8 @@ def _figure(item: LoggedVariant, name: str, form: str = ".3g") -> str:
 
 
 def _moved(now: float | None, before: float | None) -> str:
-    """Returns the relative change of a number in words, such as "+3.0%", or "" if it is too small to show. An
-    increase is marked as worse.
+    """Returns the relative change of a number in words, such as "+3.0%"; "" if it is too small to show, or
+    if a number is missing. An increase is marked as worse.
     """
     if now is None or not before or abs(now / before - 1) < 0.0005:
         return ""
@@ -181,8 +181,8 @@ def _moved(now: float | None, before: float | None) -> str:
 
 
 def _plots(log: RunLog) -> str:
-    """Returns as SVG, for each model with figures, a plot of mean KL divergence (nats) over the size of the
-    weights.
+    """Returns HTML with a scatter plot for each model with figures: mean KL divergence (nats) over the size
+    of the weights. "" without any.
     """
     models: dict[str, list[LoggedVariant]] = {}
     for item in log.variants:
@@ -197,7 +197,9 @@ def _plots(log: RunLog) -> str:
 
 
 def _budgets(log: RunLog) -> str:
-    """Returns, for each budget of the run, drawings of the formats that it chose."""
+    """Returns HTML with a picture of the schemes that each budget of a run chose for the matrices; ""
+    without budgets.
+    """
     drawn: dict[str, str] = {}
     for item in log.variants:
         if item.budget:
@@ -220,7 +222,7 @@ def _points(variants: Sequence[LoggedVariant]) -> list[Point]:
 
 
 def _changes(log: RunLog, before: RunLog | None) -> str:
-    """Returns a list of the differences from the previous run, as HTML."""
+    """Returns HTML with a list of the differences from the previous run."""
     if before is None:
         return ""
     old, new = {step.name: step for step in before.steps}, {step.name: step for step in log.steps}

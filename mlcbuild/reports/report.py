@@ -54,7 +54,9 @@ _ETA_FROM = 3.0
 
 @contextmanager
 def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter]:
-    """Yields the reporter for a stream: the live view on a terminal, lines elsewhere and in CI."""
+    """Returns a context that yields the reporter of a run's events for a stream: the live view on a
+    terminal, lines elsewhere and in CI. plain: True for lines, False for the live view; None: it is
+    detected."""
     if plain is None:
         plain = not stream.isatty() or bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
     if plain:
@@ -90,7 +92,7 @@ class Tally:
     """Running step -> the cluster worker that runs it."""
 
     def note(self, event: Event) -> None:
-        """Updates the counts of finished and running steps with an event of the run."""
+        """Updates the counts of finished and running steps from one event of the run."""
         match event:
             case RunStarted():
                 self.total, self.done = event.steps, event.reused
@@ -199,9 +201,8 @@ class Lines:
 
 
 def _pulse(tally: Tally) -> list[str]:
-    """Returns a line for each running step: its time, its progress, and an estimate of the remaining time if
-    there is one.
-    """
+    """Returns a line of text for each running step: its time, its progress, and an estimate of the
+    remaining time if there is one."""
     lines = []
     for name, event in tally.running.items():
         words = [duration(time.monotonic() - tally.started[name])]
@@ -260,9 +261,8 @@ def _is_cut_off(event: StepFinished) -> bool:
 
 
 def finished(event: StepFinished, count: str = "") -> list[str]:
-    """Returns the lines that report a step's end, with the end of the log if the step failed. count: text
-    with the number of finished steps.
-    """
+    """Returns the lines of text that report a step's end, with the end of its log if the step failed.
+    count: text with the number of finished steps."""
     result = event.result
     head = f"{result.status:<7} {count}{result.name}"
     if result.status == "built":
@@ -338,9 +338,8 @@ class View:
         return table
 
     def _rows(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Yields a table row for each running or waiting step, and one for the whole run: (style, title,
-        cells).
-        """
+        """Yields one table row (style, title, three texts on times and progress) for each running or
+        waiting step, and one for the whole run."""
         tally = self._tally
         for name in list(tally.running):
             where = f" on {tally.places[name]}" if name in tally.places else ""
@@ -368,9 +367,7 @@ class View:
 
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
-    """Returns the JSON document that `run --json` prints. variants: its entries for the variants, in final
-    form.
-    """
+    """Returns the JSON document that `run --json` prints. variants: the entries for its variants, as JSON."""
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],

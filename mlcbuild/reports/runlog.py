@@ -44,7 +44,7 @@ class LoggedStep:
     status: str
     """The outcome of the step: "built", "reused", "failed" or "skipped"."""
     words: str
-    """The reason why the step ran or was skipped; for a failed step, the error message."""
+    """The reason why the step ran or was skipped; for a failed step, its error message."""
     start: float | None
     """Seconds from the start of the run to the start of the step; None if it did not run."""
     seconds: float
@@ -103,7 +103,7 @@ class RunLog:
 
 
 class Clock:
-    """A reporter that records when steps start, and forwards every event."""
+    """A reporter of a run's events that records when steps start, and passes every event on."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
@@ -165,7 +165,9 @@ def machine() -> str:
 
 
 def save(store: Store, recipe: Path, log: RunLog) -> None:
-    """Saves a log. Errors are ignored, since no step depends on it."""
+    """Writes the log of a run to the store and removes the oldest logs of the recipe. Errors are ignored,
+    since no step depends on a log.
+    """
     # The last three come from damaged older logs.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         kept_path, rest = keep_rest(store, recipe, log)
@@ -178,8 +180,9 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes the part of a run's log that contains no times to a file, which later runs without work share.
-    Returns (path, end of a JSON document that names it). Raises OSError if the file cannot be written.
+    """Writes the part of a run's log that has no times to a file, which later runs without work share.
+    Returns (path of the file, end of a JSON document that names the file). Raises OSError if it cannot be
+    written.
     """
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
@@ -194,7 +197,9 @@ def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
 
 
 def latest(store: Store, recipe: Path, count: int = KEPT) -> list[RunLog]:
-    """Returns the logs of a recipe's last runs, the newest first, without unreadable ones."""
+    """Reads the logs of a recipe's last runs, and returns them, the newest first; unreadable ones are left
+    out.
+    """
     logs: list[RunLog] = []
     for path in sorted(_directory(store, recipe).glob("*.json"), reverse=True):
         if len(logs) == count:
@@ -213,7 +218,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Parses a JSON object from bytes. Raises ValueError for any other bytes."""
+    """Parses bytes as a JSON object. Raises ValueError for any other bytes."""
     try:
         document = json.loads(data)
     except RecursionError:
@@ -228,7 +233,7 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
-    """Returns the log of a run from its two parsed JSON documents. head: the one with the times; data: the
+    """Converts the two JSON documents of a run's log into the log. head: the one with the times; data: the
     rest, whose digest was checked. Raises ValueError for another format, or impossible times.
     """
     if head["format"] != FORMAT:

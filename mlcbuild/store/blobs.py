@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_full(error: OSError) -> bool:
-    """Returns True if an operation failed because no space is left."""
+    """Returns True if an error means that the disk, a quota or the limit on the size of a file is reached."""
     return error.errno in _FULL
 
 
@@ -65,7 +65,8 @@ class Blobs:
         return Path(f"{self._cas}{shelved(digest)}")
 
     def link_out(self, files: Iterable[Entry], directory: Path) -> None:
-        """Links files of the store into a directory, or copies them if hard links are impossible.
+        """Hard-links files of the store into a directory, or copies them where links are impossible, and
+        checks their bytes.
 
         Raises OSError, and StoreError for a blob with wrong bytes.
         """
@@ -85,14 +86,14 @@ class Blobs:
                 raise self.damaged(entry)
 
     def sound(self, entry: Entry) -> bool:
-        """Returns True if a blob, read in full, has the digest and size that `entry` states."""
+        """Reads a blob in full, and returns True if it has the digest and size that `entry` states."""
         try:
             return has_bytes(self.blob(entry.digest), entry.digest, entry.size)
         except OSError:
             return False
 
     def read_blob(self, entry: Entry) -> bytes:
-        """Returns the bytes of a small file. Raises StoreError if they are damaged."""
+        """Returns the bytes of a small blob. Raises StoreError if they are damaged."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -141,8 +142,8 @@ class Blobs:
             self._place(part, digest)
 
     def hold(self, digest: str, size: int) -> bool:
-        """Returns True if a blob is present and unchanged. The blob is then protected from garbage collection
-        even if no record names it yet. size: in bytes.
+        """Returns True if a blob of `size` bytes is present and unchanged, and protects it from garbage
+        collection even if no record names it yet.
         """
         is_held = self.holds(digest, size)
         if is_held:
@@ -179,16 +180,16 @@ class Blobs:
 
 
 def has_bytes(path: Path, digest: str, size: int) -> bool:
-    """Returns True if a path, read in full, is a regular file with the given BLAKE3 digest and size in bytes.
-    Raises OSError if the file cannot be read.
+    """Reads a file in full, and returns True if it is a regular file with this BLAKE3 digest and size in
+    bytes. Raises OSError if it cannot be read.
     """
     stat_result = path.lstat()
     return stat.S_ISREG(stat_result.st_mode) and stat_result.st_size == size and file_digest(path) == digest
 
 
 def restamped(blob: Path, digest: str, size: int) -> bool:
-    """Returns True if the bytes of a blob match digest and size, and then restores its mtime, which plain
-    copies of a store lose.
+    """Returns True if the bytes of a blob match digest and size. Then also restores the blob's mtime, which
+    plain copies of a store lose.
     """
     try:
         if not has_bytes(blob, digest, size):

@@ -74,8 +74,8 @@ def set_aside(destination: Path) -> Path | None:
 
 
 def _stands(rows: list[Row], destination: Path) -> bool:
-    """Returns True if the destination directory is complete already. It is judged without a lock, because
-    most of thousands of outputs are complete.
+    """Returns True if a destination directory already holds exactly the files `rows`. It is judged without
+    a lock, because most of thousands of outputs are complete.
 
     While another process replaces a destination, its list names other files or is absent.
     """
@@ -154,7 +154,7 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
     """Returns True if the output directory has exactly the files `rows`, compared by name, size and mtime.
-    That suffices, since the files were verified against `listed`, the list of written files, before.
+    listed: the list of files that mlcbuild wrote, against which they were verified before.
     """
     present_files = {name: path.stat() for path, name in _files(destination)}
     return present_files.keys() == {path for path, _, _ in rows} and all(
@@ -166,8 +166,8 @@ def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
 
 
 def _check_ours(destination: Path, listed: list[Row]) -> None:
-    """Raises UsageError if the destination holds anything that mlcbuild did not write. listed: the list of
-    written files.
+    """Raises UsageError if the destination holds a file that mlcbuild did not write, or that was changed
+    since. listed: the list of written files.
     """
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
@@ -208,8 +208,8 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _read(marker: Path) -> list[Row]:
-    """Returns the rows of a list of files that mlcbuild wrote to an output directory; [] if the list is
-    missing or damaged.
+    """Reads the list of files that mlcbuild wrote to an output directory, and returns (path, digest, size)
+    of each; [] if the list is missing or damaged.
     """
     try:
         listed = json.loads(regular.read(marker, LARGEST, follow_link=False))["files"]

@@ -39,7 +39,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns a path as an absolute path, without resolving symbolic links and `..`."""
+    """Returns an absolute path for `path`. Symbolic links and `..` stay as they are."""
     return os.path.join(os.getcwd(), path)
 
 
@@ -51,8 +51,8 @@ def shelved(name: str) -> str:
 
 
 def unsent(root: str) -> list[str]:
-    """Returns the keys of results of which an upload was promised and did not happen yet. root: the store.
-    Raises OSError.
+    """Returns the keys of results whose upload was promised but has not happened yet. root: directory of
+    the store. Raises OSError if the store cannot be read.
     """
     directory = f"{root}/unsent"
     return os.listdir(directory) if os.path.isdir(directory) else []
@@ -66,8 +66,8 @@ def open_or_create(path: str | os.PathLike[str]) -> int:
 
 
 def is_as_written(stat_result: os.stat_result, size: int) -> bool:
-    """Returns True if a blob's stat shows a regular file of `size` bytes to which nobody has written since
-    the store created it.
+    """Returns True if a file's stat shows that nobody has written to it since the store created it: a
+    regular file of `size` bytes with the mtime STAMP.
     """
     return (
         stat_result.st_mtime_ns == STAMP_NS
@@ -77,8 +77,9 @@ def is_as_written(stat_result: os.stat_result, size: int) -> bool:
 
 
 def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
-    """Returns True if `is_as_written` holds for each pair of the two sequences. It makes no function call per
-    pair, since a short run checks thousands of blobs.
+    """Returns True if every stat shows a regular file of the corresponding size in bytes with the mtime
+    STAMP, to which nobody has written since the store created it. It makes no function call per file, since
+    a short run checks thousands of blobs.
     """
     stamp, kind_bits, regular = STAMP_NS, 0o170000, stat.S_IFREG
     for item, size in zip(stats, sizes, strict=True):
@@ -156,7 +157,9 @@ def create(path: str) -> int:
 
 
 def write(path: str, parts: Iterable[bytes]) -> None:
-    """Writes a file of the store, which gets its name when it is complete. Raises OSError."""
+    """Writes a file of the store: first under a temporary name, then renamed to `path`. parts: its bytes,
+    in pieces. Raises OSError.
+    """
     part = f"{path}.{os.getpid()}.part"
     with open(create(part), "wb") as file:
         file.writelines(parts)
@@ -164,7 +167,7 @@ def write(path: str, parts: Iterable[bytes]) -> None:
 
 
 def remove_oldest(paths: Iterable[str]) -> None:
-    """Removes all but the newest files. A path that cannot be removed, such as a directory, stays."""
+    """Removes files, such as the oldest logs. A path that cannot be removed, such as a directory, stays."""
     for path in paths:
         try:
             os.unlink(path)

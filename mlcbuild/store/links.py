@@ -45,8 +45,8 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copies the bytes of a file, sharing blocks on filesystems that can (XFS, btrfs). Raises OSError if a
-    file cannot be read or written.
+    """Copies a file's bytes to `destination`, sharing blocks on filesystems that can (XFS, btrfs). Raises
+    OSError if a file cannot be read or written.
 
     A copy of a file with the mtime STAMP is read-only and gets the same mtime.
     """

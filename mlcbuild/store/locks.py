@@ -25,7 +25,7 @@ class HeldLock:
     path: Path
     descriptor: int
     keep: bool = False
-    """True if the lock file is not removed after the release."""
+    """True if the lock file stays after the lock is released."""
 
     def release(self) -> None:
         if not self.keep:
@@ -44,8 +44,8 @@ class HeldLock:
 
 
 def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLock | None:
-    """Acquires a lock and returns it, or returns None if another process holds it. shared: True for a lock
-    that several processes may hold; keep: True if its file stays.
+    """Acquires a file lock and returns it, or returns None if another process holds it. shared: True for a
+    lock that several processes may hold; keep: True if its file stays after the release.
 
     The process id and host are written to an exclusive lock's file. Raises OSError when the file cannot be
     created or written.
@@ -70,8 +70,8 @@ def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLoc
 
 
 def wait_lock(path: Path, *, keep: bool = False, shared: bool = False) -> HeldLock:
-    """Acquires a file lock and returns it, waiting as long as another process holds it; meant for locks that
-    are held for moments. Parameters as in try_lock. Raises OSError if the lock file cannot be opened.
+    """Waits until no other process holds a file lock, acquires it and returns it; meant for locks that are
+    held for moments. Parameters as in `try_lock`. Raises OSError if the lock file cannot be opened.
     """
     while (lock := try_lock(path, shared=shared, keep=keep)) is None:
         time.sleep(0.02)
@@ -91,8 +91,8 @@ def holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """Opens the file of a lock and returns its descriptor. Anything but a regular file at its path is damage
-    and is removed.
+    """Opens a lock file, creates it if it does not exist, and returns its descriptor. Anything but a
+    regular file at its path is damage and is removed.
     """
     while True:
         try:

@@ -151,22 +151,20 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
 
 
 def short(path: str) -> str:
-    """Returns a path either as an absolute path or relative to the current directory, whichever text is
-    shorter.
-    """
+    """Returns a path as an absolute path or relative to the current directory, whichever text is shorter."""
     return path.removeprefix(os.getcwd() + "/")
 
 
 def stats(paths: Iterable[str | bytes]) -> list[int]:
-    """Returns inode, mtime and ctime (in nanoseconds) of each file, three integers per path. Raises OSError
-    if a file is missing or cannot be read.
+    """Returns inode, mtime and ctime (both in nanoseconds) of each file, three integers per path in one
+    list. Raises OSError if a file is missing or cannot be read.
     """
     return [n for s in map(os.stat, paths) for n in (s.st_ino, s.st_mtime_ns, s.st_ctime_ns)]
 
 
 def inodes(directory: str) -> list[str]:
-    """Returns the name and inode of each entry of a directory, alternating, sorted by name. Raises OSError if
-    the directory cannot be read.
+    """Returns the names and inodes of a directory's entries in one list: name, inode, name, inode ...,
+    sorted by name. Raises OSError if the directory cannot be read.
     """
     entries = sorted((entry.name, str(entry.inode())) for entry in os.scandir(directory))
     return [text for pair in entries for text in pair]

@@ -53,7 +53,9 @@ class Code(dict[str, str]):
 
 @lru_cache(maxsize=4096)
 def path_fault(path: str) -> str:
-    """Returns the reason why a record may not name a file `path`, as the end of a sentence; "" if it may."""
+    """Returns the reason why a record must not list a file at this path, as the end of a sentence; "" if it
+    may.
+    """
     try:
         lengths = [len(part.encode()) for part in path.split("/")]
     except UnicodeEncodeError:
@@ -117,7 +119,9 @@ def _no_float(text: str) -> NoReturn:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parses a JSON object. Raises ValueError for floats, duplicate keys and text that is not UTF-8."""
+    """Parses bytes as a strict JSON object. Raises ValueError for floats, duplicate keys and text that is
+    not UTF-8.
+    """
     try:
         value = _decode(line.decode())
         if b"\\u" in line:
@@ -142,8 +146,8 @@ def is_count(value: object) -> bool:
 
 
 def read_rows(listed: object) -> tuple[Row, ...]:
-    """Checks every field of a list of files and returns (path, digest, size) of each. Raises ValueError for
-    any other list.
+    """Checks a JSON list of files, and returns (path, digest, size in bytes) of each. Raises ValueError if
+    a field is malformed.
 
     The checks are inlined, because a short run checks thousands of files.
     """
@@ -165,7 +169,9 @@ def read_rows(listed: object) -> tuple[Row, ...]:
 
 
 def check_tree(rows: Iterable[Row]) -> None:
-    """Raises ValueError unless the rows form a tree of files that can exist on every operating system."""
+    """Raises ValueError unless these files (path, digest, size) form a tree that can exist on every
+    operating system.
+    """
     files: set[str] = set()
     directories: set[str] = set()
     for path, _, _ in rows:

@@ -95,8 +95,8 @@ class Expected:
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Returns True if the second line of a record, `rest`, has this text, has the right form where it may
-        differ, and names the tree with the digest `tree`.
+        """Returns True if `rest`, the second line of a record, has this text, has the right form where it
+        may differ, and names the tree with the digest `tree`.
 
         Returns False also for a valid line in another notation, which must be parsed.
         """
@@ -118,7 +118,9 @@ Lines with other names are parsed.
 
 @dataclass(frozen=True)
 class Measured:
-    """The costs of one run of a step, as integers, because records are canonical JSON without floats."""
+    """The measured costs of one run of a step, as integers, because records are canonical JSON without
+    floats.
+    """
 
     milliseconds: int = 0
     cpu_milliseconds: int = 0
@@ -178,7 +180,7 @@ class BuildInfo:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of an artifact in a store."""
+    """The record of an artifact: its key, its files, and how it was built."""
 
     key: str
     tree: str
@@ -236,8 +238,9 @@ class Record:
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:
-        """Returns True if the record's key follows from the inputs that it lists, and the digest of its tree
-        from its files."""
+        """Returns True if the record's key is the digest of the inputs that it lists, and its tree digest
+        that of its files.
+        """
         return not self._fault(parse_about(self.rest))
 
     def _fault(self, about: dict[str, Any]) -> str:
@@ -250,15 +253,15 @@ class Record:
 
 @lru_cache(maxsize=4096)
 def _tree(rows: tuple[Row, ...]) -> Tree:
-    """Returns the files of a step's input as a tree. Trees are cached, because the steps of a recipe share
-    most inputs.
+    """Returns the tree that these files (path, digest, size) form. Trees are cached, because the steps of a
+    recipe share most inputs.
     """
     return Tree.of(Entry(*row) for row in rows)
 
 
 def _head(key: str, data: bytes) -> Record:
-    """Parses a record of a step's result, checking its first line only. Raises ValueError if that is
-    damaged.
+    """Parses a record and checks its first line only, which lists the files of a step's result. Raises
+    ValueError if that line is damaged.
     """
     if len(data) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")

@@ -61,8 +61,8 @@ class StagingArea:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a working directory with its read-only parts. What cannot be removed is left for a later
-    process.
+    """Removes a working directory, including read-only directories in it. Whatever cannot be removed is
+    left for a later process.
     """
     shutil.rmtree(path, ignore_errors=True)
     if path.is_dir() and not path.is_symlink():
@@ -73,7 +73,9 @@ def remove_tree(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes the file, directory or link at a path if possible. The target of a link stays."""
+    """Removes the file, directory or link at a path if possible; raises nothing. The target of a link
+    stays.
+    """
     with suppress(OSError):
         path.unlink()
     if os.path.lexists(path):

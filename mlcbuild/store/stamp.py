@@ -22,9 +22,10 @@ server."""
 
 
 def is_racy(changed_ns: int, read_ns: int) -> bool:
-    """Returns True if a later write to a file may leave its times as they are, because it was changed less
-    than RACY_NS before it was read (git's racy-timestamp rule).
+    """Returns True if a file was changed less than RACY_NS before it was read, so that a later write may
+    leave its times as they are (git's racy-timestamp rule).
 
-    changed_ns: the later one of its mtime and ctime; both are in nanoseconds since 1970.
+    changed_ns: the later one of its mtime and ctime; read_ns: time of reading; both in nanoseconds since
+    1970.
     """
     return changed_ns + RACY_NS >= read_ns

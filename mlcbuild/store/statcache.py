@@ -100,8 +100,8 @@ class StatCache:
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
     def imports(self) -> ImportTable:
-        """Returns a mapping with the cached imports of source files. `save` also writes entries that the
-        caller adds to it.
+        """Returns a mapping with the cached imports of source files, keyed as `canon.ImportTable`
+        describes. `save` also writes entries that the caller adds to it.
         """
         if self._imports is None:
             rows = self._rows("select source, package, modules, checksum from imports")
@@ -114,7 +114,7 @@ class StatCache:
         return self._imports
 
     def keys(self, name: str) -> list[str]:
-        """Returns the recent keys of a step name, the latest first."""
+        """Returns the recent keys of the step called `name`, the latest first."""
         return self._known_keys().get(name, [])
 
     def remember(self, latest: Mapping[str, str]) -> None:
@@ -126,7 +126,9 @@ class StatCache:
                 latest_keys[name] = self._new_keys[name] = [key, *(k for k in old if k != key)][:KEPT_KEYS]
 
     def save(self) -> None:
-        """Writes all changes to the file. Errors are ignored: see the module's docstring."""
+        """Writes all changes to the cache's file. Errors are ignored, because a lost cache costs only
+        re-hashing.
+        """
         new_imports = (self._imports or {}).keys() - self._read_imports
         if not self._new_files and not self._new_keys and not new_imports:
             return
@@ -253,7 +255,7 @@ def _checksum_of_imports(source: object, package: object, modules: object) -> st
 
 
 def _signed(place: tuple[int, int]) -> tuple[int, int]:
-    """Returns (device, inode) as the signed 64-bit integers that SQLite stores."""
+    """Converts (device, inode) to the signed 64-bit integers that SQLite stores."""
     return place[0] - (place[0] >> 63 << 64), place[1] - (place[1] >> 63 << 64)
 
 

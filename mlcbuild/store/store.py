@@ -63,7 +63,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Published:
-    """The outcome of publishing a result: the record that the store now has for the key."""
+    """The outcome of publishing a step's result: the record that the store now has for the key."""
 
     record: Record
     fault: str = ""
@@ -71,7 +71,9 @@ class Published:
 
 
 class Store(Blobs):
-    """A store directory, created by the first write. Raises StoreError for an unknown format."""
+    """A store of records and blobs in a directory, which the first write creates. Raises StoreError for an
+    unknown format.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(root.absolute())
@@ -133,7 +135,8 @@ class Store(Blobs):
 
     def lost(self, record: Record) -> str:
         """Returns a description of the first file of a record that is missing or damaged in the store; ""
-        when all are intact."""
+        if all are intact.
+        """
         for path, digest, size in record.rows:
             name = f"{self._cas}{layout.shelved(digest)}"
             try:
@@ -181,11 +184,11 @@ class Store(Blobs):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Returns a context in which no garbage collection (gc) of the store can run. It first waits for a
+        """Returns a context during which no garbage collection of the store runs. It first waits for a
         running one.
 
-        Used around operations that gc must not split: looking up records and marking them as used, and
-        placing blobs and their record.
+        Used around operations that garbage collection must not split: looking up records and marking them
+        as used, and placing blobs and their record.
         """
         with ExitStack() as stack:
             with suppress(OSError):  # There is no store yet, or it belongs to another user.
@@ -200,14 +203,14 @@ class Store(Blobs):
             part.replace(marker)
 
     def try_lock(self, key: str) -> HeldLock | None:
-        """Acquires the lock of a key and returns it; returns None while another process holds it. Raises
-        StoreError if the lock file cannot be created.
+        """Acquires the lock of a step's key and returns it; returns None while another process holds it.
+        Raises StoreError if the lock file cannot be created.
         """
         with self.writing():
             return try_lock(self.root / "locks" / key)
 
     def log(self, step: str) -> Path:
-        """Returns the path of the latest log that the step with this name wrote."""
+        """Returns the path of the latest log of the step called `step`, which may not exist."""
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", part).lstrip(".") or "_" for part in step.split("/")]
         return self.root / "logs" / ("/".join(parts) + ".log")
 
@@ -217,12 +220,12 @@ class Store(Blobs):
     def publish(
         self, key: str, info: BuildInfo, out: Path, linked: Mapping[tuple[int, int], Entry]
     ) -> Published:
-        """Moves everything below `out` into the store, blobs first, then the record; keeps a record that
-        already exists.
+        """Moves all files below the directory `out` into the store as a step's result: blobs first, then
+        the record. A record that the store already has for the key stays.
 
         out: inside a staging area. linked: (device, inode) of a file of the step's inputs -> its entry; an
-        output that is a hard link of one is not hashed. Raises StoreError, and StepError when the tree holds
-        anything but regular files.
+        output that is a hard link of one is not hashed. Raises StoreError, and StepError when the tree
+        holds anything but regular files.
         """
         with self.writing(), self.settled():
             entries = [self._adopt(path, name, linked) for path, name in _walk(out, info.step)]
@@ -232,7 +235,7 @@ class Store(Blobs):
             return self._keep(record, part)
 
     def put_record(self, record: Record, part: Path) -> Published:
-        """Stores a record that was built elsewhere; its blobs must already be in the store. part: path at
+        """Stores a record that was built elsewhere. Its blobs must already be in the store. part: path at
         which the file is first written. Raises StoreError if a blob is missing, or the record cannot be
         written.
         """
@@ -280,8 +283,8 @@ class Store(Blobs):
 
 
 def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
-    """Yields (path, path in the tree) of each file below `out`, sorted. Raises StepError for anything else.
-    step: name of the step, for the error.
+    """Yields (absolute path, path relative to `out`) of each file below `out`, sorted. Raises StepError for
+    anything but regular files. step: name of the step, for the error.
     """
     outputs = []
     for directory, names, files in os.walk(out):

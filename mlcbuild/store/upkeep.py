@@ -61,7 +61,7 @@ class KindStatistics:
     last_used: float = 0.0
     """Time at which any step of this kind was last built or used, in seconds since 1970."""
     oldest_use: float = 0.0
-    """Time of the last use of the record of this kind that gc would remove first, in seconds since 1970."""
+    """Time of the last use of that record of this kind which gc would remove first, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,11 @@ Mend: TypeAlias = Callable[[Entry], str]
 
 
 def verify(store: Store, mend: Mend | None = None) -> Verified:
-    """Hashes every blob, checks every record against its key, and removes damaged ones.
+    """Hashes every blob of a store, checks every record against its key, removes damaged ones, and returns
+    what was damaged or missing.
 
-    Steps whose results were damaged run again. It is safe while builds run. mend: restores damaged or missing
-    files of records, for example from a remote. Raises StoreError when the store cannot be read.
+    Steps whose results were damaged run again. It is safe while builds run. mend: restores damaged or
+    missing files of records, for example from a remote. Raises StoreError when the store cannot be read.
     """
     damaged: list[str] = []
     mended: list[str] = []
@@ -135,8 +136,8 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
 
 
 def _condemn(store: Store, blob: Path) -> str:
-    """Removes anything below the store's directory cas/ that is not an intact blob, and returns "", or the
-    reason why it stays.
+    """Removes a path below the store's directory cas/ unless it is an intact blob. Returns "", or the
+    reason why it could not be removed.
     """
     with _alone(store) as alone:
         if alone and _check(blob) is None:  # Otherwise another process has replaced it meanwhile.
@@ -149,8 +150,8 @@ def _condemn(store: Store, blob: Path) -> str:
 
 @contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    """Yields True while no other process can publish results to the store; False for a store that cannot be
-    written.
+    """Returns a context in which no other process can publish results to the store. It yields True, or
+    False for a store that cannot be written.
     """
     with ExitStack() as stack:
         try:
@@ -162,7 +163,9 @@ def _alone(store: Store) -> Iterator[bool]:
 
 
 def status(store: Store) -> Status:
-    """Returns the statistics of a store. Raises StoreError when it cannot be read."""
+    """Counts the records and blobs of a store, and returns their numbers and sizes. Raises StoreError when
+    the store cannot be read.
+    """
     kinds: dict[str, KindStatistics] = {}
     with store.writing():
         named, count = _sound_records(store)
@@ -267,8 +270,8 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
 
 
 def _check(blob: Path) -> int | None:
-    """Returns the size in bytes of a blob whose bytes are right, and restores its mtime if a copy lost it;
-    None for a damaged one.
+    """Hashes a blob, and returns its size in bytes if its bytes and its path match its digest, None
+    otherwise. Also restores its mtime if a copy of the store lost it.
     """
     try:
         stat_result = blob.lstat()
@@ -282,7 +285,9 @@ def _check(blob: Path) -> int | None:
 
 
 def _entries(root: Path) -> Iterator[Path]:
-    """Yields the paths of all possible records or blobs below the directory `root`, sorted."""
+    """Yields the sorted paths of all that can be a record or blob: everything in the subdirectories of
+    `root` with names of two characters, and anything else in `root`.
+    """
     for shelf in sorted(root.iterdir()) if root.is_dir() else []:
         if shelf.is_dir() and len(shelf.name) == 2 and not shelf.is_symlink():
             yield from sorted(shelf.iterdir())

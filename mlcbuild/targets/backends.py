@@ -56,25 +56,27 @@ class Backend:
     """
 
     def storage(self, scheme: Scheme) -> Storage:
-        """Returns a scheme together with the layout in which the device stores it. Raises UsageError for a
-        format without kernels.
+        """Returns a quantization scheme with the layout in which the device's kernels read its formats.
+        Raises UsageError for a format without kernels.
         """
         return storage(scheme, self.layout)
 
     def kernel_modules(self, scheme: Storage) -> tuple[str, ...]:
-        """Returns the modules that hold the kernels for the formats of a scheme, overrides included."""
+        """Returns the names of the modules with the device's kernels for the formats of a scheme, overrides
+        included.
+        """
         return tuple(f"{self.kernels}.{name}_kernel" for name in scheme.formats if self.kernels)
 
     def tool_versions(self, target: Target) -> Mapping[str, str]:
-        """Returns name -> version of each program that determines a library's bytes. Raises SetupError if a
-        program is missing.
+        """Returns name of a program, such as the compiler -> version, for each program that determines the
+        bytes of a compiled library. Raises SetupError if a program is missing.
         """
         module, _, name = self.tools.partition(":")
         versions: Mapping[str, str] = getattr(import_module(module), name)(target)
         return versions
 
     def check(self, config: ModelConfig) -> None:
-        """Raises UsageError if the device cannot compute a block of the model."""
+        """Raises UsageError if the device lacks kernels for a block of the model."""
         module, _, name = self.faults.partition(":")
         faults: list[str] = getattr(import_module(module), name)(config) if module else []
         if faults:

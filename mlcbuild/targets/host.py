@@ -14,7 +14,7 @@ from mlcbuild.errors import SetupError
 
 @lru_cache(maxsize=1)
 def host() -> tuple[str, str, tuple[str, ...]]:
-    """Returns (triple, cpu, features) of this machine. Raises SetupError if mlcbuild cannot
+    """Returns (LLVM triple, processor, features) of this machine. Raises SetupError if mlcbuild cannot
     determine them.
     """
     kind = platform.system(), platform.machine().lower()
@@ -32,7 +32,9 @@ def host() -> tuple[str, str, tuple[str, ...]]:
 
 
 def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
-    """Returns (psABI level, features beyond it that can be checked). cpuinfo: the text of /proc/cpuinfo."""
+    """Parses the text of /proc/cpuinfo, and returns (psABI level such as x86-64-v3, LLVM features beyond it
+    that can be checked).
+    """
     present = processors.x86_features(cpuinfo)
     level, covered = "x86-64", set[str]()
     for name, added in processors.X86_LEVELS.items():
@@ -47,15 +49,15 @@ def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
 
 
 def arm_features(cpuinfo: str) -> tuple[str, ...]:
-    """Returns the features of a 64-bit Arm machine that can be checked. cpuinfo: the text of Linux's
-    /proc/cpuinfo.
+    """Parses the text of Linux's /proc/cpuinfo, and returns the LLVM features of a 64-bit Arm machine that
+    can be checked.
     """
     return _signed(processors.arm_features(cpuinfo))
 
 
 def apple_features(sysctl: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the features of an Apple machine that can be checked. sysctl: function from a name to its
-    value.
+    """Returns the LLVM features of an Apple machine that can be checked. sysctl: function from a name to
+    its value.
     """
     return _signed(processors.apple_features(sysctl))
 

@@ -30,7 +30,7 @@ def presets() -> Mapping[str, Target]:
 
 
 def directory() -> Path:
-    """Returns the directory of the target presets. Raises SetupError when it is missing."""
+    """Returns the directory with the files of the target presets. Raises SetupError when it is missing."""
     package = Path(__file__).parent.parent
     # A wheel has the presets inside the package, a checkout at its top.
     for place in (package / "presets", package.parent / "targets"):
@@ -40,8 +40,8 @@ def directory() -> Path:
 
 
 def resolve(name: str) -> Target:
-    """Returns the preset with this name, or this machine for the name `host`. Raises UsageError for other
-    names.
+    """Returns the target preset with this name, or this machine as a target for the name `host`. Raises
+    UsageError for other names.
     """
     if name == HOST:
         return Target(HOST, *this_machine.host())
@@ -56,8 +56,8 @@ def unknown(name: str) -> str:
 
 
 def read_preset(path: Path) -> Target:
-    """Reads a preset from its file, which must state all properties. Raises InputError with all problems of
-    the file.
+    """Reads a target preset from its YAML file, which must state all properties. Raises InputError with all
+    problems of the file.
     """
     document = read(path)
     document = schema.typed(document, "target")
@@ -117,8 +117,8 @@ def _base(document: Document, where: Where, data: dict[str, Data], problems: Pro
 
 
 def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
-    """Returns the sorted LLVM features of two lists together. An added feature replaces the same feature with
-    the other sign.
+    """Merges two lists of LLVM features and returns them sorted. An added feature replaces the same feature
+    with the other sign.
     """
     by_name = {feature[1:]: feature for feature in (*base, *added)}
     return tuple(sorted(by_name.values()))
@@ -126,14 +126,14 @@ def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
 
 @cache
 def _devices() -> tuple[str, ...]:
-    """Returns the names of the devices that a target may name."""
+    """Returns the names of the devices for which targets can be defined."""
     device = cast("dict[str, dict[str, list[str]]]", schema.schema("target")["properties"])["device"]
     return tuple(device["enum"])
 
 
 def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
-    """Adds a problem for each name that LLVM does not have: LLVM would ignore it and compile for another
-    machine.
+    """Adds a problem for each name in a target that LLVM does not know: LLVM would ignore it and compile
+    for another machine. where: path of the target in the document.
     """
 
     def report(message: str, *part: str | int) -> None:

@@ -8,15 +8,15 @@ from mlcbuild.targets.target import Target
 
 
 def missing_features(target: Target, host: Target) -> tuple[str, ...]:
-    """Returns the features, among those that can be checked, that code for `target` may use and
-    `host` lacks.
+    """Returns the LLVM features that code for `target` may use and the machine `host` lacks, among those
+    that can be checked.
     """
     needed, present = _checkable(target), _checkable(host)
     return tuple(sorted(needed - present))
 
 
 def labels(target: Target) -> tuple[str, ...]:
-    """Returns the labels that a machine needs to run code for a target."""
+    """Returns the labels, such as "avx2", that a cluster worker needs to run code for a target."""
     return (f"{target.system} {target.family}", *sorted(_checkable(target)))
 
 

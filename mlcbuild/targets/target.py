@@ -67,8 +67,9 @@ def to_json(target: Target) -> dict[str, Json]:
 
 
 def from_json(data: Mapping[str, Json], name: str = "") -> Target:
-    """Parses the JSON object of a target that to_json() returned. Raises KeyError or TypeError for anything
-    else."""
+    """Parses the JSON object of a target that `to_json` returned. name: the target's name for display.
+    Raises KeyError or TypeError for anything else.
+    """
     features = data["features"]
     if not isinstance(features, list):
         raise TypeError(f"features must be a list, not {features!r}")
