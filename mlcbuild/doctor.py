@@ -23,7 +23,7 @@ from mlcbuild.targets.presets import HOST, presets, resolve
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check."""
+    """The result of one check of this machine, such as whether a linker is installed."""
 
     name: str
     ok: bool

@@ -12,7 +12,7 @@ from mlcbuild.errors import UsageError
 
 @dataclass(frozen=True)
 class Execution:
-    """Options for running steps. The number 0 means everything that this machine has."""
+    """Options for running steps: where they run, and with how many cores and how much memory."""
 
     jobs: int = 0
     """Number of cores that steps share; 0: all."""
@@ -26,8 +26,8 @@ class Execution:
     of the whole process.
     """
     tls: str | None = None
-    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts its connections; None: it does
-    not.
+    """Directory with ca.pem, cert.pem and key.pem, for encrypted connections to a cluster; None: they are
+    not encrypted.
     """
     handle_signals: bool = False
     """True if SIGINT and SIGTERM end the run, whose result then names the signal; only in the main thread.

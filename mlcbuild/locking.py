@@ -17,13 +17,13 @@ from mlcbuild.recipe import Recipe, Variant, expand, load
 
 @dataclass(frozen=True)
 class LockedSource:
-    """A source that `lock` pinned."""
+    """A source that `mlcbuild lock` pinned, with its commit."""
 
     source: HubSource
     commit: str
     files: int
     before: str | None
-    """The commit that was pinned before; None for a source that was not pinned."""
+    """The commit at which the source was pinned before; None if it was not pinned."""
 
 
 def read_recipe(

@@ -34,12 +34,12 @@ from mlcbuild.store.store import Store
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """The plan of a recipe: the steps that a run would execute, and those that it would reuse."""
+    """The plan of a recipe: the steps that a run would execute, and those whose results it would reuse."""
 
     plan: Plan
-    """Every step in the order of the graph, with its state."""
+    """The plan of every step, in the order of the graph."""
     products: tuple[Product, ...]
-    """The steps of each selected variant."""
+    """The steps of each selected variant, by what they produce."""
     memory: Mapping[str, dict[str, int] | None]
     """Name of a variant -> {part of its bundle: bytes of memory while it is served}; None for a model that is
     not downloaded yet.

@@ -163,7 +163,7 @@ class _Assembly:
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
-    """Label of a model config -> the first step that produces it."""
+    """Shortened digest of a model config -> the name of the first step that produces this config."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
     lacks: dict[targets.Target, str] = field(default_factory=dict)
     """Target -> what this machine lacks to build for it."""

@@ -281,7 +281,7 @@ class _Local:
     """Names of the checkpoint's files that steps read, relative to `root`."""
     config: ModelConfig
     digest: str
-    """Digest of the model config."""
+    """Digest of the local model's config."""
     file: str | None = None
     """Name of the GGUF file, for a checkpoint that is a single GGUF file; None for a directory."""
     settings: str = ""

@@ -33,7 +33,7 @@ class Pushed:
     """The outcome of sending records of a store to remotes."""
 
     records: int
-    """Number of records that the push had to send."""
+    """Number of records that had to be sent."""
     missing: Mapping[str, int]
     """Name of a remote -> number of records that it still lacks."""
     sent: Mapping[str, UploadCount] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The outcome of downloading build results from remotes."""
+    """The outcome of downloading the results of steps from remotes."""
 
     fetched: int
     present: int
@@ -54,7 +54,7 @@ class Pulled:
     absent: int
     """Number of steps whose results no remote has."""
     warnings: tuple[str, ...]
-    """Messages about problems of remotes that caused no loss."""
+    """Messages about problems of remotes, none of which left a result missing."""
 
 
 def shareable(records: Iterable[Record]) -> Iterator[Record]:
@@ -68,7 +68,7 @@ def shareable(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def stored(store: Store) -> Iterator[Record]:
-    """Yields every record of a store that may leave this machine."""
+    """Yields every record of a store that may be sent to other machines."""
     records = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
     return shareable(record for record in records if record is not None)
 
@@ -98,8 +98,8 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
 
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
-    """Downloads every result of a plan that remotes have into a store. The plan must have been computed with
-    these remotes.
+    """Downloads the results of a plan's steps, as far as remotes have them, into a store. The plan must
+    have been computed with these remotes.
 
     warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
     warnings and a result is absent.
@@ -143,7 +143,7 @@ class CheckedStore:
 
     check: upkeep.Verified
     warnings: tuple[str, ...] = ()
-    """Messages about problems of remotes."""
+    """Messages about problems of remotes from which files were to be restored."""
 
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:

@@ -37,10 +37,10 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True)
 class Selected:
-    """The variants and steps of a recipe that are selected."""
+    """The steps and variants of a recipe to which a selection was applied."""
 
     products: tuple[Product, ...]
-    """The selected variants."""
+    """The selected variants, each with its steps."""
     only: tuple[str, ...] | None
     """Names of the selected steps, whose dependencies are included; None: all steps; (): none."""
     phases: tuple[tuple[str, ...] | None, ...]
@@ -108,7 +108,9 @@ def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple
 def _shard(
     pipeline: Pipeline, text: str, only: Sequence[str], products: Sequence[Product], on_event: Reporter
 ) -> tuple[list[tuple[str, ...] | None], list[Product]]:
-    """Returns (phases of one shard, variants that the shard completes). text: the shard, such as "2/3"."""
+    """Returns (names of the steps in each phase of one shard, variants whose bundles the shard completes).
+    text: the shard, such as "2/3"; only: names of the selected steps.
+    """
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph
@@ -123,7 +125,9 @@ def _shard(
 
 
 def durations(pipeline: Pipeline) -> Path:
-    """Returns the path of the file of durations beside the recipe, by which steps are divided into shards."""
+    """Returns the path of the file beside a recipe that holds the durations of steps, by which steps are
+    divided into shards.
+    """
     from mlcbuild.ci import split as splits
 
     return splits.place(pipeline.recipe.path)

@@ -118,7 +118,7 @@ class Session:
     store: Store
     """The store, for reading. Every call opens it again, so that threads share no state."""
     key: Path | None = None
-    """File with the signing key; None: the user's key, if there is one."""
+    """Path of the file with the signing key; None: the user's key is used, if there is one."""
 
     @property
     def recipe(self) -> Recipe:
@@ -388,8 +388,8 @@ def _still_forced(graph: Graph, force: Iterable[str], result: RunResult) -> tupl
 
 
 def _lost_blob(run: RunResult, variants: Iterable[VariantResult]) -> LostBlobError | None:
-    """Returns the first error of a run about a lost file of the store, which another attempt repairs; None if
-    there is none."""
+    """Returns the first error of a run that is about a lost file of the store, which another attempt
+    repairs; None if there is none."""
     errors = [step.error for step in run.steps] + [item.error for item in variants]
     return next((error for error in errors if isinstance(error, LostBlobError)), None)
 

@@ -39,7 +39,7 @@ class Bell:
         self.close()
 
     def heard(self) -> None:
-        """Empties the pipe, so that the loop waits again until the bell rings next."""
+        """Empties the pipe, so that the loop sleeps again until the bell rings next."""
         with suppress(BlockingIOError):
             os.read(self._reading, 1 << 16)
 

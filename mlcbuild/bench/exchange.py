@@ -41,7 +41,7 @@ class Server:
     port: int
     tls: bool
     path: str
-    """The path in the server's URL before /v1."""
+    """The path in the URL of an OpenAI-compatible server, before /v1; "" if there is none."""
     key: str | None = field(default=None, repr=False)
 
     @classmethod
@@ -68,8 +68,8 @@ class Server:
         return f"{host}:{self.port}"
 
     def head(self, path: str, body: bytes | None) -> bytes:
-        """Returns the bytes of an HTTP request up to its body. path: the endpoint; body: the body of a POST,
-        or None for GET.
+        """Returns the request line and headers of an HTTP request as bytes. path: the endpoint, such as
+        /v1/models; body: the body of a POST, or None for GET.
         """
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",

@@ -34,9 +34,11 @@ class Sample:
     sent: float
     end: float
     texts: tuple[float, ...] = ()
-    """Arrival time of each piece of text, in seconds of the clock of the sample's other times."""
+    """Arrival time of each piece of the answer's text, in seconds of the clock of the sample's
+    other times.
+    """
     prompt_tokens: int | None = None
-    """Number of tokens of the prompt; None if the server does not report it."""
+    """Number of tokens of the request's prompt; None if the server does not report it."""
     answer_tokens: int | None = None
     error: str | None = None
     """One word for the kind of error, under which errors are counted; None for a request that succeeded."""
@@ -145,7 +147,7 @@ class LoadResult:
     wall: float
     """Seconds from the first request to the end of the last answer."""
     cpu: float
-    """CPU seconds that the load generator itself used."""
+    """CPU seconds that the load generator itself used during this load."""
     late: float | None = None
     """For an open loop, the largest delay in seconds with which a request was sent; None for a
     closed loop.

@@ -27,15 +27,17 @@ class BenchError(MlcbuildError):
 
 @dataclass(frozen=True)
 class Style:
-    """Settings by which the content of a request becomes an HTTP request body."""
+    """Settings by which the lengths of a request of a load test become the body of an HTTP request: API,
+    model, kind of prompt.
+    """
 
     model: str | None = None
     chat: bool = False
     vocabulary: int | None = None
     """Upper bound of random token ids of which prompts consist; None: prompts consist of words."""
     ignore_eos: bool = True
-    """True if answers must reach their full length, through an extension of the API that local servers
-    support.
+    """True if answers must have exactly the requested number of tokens, which only servers with an
+    extension of the API support.
     """
     tokens_per_word: float = 1.0
     extra_tokens: float = 0.0

@@ -28,7 +28,7 @@ SPEED = "speed.json"
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The workload with which the speed of a bundle is measured."""
+    """The workload of a speed measurement: tokens of prompt and answer, number of rounds and of threads."""
 
     prompt_tokens: int = 128
     answer_tokens: int = 32
@@ -48,11 +48,11 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 
 
 def measure(bundle: Path, plan: SpeedPlan) -> dict[str, object]:
-    """Measures a bundle, and returns its threads, load_seconds, and figures of prefill and decoding in tokens
-    per second.
+    """Measures the speed of a bundle, and returns a JSON object: number of threads, `load_seconds`, and
+    tokens per second of prefill and of decoding.
 
-    Raises UsageError when the plan does not fit the bundle, and VerificationError with the runtime's message
-    when the bundle cannot be run.
+    Raises UsageError when the plan does not fit the bundle, and VerificationError with the runtime's
+    message when the bundle cannot be run.
     """
     from mlcbuild_format import bundle as form
 

@@ -108,7 +108,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of one load test: number, lengths and arrival times."""
+    """The requests of one load test: their number or duration, the lengths of prompts and answers, and a
+    seed.
+    """
 
     prompts: Lengths
     answers: Lengths
@@ -118,7 +120,7 @@ class Workload:
     seed: int = 0
 
     def demands(self) -> Iterator[Demand]:
-        """Yields the contents of requests endlessly, the same in every run."""
+        """Yields the contents of a load test's requests endlessly, the same in every run."""
         random = Random(f"demands {self.seed}")
         while True:
             yield Demand(self.prompts.draw(random), self.answers.draw(random), random.getrandbits(48))

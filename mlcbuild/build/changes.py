@@ -14,15 +14,15 @@ from mlcbuild.store.records import Preimage
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between two pre-images of a key."""
+    """One difference between two pre-images of a step's key, which are all that is hashed into the key."""
 
     subject: str
     """The part of the pre-image that differs, in words: "scheme q4: group_size", "mlcbuild/canon.py",
     "checkpoint: config.json"."""
     before: str | None
-    """The old value or digest; None if the part did not exist before."""
+    """The old value, or its digest; None if this part of the pre-image did not exist before."""
     after: str | None
-    """The new value or digest; None if the part no longer exists."""
+    """The new value, or its digest; None if this part of the pre-image no longer exists."""
     by_value: bool
     """True if `before` and `after` are readable values; False if they are digests, which messages leave
     out.

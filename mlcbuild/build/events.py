@@ -11,13 +11,13 @@ from mlcbuild.errors import MlcbuildError
 from mlcbuild.store.records import Record
 
 INTERRUPTED_BY = "interrupted by "
-"""First part of the reason of every step that an interrupted run skipped; the signal's name follows."""
+"""First part of the reason for which an interrupted run skipped a step; the signal's name follows."""
 Status: TypeAlias = Literal["built", "reused", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one build step in a run."""
+    """The outcome of one step in a run: built, reused, failed or skipped, with its record or error."""
 
     name: str
     status: Status
@@ -28,9 +28,9 @@ class StepResult:
     record: Record | None = None
     error: MlcbuildError | None = None
     log: Path | None = None
-    """The path of the log file of a step that ran; None for other steps."""
+    """The path of the log file of a step that ran; None for a step that did not."""
     worker: str = ""
-    """The cluster machine that ran the step; "" for this machine."""
+    """Name of the cluster machine that ran the step; "" for this machine."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SourceRead:
 
     path: Path
     size: int
-    """Size of the file in bytes."""
+    """Size of the source file in bytes."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class StepFetching:
     name: str
     origin: str
     size: int
-    """Number of bytes to download."""
+    """Number of bytes that the download will transfer."""
 
 
 @dataclass(frozen=True)

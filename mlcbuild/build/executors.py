@@ -24,7 +24,7 @@ Message: TypeAlias = Outcome | StepProgress | StepPlaced | Warned
 
 
 class StepExecutor(Protocol):
-    """The interface of executors, which run jobs here or on other machines and return the outcomes."""
+    """The interface of executors, which run jobs on this or on other machines and return the outcomes."""
 
     @property
     def capacity(self) -> int:
@@ -115,7 +115,7 @@ _BOOT = (
 
 @dataclass
 class _Worker:
-    """A worker process of this machine and the connection to it."""
+    """A worker process of this machine, and the connection over which it receives jobs."""
 
     process: subprocess.Popen[bytes]
     connection: Connection[Job | None, Outcome | tuple[int, int, str]]

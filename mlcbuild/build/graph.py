@@ -43,7 +43,7 @@ class Source:
     name: str
     root: Path
     files: tuple[str, ...]
-    """Paths relative to `root`, separated by `/`."""
+    """Paths of the user's files relative to `root`, separated by `/`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Step:
     params: Mapping[str, Json]
     inputs: Mapping[str, Input]
     tools: Mapping[str, str] = field(default_factory=dict)
-    """Name of each tool that the action uses -> version. They are part of the step's key."""
+    """Name of a tool that the action uses, such as a compiler -> its version; part of the step's key."""
     code: tuple[str, ...] = ()
     """Modules that the action imports by name at run time. Their source files are part of the key, like the
     action's."""
@@ -71,16 +71,21 @@ class Step:
     memory: int = 256 << 20
     """Peak memory that the action may use, in bytes."""
     needs: tuple[str, ...] = ()
-    """Labels that a worker needs in addition to the tools; not part of the key."""
+    """Labels, such as "gpu", that a cluster worker needs to run the step in addition to its tools; not part
+    of the key.
+    """
     shared: bool = True
     """False if the result is valid on this machine only and is never sent to a remote."""
     alone: bool = False
     """True for a step that measures time: no other step runs at the same time."""
     subject: str = field(default="", compare=False)
-    """The object that the step works on, for messages, if its name does not say it; not part of the key."""
+    """The object on which the step works, for messages; "" if the step's name contains it. Not part of the
+    key.
+    """
     typical: float = field(default=0.0, compare=False)
-    """Seconds that such a step usually takes, for the estimate of its first run; 0 if unknown, or if the step
-    reports its progress. Not in the key."""
+    """Seconds that a step of this sort usually takes, which estimate its first run; 0 if unknown, or if the
+    step reports its progress. Not part of the key.
+    """
 
 
 Node: TypeAlias = Step | Source

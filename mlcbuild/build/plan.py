@@ -34,19 +34,21 @@ from mlcbuild.store.store import Store
 State: TypeAlias = Literal["hit", "remote", "run", "pending"]
 
 _LARGE = 256 << 20
-"""Size in bytes of a source file from which on its hashing is reported."""
+"""Size in bytes from which on the hashing of a source file is reported as an event."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan for one step: its key, and whether and why it must run."""
+    """The plan for one step: its key, and whether and why a run must execute it."""
 
     name: str
     state: State
     key: str | None
     """The step's key; None while an input of the step has not been built yet."""
     reason: str
-    """The reason why the step must run or be downloaded, in words; "" if its result is in the store."""
+    """The reason why the step must run or its result be downloaded, in words; "" if its result is in the
+    store.
+    """
     record: Record | None = None
     """The record of the step's result in the store or on a remote; for a step that must run, the latest
     record under its name, for estimates."""
@@ -236,8 +238,8 @@ class Planner:
         return selection
 
     def explain(self, step: Step) -> tuple[Change, ...]:
-        """Returns the differences between a step and the most similar recent record under its name; () if
-        there is none.
+        """Returns the differences between a step's key and the most similar recent record of a step with
+        this name; () if there is none.
         """
         image = self.preimage(step)
         key = image.key()
@@ -297,7 +299,7 @@ class _Code:
         self._salts: dict[tuple[object, ...], tuple[str, bytes, bytes]] = {}
 
     def files(self, step: Step) -> dict[str, str]:
-        """Returns path of a source file -> BLAKE3 digest for all modules that a step's action imports,
+        """Returns path -> BLAKE3 digest for the source files of all modules that a step's action imports,
         statically or by name. Raises UsageError for an unknown module.
         """
         modules = step_modules(step)
@@ -323,8 +325,8 @@ class _Code:
 
 
 def step_modules(step: Step) -> tuple[str, ...]:
-    """Returns the modules whose imports enter a step's key: that of the action, and those imported
-    by name.
+    """Returns the names of the modules whose imports are hashed into a step's key: that of its action, and
+    those that the action imports by name.
     """
     return (step.action.partition(":")[0], *step.code)
 

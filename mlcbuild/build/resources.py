@@ -41,7 +41,7 @@ class Running:
     cores: int
     log: Path
     area: Path | None = None
-    """The directory in which the step works; None until it is created."""
+    """The directory in which the running step works; None until it is created."""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -56,7 +56,9 @@ class Capacity:
         """True while a step that must run alone is running."""
 
     def open(self) -> bool:
-        """Returns True if another step may start now, whatever memory it needs."""
+        """Returns True if the executor has a free core and place for one more step, whatever memory the
+        step needs.
+        """
         return not self._held or (self._cores() > 0 and len(self._held) < self._executor.capacity)
 
     def fits(self, step: Step) -> bool:

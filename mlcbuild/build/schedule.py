@@ -10,7 +10,7 @@ from mlcbuild.build.graph import Graph
 from mlcbuild.build.plan import Planned, Planner
 
 _UNKNOWN = 0.01
-"""Estimated seconds of a step that was never built. It is small because the sum is reported as a
+"""Estimated seconds of a step that was never built. It is small because the estimate for a whole run is a
 lower bound.
 """
 _POLL = 0.1
@@ -22,9 +22,9 @@ class Options:
     """The options of a run. 0 cores or 0 bytes stand for everything that this machine has."""
 
     jobs: int = 0
-    """Number of cores that steps may use together."""
+    """Number of cores that steps may use together; 0: all of this machine."""
     memory: int = 0
-    """Bytes of memory that steps may use together."""
+    """Bytes of memory that steps may use together; 0: those of this machine."""
     keep_going: bool = False
     force: tuple[str, ...] = ()
     """Names or globs of steps to run even if the store has their results."""
@@ -95,7 +95,9 @@ def weights(graph: Graph, plans: Mapping[str, Planned]) -> dict[str, float]:
 
 
 def estimate(planned: Planned) -> float | None:
-    """Returns the seconds that a step took when it was last built; None if it never was."""
+    """Returns the seconds that a step took when it was last built, according to its plan; None if it never
+    was.
+    """
     try:
         return planned.record.info.measured.milliseconds / 1000 if planned.record is not None else None
     except ValueError:

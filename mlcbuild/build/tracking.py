@@ -23,7 +23,7 @@ from mlcbuild.signals import Interruption
 
 
 class StepState(Enum):
-    """The states of a step. Each value describes what the step waits for."""
+    """The states of a step in a run. Each value describes what the step waits for."""
 
     PENDING = "an input without a result"
     READY = "cores and memory"
@@ -58,14 +58,14 @@ class TrackedStep:
     planned: Planned
     state: StepState = StepState.PENDING
     missing: frozenset[str] = frozenset()
-    """Names of the inputs that have no result yet, for a pending step."""
+    """Names of the inputs that have no result yet, for a step that waits for them."""
     remote: Planned | None = None
     """The step's plan if a remote has the record; None if the step's files must come from this store."""
     requests: frozenset[int] = frozenset()
     """Numbers of the running downloads for which the step waits."""
     lock_wait: LockWait | None = None
     running: Running | None = None
-    """The cores and memory that the step holds while it runs; None before."""
+    """The cores and memory that the step holds while it runs; None for a step that does not run."""
     built_elsewhere: StepResult | None = None
     """The result from a worker with another store, kept until the files are on this machine."""
     result: StepResult | None = None
@@ -89,7 +89,7 @@ class Tracker:
         self, planner: Planner, notes: Notes, options: Options, report: Reporter, end: Interruption
     ) -> None:
         self.steps: dict[str, TrackedStep] = {}
-        """Steps by name, in the order of the plan."""
+        """Name of a step -> the step with its state, in the order of the plan."""
         self.outputs = outputs(planner, options)
         self.stopping = ""
         """The reason why no more steps are started; "" while steps are started."""
@@ -184,7 +184,9 @@ class Tracker:
     # Results
 
     def settle(self, result: StepResult) -> None:
-        """Stores the result of a step and updates all steps that depend on the step."""
+        """Sets the result of a step and updates all steps that depend on it, which may become ready, reused
+        or skipped.
+        """
         pending = [result]
         while pending:
             result = pending.pop()
@@ -244,7 +246,7 @@ class Tracker:
     # Files of remotes
 
     def arrived(self, item: TrackedStep) -> None:
-        """Stores the result of a step whose files have been downloaded."""
+        """Sets the result of a step whose files have been downloaded from a remote."""
         if item.remote is not None and item.state is _ARRIVING:
             self.settle(item.built_elsewhere or _reused(item.remote))
 

@@ -21,7 +21,7 @@ _DOWNLOADS, _UPLOADS = 4, 2
 _PROGRESS_INTERVAL = 0.2
 """Minimum seconds between two progress events of a download."""
 _JOIN = 1.0
-"""Maximum seconds that `close` waits for the threads."""
+"""Maximum seconds that `close` waits for the threads of downloads and uploads."""
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ them.
 """
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 REMARK = "note: "
-"""Prefix of each line of a step's log that the run also shows."""
+"""Prefix of those lines in a step's log that the run shows as remarks."""
 
 
 @dataclass(frozen=True)
 class JobInput:
-    """One argument of an action: its files, and the directory that holds them."""
+    """One argument of a step's action: its files, and the directory that holds them."""
 
     argument: str
     files: tuple[Entry, ...]
@@ -56,7 +56,7 @@ class JobInput:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a worker needs to run one step. It can be pickled."""
+    """Everything that a worker process needs to run one step. It can be pickled."""
 
     name: str
     key: str
@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job: a record or an error."""
+    """The outcome of a job, which is one execution of a step: a record or an error."""
 
     name: str
     record: Record | None = None
@@ -88,7 +88,7 @@ class Outcome:
     origin: str = ""
     """URL of the remote that has the files of the result; "" if they are in the store."""
     unsent: tuple[str, ...] = ()
-    """Remotes to which the upload of the result failed."""
+    """Names of the remotes to which the upload of the result failed."""
 
 
 def perform(job: Job) -> Outcome:

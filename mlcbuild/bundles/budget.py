@@ -120,8 +120,8 @@ def _slope(before: Option, after: Option) -> float:
 
 
 def budget(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes choice.json, which later steps read, budget.json for reports, and quantization.yaml, a
-    fragment of a recipe.
+    """Action: chooses a scheme for each matrix under a budget. It writes choice.json, which later steps
+    read, budget.json for reports, and quantization.yaml, a fragment of a recipe.
 
     params: `name` (of the quantization), `kind` and `limit` of the budget, `candidates`, `context_window`.
     inputs: config, checkpoint, reference, sensitivity. Raises UsageError for a budget that cannot be met.

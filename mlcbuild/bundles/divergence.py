@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
-    """Returns the logarithms of the probabilities that logits [n, vocab] stand for, in float64."""
+    """Returns log softmax of logits [n, vocab] over the last axis, in float64."""
     import numpy as np
 
     wide = logits.astype(np.float64)

@@ -30,8 +30,8 @@ def _peak() -> int:
 
 
 def _grown(path: str) -> int:
-    """Fills every sequence of a bundle, and returns the number of bytes by which the peak memory of this
-    process grows.
+    """Runs sequences that fill the limits of a bundle, and returns the number of bytes by which the peak
+    memory of this process grows. path: the bundle's directory.
     """
     from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.executor.batch import ModelStep

@@ -16,7 +16,7 @@ from mlcbuild import progress
 from mlcbuild.errors import VerificationError
 
 _PERIOD = 0.2
-"""Seconds between two checks of the progress of the process."""
+"""Seconds between two readings of the progress that a child process writes."""
 
 
 def run(module: str, *arguments: str) -> Any:

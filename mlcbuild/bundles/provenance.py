@@ -78,7 +78,7 @@ def statement(
 
 
 def envelope(payload: bytes, signer: Signer) -> bytes:
-    """Returns a statement in a DSSE envelope with one signature, as one line."""
+    """Returns a provenance statement, signed by `signer`, in a DSSE envelope: one line of JSON."""
     signature = base64.b64encode(signer.sign(_encoded(payload))).decode()
     document: dict[str, Json] = {
         "payload": base64.b64encode(payload).decode(),

@@ -33,9 +33,9 @@ class Past:
     """
 
     length: int
-    """Number of past positions."""
+    """Number of positions of the sequence that were computed before."""
     states: tuple[State, ...]
-    """The state of each layer's mixer."""
+    """The state of each layer's mixer, such as its keys and values."""
 
 
 EMPTY = Past(0, ())
@@ -68,8 +68,9 @@ def logits(
     context_window: int | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> Array:
-    """Returns logits [n, vocab] after each of the tokens, from an empty cache. dtype, context_window: as in
-    Reference; on_layer: called after each layer. Raises the same exceptions as `hidden`.
+    """Returns logits [n, vocab] of a model after each of n tokens, computed from an empty cache. dtype,
+    context_window: as in Reference; on_layer: called after each layer. Raises ValueError for token ids
+    outside the vocabulary, CheckpointError for weights that are missing or misshapen.
     """
     model = Reference(config, weights, dtype, context_window)
     return head(model, hidden(model, tokens, on_layer=on_layer)[0])

@@ -62,10 +62,12 @@ class Inputs:
     positions: Array
     """Positions of the new tokens in their sequence, [n]."""
     rotations: tuple[Rotation, ...]
-    """Rotations at these positions: one for each rotary embedding of the model."""
+    """The rotary embeddings at the positions of the new tokens, one for each of the model's `ropes`."""
     state: State
     rounded: Callable[[str, Array], Array] = lambda name, rows: rows
-    """Function from (name of a matrix within the layer, rows) to the rows that its product reads."""
+    """Function from (name of a matrix within the layer, rows that are multiplied with it) to these rows as
+    the product reads them, such as rounded to 8 bits.
+    """
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
         """Returns x W^T [n, outputs] for x [n, inputs] and the weight W called `<name>.weight`, plus the
@@ -210,7 +212,7 @@ def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array
 
 @dataclass(frozen=True)
 class _Biases:
-    """The terms that are added to attention scores for some query heads: ALiBi, masks and sinks."""
+    """The terms that are added to the attention scores of some query heads: ALiBi biases, masks and sinks."""
 
     spec: Attention
     inputs: Inputs
@@ -310,14 +312,16 @@ MIXERS: Mapping[type, Callable[[Any, Inputs, Array], tuple[Array, State]]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
 }
-"""Class of a mixer -> function from (its description, the layer's inputs, normalized rows) to (rows to add,
-new state)."""
+"""Class of a mixer, such as Attention -> function from (its description, the layer's inputs, normalized
+rows [n, hidden]) to (rows [n, hidden] to add to the residual stream, new state).
+"""
 FEED_FORWARDS: Mapping[type, Callable[[Any, Inputs, Array], Array]] = {
     Dense: _dense,
     Experts: lambda spec, inputs, x: experts(spec, inputs.weight, ACTIVATIONS[spec.activation], x),
 }
-"""Class of a feed-forward -> function from (its description, the layer's inputs, normalized rows) to rows to
-add."""
+"""Class of a feed-forward, such as Dense -> function from (its description, the layer's inputs, normalized
+rows [n, hidden]) to rows [n, hidden] to add to the residual stream.
+"""
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,

@@ -77,7 +77,9 @@ class _Progress:
 
 
 def _layer_of(param: Param) -> int:
-    """Returns the index of a parameter's layer; -1 for a parameter outside of the layers."""
+    """Returns the index of the layer to which a parameter belongs; -1 for a parameter outside the layers,
+    such as the embedding.
+    """
     first, _, rest = param.name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else -1
 

@@ -151,8 +151,8 @@ def _exp(value: float) -> float:
 
 
 def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
-    """Returns the figures that `measure` describes, computed in this process. It loads the bundle as a server
-    does, and nothing of the compiler.
+    """Compares a bundle with reference logits in this process, and returns the figures that `measure`
+    describes. Nothing of the compiler is loaded, as in a server.
     """
     import numpy as np
     from mlcbuild_runtime.executor import loading

@@ -32,10 +32,12 @@ class CheckpointKind:
     """A kind of checkpoint: the files and functions by which it is read. File names are glob patterns."""
 
     config: str
-    """The action that writes the normalised config of the model, as `module:function`."""
+    """The action, as `module:function`, that writes the normalised config of a model in this kind of
+    checkpoint.
+    """
     config_files: tuple[str, ...]
     tokenizer: str
-    """The action that writes the tokenizer's files, as `module:function`."""
+    """The action, as `module:function`, that writes the tokenizer files of this kind of checkpoint."""
     tokenizer_files: tuple[str, ...]
     weights_files: tuple[str, ...]
     reader: str | None = None
@@ -117,7 +119,7 @@ def checkpoint_path(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> P
 
 
 LORA = "mlcbuild.checkpoints.lora"
-"""Name of the module that merges LoRA adapters."""
+"""Dotted name of the module that merges LoRA adapters."""
 
 
 def adapter_argument(number: int) -> str:

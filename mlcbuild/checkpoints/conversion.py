@@ -153,7 +153,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of one stored tensor: the weights file, and the offset in it."""
+    """The location of one stored tensor of a quantized parameter: the weights file, and the offset in it."""
 
     file: _Blocks
     start: int
@@ -195,7 +195,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Job:
-    """One piece of work of a conversion: rows start..stop-1 of one parameter, all of the same matrix."""
+    """One job of a conversion: rows start..stop-1 of one parameter, all of the same matrix."""
 
     source: ParameterSource
     start: int
@@ -210,7 +210,7 @@ class _Job:
 
 
 class _Queue:
-    """The state that workers share: remaining jobs, progress, and problems."""
+    """The state that the threads of a conversion share: remaining jobs, progress, and problems."""
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
         self._left = iter(jobs)

@@ -21,7 +21,7 @@ Weight: TypeAlias = Any
 
 
 class LazyMapping(Mapping[str, T]):
-    """A read-only mapping with fixed keys whose values are loaded again at each access."""
+    """A read-only mapping that loads a value again each time it is accessed. Its keys are fixed."""
 
     def __init__(self, names: Iterable[str], load: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)

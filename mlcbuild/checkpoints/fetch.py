@@ -38,10 +38,10 @@ WANTED = (
     "vocab.txt",
     "merges.txt",
 )
-"""Name patterns of the files of a checkpoint, beside the weights, that steps read."""
+"""Glob patterns of the names of a checkpoint's files, beside the weights, that steps read."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""Files of a LoRA adapter that steps read."""
+"""Names of the files of a LoRA adapter that steps read."""
 
 LARGEST_INDEX = 64 << 20
 """Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json)."""
@@ -119,7 +119,9 @@ def index_of(names: Collection[str]) -> str | None:
 
 
 def adapter_files(names: Container[str]) -> tuple[str, ...]:
-    """Returns ADAPTER_FILES. Raises SourceError (without naming the source) if one of them is missing."""
+    """Returns ADAPTER_FILES if all of them are among `names`, else raises SourceError, which does not name
+    the source.
+    """
     for name in ADAPTER_FILES:
         if name not in names:
             raise SourceError(f"it has no {name}; an adapter is what PEFT's save_pretrained writes")

@@ -52,11 +52,11 @@ class BlockType:
     name: str
     """The name of the type in ggml, such as "Q4_K"."""
     number: int
-    """The number of the type in the tensor table of a GGUF file."""
+    """The number that stands for this type in the tensor table of a GGUF file."""
     weights: int
-    """Number of weights in one block; 1 for plain numbers."""
+    """Number of weights in one block of a quantized type; 1 for types of plain numbers."""
     size: int
-    """Size of one block in bytes."""
+    """Size of one block of this type in bytes."""
 
 
 class _Decoded(NamedTuple):
@@ -182,7 +182,7 @@ def _runs(array: Bytes) -> NDArray[np.void]:
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """Returns the float16 at byte `start` of each block, as float32 [blocks, 1]."""
+    """Returns the float16 that begins at byte `start` of each block, converted to float32 [blocks, 1]."""
     return blocks[:, start : start + 2].view(np.float16).astype(np.float32)
 
 

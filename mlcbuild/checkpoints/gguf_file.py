@@ -29,7 +29,7 @@ from mlcbuild.errors import CheckpointError
 
 Numbers: TypeAlias = NDArray[np.generic]
 Value: TypeAlias = str | int | float | bool | list[str] | Numbers
-"""A metadata value; an array of numbers is a NumPy array."""
+"""The type of a metadata value in a GGUF file; an array of numbers is a NumPy array."""
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -64,7 +64,7 @@ class Gguf:
     """The metadata and the tensors of one model, which may be in several GGUF files."""
 
     metadata: Mapping[str, Value]
-    """Key -> value, read from the first file."""
+    """Metadata key -> value, read from the first GGUF file of the model."""
     tensors: Mapping[str, Tensor]
     """Tensor name in GGUF -> the tensor's file, offset, type and shape. Shapes are in NumPy's order, rows
     first.
@@ -127,7 +127,9 @@ def _read_part(path: Path) -> tuple[dict[str, Value], dict[str, Tensor]]:
 
 
 def shown(name: str) -> str:
-    """Returns the beginning of a metadata key or tensor name, escaped for an error message."""
+    """Returns the beginning of a metadata key's or tensor's name, with special characters escaped, for an
+    error message.
+    """
     return printable(name, LONGEST_SHOWN)
 
 

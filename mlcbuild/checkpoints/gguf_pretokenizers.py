@@ -18,7 +18,9 @@ Step = dict[str, Json]
 @dataclass(frozen=True)
 class PreTokenizer:
     steps: tuple[Step, ...]
-    """Pre-tokenizers, applied in this order; each receives the words that the previous one produced."""
+    """Pre-tokenizers, which split a text into words in this order; each splits the words of the previous
+    one.
+    """
     is_nfc: bool = False
     """True if the original tokenizer composes characters (Unicode NFC) before it cuts a text into words."""
     ignores_merges: bool = False
@@ -186,7 +188,7 @@ _SPELLINGS: Sequence[tuple[str, PreTokenizer]] = (
     ("bloom poro-chat gpt3-finnish", PreTokenizer(_splits(_BLOOM))),
     ("viking", PreTokenizer(_splits(_BLOOM, _NUMBER))),
 )
-"""Names of pre-tokenizers -> the pre-tokenizer. Names in one string, separated by spaces, mean the same."""
+"""(names of pre-tokenizers in GGUF files, separated by spaces; the pre-tokenizer that they mean)."""
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     name: words for names, words in _SPELLINGS for name in names.split()
 }

@@ -28,13 +28,15 @@ class Architecture:
     checkpoint."""
 
     layer: Mapping[str, str]
-    """GGUF's name of a tensor in a layer, without its suffix -> transformers' name."""
+    """Tensor name within a layer in GGUF files, without its suffix -> name in transformers."""
     interleaved: bool = False
     """True if the file stores rows i and i + dim/2 of each query and key head side by side, as rotary
     embeddings that rotate neighbouring elements need them.
     """
     norm_shift: float = 0.0
-    """Number that is added to each weight of a norm when it is read."""
+    """Number that is added to each weight of a norm when it is read; GGUF files of Gemma store 1 more than
+    transformers.
+    """
 
 
 _LAYER = {
@@ -69,8 +71,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(_LAYER),
     "smollm3": Architecture(_LAYER, interleaved=True),
 }
-"""Value of `general.architecture` -> how tensors of such files are read. Mistral's files have the
-architecture llama, too.
+"""Value of `general.architecture` in a GGUF file -> the description of its tensors. Mistral's files have
+the architecture llama, too.
 """
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",

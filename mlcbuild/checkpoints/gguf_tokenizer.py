@@ -78,9 +78,7 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
-    """Returns file name -> content of a tokenizer's files; an empty dictionary if `reader` has noted a
-    problem.
-    """
+    """Returns name of a tokenizer file -> its bytes; {} if `reader` has problems."""
     if vocabulary.model == "gpt2":
         if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
             return {}
@@ -205,7 +203,9 @@ def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
 
 
 def _templates(metadata: Mapping[str, object], reader: MetadataReader) -> dict[str, str]:
-    """Returns name -> chat template of a GGUF file; the template without a name is called "default"."""
+    """Returns name -> text of the chat templates in a GGUF file's metadata; the template without a name is
+    called "default".
+    """
     templates = {}
     for key in sorted(key for key in metadata if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")):
         text = reader.text(key)

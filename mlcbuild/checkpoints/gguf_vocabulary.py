@@ -15,8 +15,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 LARGEST_VOCABULARY = 1 << 22
 """Largest number of tokens in a vocabulary. The largest published vocabularies have 262,144."""
 LARGEST_ARRAY = 1 << 24
-"""Largest number of entries in any other metadata array: a vocabulary has up to three merges for each
-token."""
+"""Largest number of entries in a metadata array other than the tokens: a vocabulary has up to three merges
+for each token.
+"""
 MODELS = ("gpt2", "llama", "t5")
 """Supported values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, and SentencePiece unigram."""
 IDS = {
@@ -66,7 +67,7 @@ class MetadataReader:
 
     def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
         """Returns the value of a metadata key, or None if the key is absent. If the value is not exactly of
-        type `kind`, notes a problem and returns None.
+        type `kind`, adds a problem and returns None.
         """
         value = _plain(self._metadata.get(key))
         if value is None or type(value) is kind:
@@ -87,7 +88,7 @@ class MetadataReader:
         return value
 
     def array(self, key: str, kinds: tuple[type, ...], limit: int = LARGEST_ARRAY) -> Sequence[object] | None:
-        """Returns the array under a metadata key, or None if the key is absent. Notes a problem and returns
+        """Returns the array under a metadata key, or None if the key is absent. Adds a problem and returns
         None if the array is longer than `limit` or an entry's type is not one of `kinds`.
         """
         value = self._metadata.get(key)
@@ -162,8 +163,8 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
 
 
 def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]) -> bool:
-    """Returns True if `name` is one of `names`. Otherwise notes a problem of the metadata key `key` and
-    returns False.
+    """Returns True if `name`, the value of the metadata key `key`, is one of `names`; otherwise adds a
+    problem to `reader` and returns False.
     """
     if name in names:
         return True

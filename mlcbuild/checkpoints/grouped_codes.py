@@ -21,8 +21,8 @@ from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.groups import GROUP
 
 Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
-"""Function of (reader, first row, number of rows) that returns the codes, scales, zero points or minima of
-these rows.
+"""Function of (reader, first row, number of rows) that returns these rows of a matrix's codes, scales, zero
+points or minima.
 """
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
 """(type, least integer, greatest integer) of the tensor types whose weights are an integer times a
@@ -31,7 +31,7 @@ float16.
 _WITH_MINIMUM = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1", 6: "Q6_1"}
 """Bits of a code -> name of the tensor type whose weights are code * float16 scale + float16 minimum."""
 _ROWS = 4096
-"""Number of rows whose scales are examined at a time."""
+"""Number of rows whose scales are examined at a time, to find a type that stores them unchanged."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class GroupedMatrix:
     group: int
     """Number of consecutive columns in a group; the last group may be shorter."""
     codes: Read
-    """Function that reads the codes of some rows: uint8 [rows, columns]."""
+    """Function that reads the integer codes of some rows of the matrix: uint8 [rows, columns]."""
     scales: Read
-    """Function that reads the scales of some rows: float32 [rows, groups]."""
+    """Function that reads the scales of some rows of the matrix: float32 [rows, groups]."""
     zeros: Read | None = None
     """Function that reads the zero points of some rows as integers, [rows, groups]; None: the matrix has
     none.

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, order=True)
 class HubSource:
-    """A model repository at a branch, tag or commit."""
+    """A model repository of a Hugging Face hub at a branch, tag or commit."""
 
     repo: str
     revision: str = "main"
@@ -44,7 +44,8 @@ class HubSource:
 
 @dataclass(frozen=True)
 class HubFile:
-    """The hub's description of a file. `sha256` is None unless the file is in large-file storage."""
+    """The description of a file in a hub's repository. `sha256` is None unless the file is in large-file
+    storage."""
 
     size: int
     git_oid: str
@@ -98,9 +99,8 @@ def check_name(name: str) -> None:
 
 
 def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
-    """Returns the current commit of a repository's revision, and path -> description of each file in it.
-    Raises SourceError if the hub refuses or cannot be reached.
-    """
+    """Queries a hub, and returns (commit to which a repository's revision refers now, path -> description
+    of each file). Raises SourceError if the hub refuses or cannot be reached."""
     from huggingface_hub import HfApi
 
     def ask() -> tuple[str, dict[str, HubFile]]:
@@ -207,7 +207,7 @@ def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[
 
 
 def _counting(count: Callable[[int], None] | None) -> type:
-    """Returns a progress bar class that displays nothing and forwards byte counts."""
+    """Returns a subclass of tqdm's progress bar that displays nothing and passes byte counts to `count`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Counting(tqdm):
@@ -259,7 +259,7 @@ _Found = tuple[type[SourceError], str] | None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes, outermost first."""
+    """Yields an exception and its causes, outermost first."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -374,7 +374,7 @@ def _network_failure(error: Exception) -> _Found:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the operating system's message for a failed connection, on one line."""
+    """Returns the operating system's message for a failed connection to the hub, on one line."""
     return re.sub(r"^\[Errno -?\d+\] |\s*\n.*", "", str(error), flags=re.DOTALL)[:200] or type(error).__name__
 
 

@@ -35,10 +35,10 @@ _HEAD = "# Pins what the recipe's sources are. Written by `mlcbuild lock`; commi
 
 @dataclass(frozen=True)
 class Locked:
-    """The pinned commit and files of one source."""
+    """The commit and the files at which recipe.lock pins one source."""
 
     commit: str
-    """The commit hash, 40 hex digits."""
+    """The pinned commit of the source, as 40 hex digits."""
     files: Mapping[str, Pinned]
 
     def params(self, source: HubSource) -> dict[str, Json]:
@@ -84,8 +84,8 @@ def write(path: Path, lock: Lock) -> bool:
 
 
 def read(path: Path) -> Lock:
-    """Reads recipe.lock. Raises InputError with all problems and their positions, and UsageError if the file
-    does not exist.
+    """Reads and checks a recipe.lock. Raises InputError with all problems and their positions, and
+    UsageError if the file does not exist.
     """
     if not path.exists():
         raise UsageError(f"{path}: not found; run `mlcbuild lock` to pin the recipe's hf:// sources")

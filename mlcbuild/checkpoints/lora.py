@@ -40,7 +40,7 @@ _PREFIXES = (
     ("language_model.", ""),
     ("", "model."),
 )
-"""(prefix of tensor names in a model of several parts, prefix in its text model)."""
+"""(prefix of tensor names in a model of several parts, prefix of the same names in its text model)."""
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
 """Number of elements of a matrix product that are computed at once; they stay in a core's cache."""
@@ -136,8 +136,8 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
 
 
 def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns name of a tensor that the adapter changes -> its name in `tensors`, which differs where the
-    model is part of a larger one.
+    """Returns name of a tensor that the adapter changes -> its name in `tensors`, which has another prefix
+    if the model is part of a larger one. Only names that differ are listed.
     """
     aliases = {}
     for name in (*adapter.replaced_tensors, *(f"{module}.weight" for module in adapter.parts)):

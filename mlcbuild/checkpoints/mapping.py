@@ -37,8 +37,8 @@ _ONLY_HEAD = (
 LINES = 60
 """Maximum number of problems that one error lists; further ones are only counted."""
 View: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Function that receives name -> tensor and returns the tensors, by name, that replace them. Raises
-CheckpointError for tensors that are missing or do not fit together.
+"""A view of a checkpoint: a function that receives name -> stored tensor and returns the tensors, by name,
+that replace them. Raises CheckpointError for tensors that are missing or do not fit together.
 """
 
 
@@ -47,8 +47,8 @@ class Views:
     """The functions that turn the tensors stored in a checkpoint into the tensors of its model."""
 
     quantized: View = dict
-    """Function of the tensors by their names in the files. Replaces the stored parts of each quantized matrix
-    by one tensor.
+    """The view that replaces the stored parts of each quantized matrix, by their names in the files, by one
+    tensor.
     """
     adapted: View = dict
     """Function of the tensors by transformers' names. Merges adapters."""

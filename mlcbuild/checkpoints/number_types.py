@@ -72,8 +72,8 @@ def element_dtype(name: str) -> np.dtype[Any]:
 
 
 def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
-    """Converts stored elements to float32 and writes them to `out`, which has their shape. name: their
-    safetensors dtype, one of READABLE.
+    """Converts stored elements to float32 and writes them to `out`, which has their shape. name: the
+    safetensors dtype of the elements, one of READABLE.
     """
     if name in SMALL_FLOATS:
         np.take(SMALL_FLOATS[name], raw, out=out, mode="clip")
@@ -85,7 +85,9 @@ def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
 
 
 def values_of(raw: NDArray[Any], name: str) -> NDArray[np.float32]:
-    """Returns stored elements as float32 in a new array. name: their safetensors dtype, one of READABLE."""
+    """Returns stored elements as a new float32 array of the same shape. name: the safetensors dtype of the
+    elements, one of READABLE.
+    """
     out = np.empty(raw.shape, np.float32)
     convert(raw, name, out)
     return out

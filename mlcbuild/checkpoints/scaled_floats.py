@@ -50,8 +50,8 @@ class _Scaled:
 
 
 def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: int, last: int) -> Floats:
-    """Returns rows first..last-1 of the scales as float32 [last - first, columns of the grid]. grid: the
-    shape of the scales, by blocks.
+    """Returns rows first..last-1 of a tensor of scales, which holds one scale per block of a matrix, as
+    float32 [last - first, columns of the grid]. grid: shape of this tensor.
     """
     if grid == (1, 1):
         return whole(reader, scale).reshape(1, 1)
@@ -86,8 +86,9 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
 def _block_sizes(
     parts: StoredParts, rows: int, columns: int, block: object
 ) -> list[tuple[tuple[int, int], list[tuple[int, ...]]]]:
-    """Returns for each possible number of rows and columns per scale the shapes that the tensor of scales may
-    have. rows, columns: shape of the matrix; block: what quantization_config states.
+    """Returns ((rows per scale, columns per scale), possible shapes of the tensor of scales) for each size
+    of blocks that a matrix may have. rows, columns: shape of the matrix; block: the size that
+    quantization_config states.
     """
     match block:
         case None:

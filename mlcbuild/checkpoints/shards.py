@@ -40,13 +40,15 @@ class ComputedTensor(Tensor):
     [number] for a vector. The rows of a stack of matrices follow each other.
     """
     unpack: Callable[[RowReader, int, int], BlockRows] | None = None
-    """Function like `load` that returns rows as codes and scales; None: the tensor has no quantized form."""
+    """Function like `load` that returns rows as codes and scales, without dequantizing them; None: the
+    tensor has no quantized form.
+    """
     by_columns: bool = False
     """True if the indices that `load` and `unpack` receive count columns, each of which they return
     as a row.
     """
     note: str = ""
-    """A remark for the log on how the values were interpreted; "" without one."""
+    """A remark for the log on how the tensor's values were interpreted; "" if there is none."""
 
 
 class RowReader(Protocol):

@@ -67,7 +67,7 @@ class PickledStorage:
     dtype: str
     """The safetensors name of the dtype; "" if each tensor states its dtype."""
     member: str
-    """Name of the zip file's member below `data/`."""
+    """Name, below `data/`, of the zip file's member with the numbers."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PickledTensor:
     storage: PickledStorage
     dtype: str
     offset: int
-    """Number of elements of the storage that precede the tensor."""
+    """Number of elements in the storage before the tensor's first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 

@@ -29,12 +29,12 @@ class ZipError(ValueError):
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a zip file, as the central directory describes it."""
+    """A member of a zip file, as the zip file's central directory describes it."""
 
     header: int
     """Offset in bytes of the member's local header in the file."""
     size: int
-    """Size of the member in bytes."""
+    """Size of the zip file's member in bytes."""
     is_plain: bool
     """True if the member is stored uncompressed and unencrypted."""
 

@@ -39,7 +39,7 @@ class CiJob:
     key: str | None
     """Key of the last step of the job's variant; None while an input of it is not built, and for a shard."""
     reason: str
-    """The reason why the job has work to do; "" if it has none."""
+    """The reason why the CI job has work to do; "" if it has none."""
     arguments: str
     """Arguments for `mlcbuild run`, quoted for a shell."""
 

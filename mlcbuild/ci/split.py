@@ -61,8 +61,8 @@ class StepShard:
     shard.
     """
     first: tuple[str, ...]
-    """Names of the shard's steps that need little of other shards. They run first, while the other shards
-    produce results.
+    """Names of the shard's steps that need few results of other shards. They run first, while the other
+    shards produce results.
     """
     milliseconds: int
     """Milliseconds of work of this shard if no store holds any result."""
@@ -175,8 +175,10 @@ def _levels(costs: Mapping[str, int]) -> list[int]:
 def _groups(
     ends: Iterable[str], closures: Mapping[str, frozenset[str]], costs: Mapping[str, int], least: int
 ) -> list[list[str]]:
-    """Returns groups of final steps that share a step of at least `least` ms, directly or through other
-    steps."""
+    """Groups final steps that share a step of at least `least` ms, directly or through other final steps,
+    and returns the groups. ends: names of final steps; closures: step -> itself and its dependencies;
+    costs: step -> milliseconds.
+    """
     leader: dict[str, str] = {}
 
     def find(name: str) -> str:

@@ -32,8 +32,8 @@ def print_warnings(event: Event) -> None:
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
-    """Returns the selection of --only, --affected-by, --shard and --force, as far as the verb has these
-    options.
+    """Returns what the options --only, --affected-by, --shard and --force select, as far as the verb has
+    these options.
     """
     return Selection(
         tuple(getattr(arguments, "only", ())),
@@ -103,7 +103,7 @@ def _memories(estimates: Mapping[str, Mapping[str, int] | None]) -> list[str]:
 
 
 def execution(arguments: argparse.Namespace) -> Execution:
-    """Returns the execution options from --jobs, --keep-going, --executor and --tls."""
+    """Returns how steps are executed according to the options --jobs, --keep-going, --executor and --tls."""
     return Execution(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,

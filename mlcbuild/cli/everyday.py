@@ -29,7 +29,9 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def _one(name: str, arguments: argparse.Namespace) -> Path:
-    """Returns the single bundle to which a name refers. Raises UsageError if it refers to several."""
+    """Returns the directory of the single bundle to which a name refers. Raises UsageError if the name
+    refers to several.
+    """
     directories = bundles(name, _options(arguments))
     if len(directories) > 1:
         listed = ", ".join(str(path) for path in directories)

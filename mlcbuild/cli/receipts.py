@@ -181,8 +181,8 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directories of a bundle that a receipt must watch, and adds the bundle's files to `blobs`.
-    looked: time of the run, in ns since 1970.
+    """Yields the directories of one bundle that a receipt must watch, and adds the bundle's files to
+    `blobs`. looked: time of the run, in ns since 1970.
     """
     if output.is_symlink():
         raise _DoubtError(output)
@@ -195,8 +195,8 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
 
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directory if its stat would show later changes of its names; otherwise adds its names to
-    `listed`. looked: time of the run, in ns since 1970.
+    """Yields `directory` if its stat will show later changes of the names in it; otherwise adds these names
+    to `listed`, which the receipt holds. looked: time of the run, in ns since 1970.
     """
     if not is_racy(_latest(receipt.stats([directory])), looked):
         yield directory

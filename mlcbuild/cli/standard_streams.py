@@ -17,7 +17,9 @@ def open_closed() -> None:
 
 
 def flushed() -> bool:
-    """Flushes standard output. Reports a failure and returns False if it cannot be written."""
+    """Flushes standard output. Prints an error message and returns False if it cannot be written; a pipe
+    that its reader has closed is no error.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:

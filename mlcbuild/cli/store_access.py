@@ -22,7 +22,7 @@ def open_store(arguments: argparse.Namespace) -> Store:
 
 
 def no_operands(arguments: argparse.Namespace) -> None:
-    """Raises UsageError if an action of `cache` without operands was passed any."""
+    """Raises UsageError if the command line passes operands to an action of `cache` that accepts none."""
     if arguments.operands:
         raise UsageError(
             f"mlcbuild cache {arguments.action}: '{arguments.operands[0]}' is one argument too many"
@@ -57,7 +57,9 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def ago(seconds: float) -> str:
-    """Returns the time since something was used, in words and in its largest unit. seconds: that time."""
+    """Formats a time since something was used in its largest unit, such as "3 days ago". seconds: that
+    time.
+    """
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if (count := int(seconds // length)) >= 1:
             return f"{count} {name}{'s' if count > 1 else ''} ago"

@@ -77,7 +77,7 @@ class Document:
     keys: Mapping[Where, tuple[int, int]]
     """Path of a mapping's value in a YAML document -> (line, column) of the value's key."""
     texts: Mapping[Where, str]
-    """Path of a number or boolean in a YAML document -> its text as written in the file."""
+    """Path of a number or boolean in a YAML document -> its text as it is written in the file."""
     problems: tuple[Problem, ...] = ()
     """Problems with which the file can still be read, such as a duplicate key."""
 

@@ -35,12 +35,12 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class SchemaError:
-    """A violation of the schema: the value's path in the document, and the message."""
+    """A violation of a JSON schema: the path of the value in the document, and the message."""
 
     where: Where
     message: str
     on_key: bool = False
-    """True if the key at this path is wrong, not its value."""
+    """True if the key at this path is wrong; False if its value is."""
 
 
 def schema(name: Name) -> Schema:

@@ -34,10 +34,10 @@ class SchemeChoice:
 
 
 def choose_scheme(words: str, count: int | None = None, memory: int | None = None) -> SchemeChoice:
-    """Returns the default scheme for a model on a machine.
+    """Chooses the quantization scheme for a model for which the user named none.
 
-    words: the machine as `machine_words` describes it. count: number of the model's parameters; None if it is
-    unknown. memory: bytes for weights and everything else; None: this machine's.
+    words: the machine as `machine_words` describes it. count: number of the model's parameters; None if it
+    is unknown. memory: bytes for weights and everything else; None: this machine's.
     """
     by_bits = _schemes(words)
     four, eight = by_bits[4], by_bits[8]

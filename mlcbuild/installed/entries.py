@@ -43,9 +43,9 @@ class InstallOptions:
     scheme: str | None = None
     """Name of the quantization scheme to build with; None: a scheme that suits this machine is chosen."""
     note: Callable[[str], None] = lambda line: None
-    """Function that receives one line about each choice."""
+    """Function that receives one line of text about each choice, such as that of the scheme."""
     watch: Callable[[], AbstractContextManager[Reporter]] | None = None
-    """Function that returns the view of a build's events; None: no view is shown."""
+    """Function that returns a context with the reporter of a build's events; None: no progress is shown."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class InstalledModel:
             os.utime(self.directory / _ENTRY)
 
     def write(self) -> None:
-        """Writes the description of the installed model to its file. Raises OSError if the system refuses."""
+        """Writes the description of this installed model to its file. Raises OSError if the system
+        refuses.
+        """
         fields = {name: value for name, value in asdict(self).items() if name != "directory"}
         partial = self.directory / f".{_ENTRY}.{os.getpid()}"
         partial.write_text(json.dumps({"format": FORMAT, **fields}, indent=1) + "\n", encoding="utf-8")

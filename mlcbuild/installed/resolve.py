@@ -39,8 +39,8 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
 
 
 def machine_words() -> str:
-    """Returns this machine as a text: triple, processor and features. Raises SetupError if this machine's
-    processor is unknown.
+    """Returns a text that describes this machine as a target: triple, processor and features. Raises
+    SetupError if this machine's processor is unknown.
     """
     triple, cpu, features = host()
     return " ".join((triple, cpu, *features))

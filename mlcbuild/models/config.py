@@ -36,7 +36,7 @@ class ModelConfig:
     are keys of caches.
     """
     ropes: tuple[Rope, ...]
-    """Rotary embeddings of the model. Layers refer to them by index."""
+    """Rotary embeddings of the model, to which layers refer by index."""
     norm: Norm
     """The norm between the last layer and the output matrix."""
     tie_embeddings: bool = False
@@ -60,7 +60,9 @@ class ModelConfig:
 
 
 def parameters(config: ModelConfig) -> tuple[Param, ...]:
-    """Returns every parameter of the model, in the one order that signatures, weights and libraries use."""
+    """Returns every parameter of a model, in the order in which weights are stored and passed to compiled
+    functions.
+    """
     params = [Param("embed.weight", (config.vocab_size, config.hidden_size))]
     params += norm_parameters(config.embedding_norm, "embed_norm", config.hidden_size)
     if config.learned_positions:

@@ -39,8 +39,9 @@ class Router:
     bias: bool = False
     """True if a bias is added to the router's logits."""
     correction: bool = False
-    """True if a number per expert is added to the scores when experts are chosen, but not to their
-    weights."""
+    """True if one learned number per expert is added to the scores when experts are chosen, but not to the
+    experts' weights.
+    """
     groups: int = 1
     """Number of groups into which neighbouring experts are divided; a group's score is the sum of its two
     largest scores."""
@@ -88,7 +89,8 @@ class Experts:
 
 def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
     """Yields the parameters of a mixture of experts; the weights of all experts are one stack. The router's
-    weights are never quantized, since a small error would choose other experts.
+    weights are never quantized, since a small error would choose other experts. hidden: size of the
+    residual stream.
     """
     router = block.router
     yield Param("mlp.router.weight", (block.count, hidden), stored="plain")

@@ -33,9 +33,8 @@ one, by erf.
 """
 
 Names = Mapping[str, tuple[str, ...]]
-"""Parameter name within a layer -> names of the checkpoint's tensors below `model.layers.<i>.`: one for the
-whole parameter, or one for each of its parts.
-"""
+"""Parameter name within a layer -> names of the checkpoint's tensors below `model.layers.<i>.`: one tensor
+for the whole parameter, or one for each of its parts."""
 
 NORMS: Names = {
     "attn_norm.weight": ("input_layernorm.weight",),
@@ -48,7 +47,8 @@ POST_NORMS: Names = {
     "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
 }
-"""Tensor names of families with norms after each half of a layer. Gemma 2 and OLMo 2 introduced them."""
+"""Tensor names, in the form of Names, for norms after each half of a layer. Gemma 2 and OLMo 2 introduced
+them."""
 KINDS = ("weight", "bias")
 MEGATRON: Names = {
     **{f"attn.qkv.{kind}": (f"self_attention.query_key_value.{kind}",) for kind in KINDS},
@@ -104,7 +104,8 @@ EXPERTS: Names = {
 experts.
 """
 LAYER: Names = {**NORMS, **ATTENTION, **LATENT, **DENSE, **EXPERTS}
-"""Tensor names of all blocks of a layer, as Llama uses them. A family lists only the names that differ."""
+"""Parameter name within a layer -> Llama's tensor names, for all blocks of a layer. A family lists only the
+names that differ."""
 
 
 @dataclass(frozen=True)
@@ -360,9 +361,8 @@ def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> t
 
 
 def every(step: int, count: int) -> list[str]:
-    """Returns the kind of each of `count` layers, of which every `step`-th one has no attention window and
-    the others have one.
-    """
+    """Returns the kind (of LAYER_KINDS) of each of `count` layers: every `step`-th layer has no attention
+    window, the others have one."""
     full, sliding = LAYER_KINDS
     return [sliding if (index + 1) % step else full for index in range(count)]
 

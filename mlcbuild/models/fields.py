@@ -20,7 +20,9 @@ ABSENT: Final = object()
 """The value that `Fields.get` returns for an absent name. A JSON null is returned as None."""
 
 MOST_UNKNOWN = 50
-"""Maximum number of unknown fields that are described; a file with more is not a config.json."""
+"""Maximum number of unknown fields for which an error message is written; a file with more is not a
+config.json.
+"""
 LARGEST = 2**31 - 1
 """Maximum integer that a field may hold: the largest index in a library."""
 
@@ -42,8 +44,8 @@ class Fields:
         """Name that all families share for a field -> name in the file, if it differs."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
-        """Returns a reader of an object inside this one. Its problems are collected separately until they are
-        passed to `adopt`.
+        """Returns a reader of the JSON object `values` in the field `name` of this object. Its problems are
+        collected separately until they are passed to `adopt`.
         """
         return Fields(self.place, values, f"{self.inside}{name}.")
 
@@ -264,7 +266,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def show(value: object) -> str:
-    """Returns a value as shortened JSON, for an error message."""
+    """Returns a JSON value as shortened text, for an error message."""
     try:
         text = json.dumps(value, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError):

@@ -49,8 +49,8 @@ def read_latent(
 
 
 def _mscale(fields: Fields) -> float:
-    """Returns the factor of queries and keys that follows from YaRN's field mscale_all_dim; 1 if the field is
-    absent.
+    """Returns the factor of queries, and of keys, that follows from the field mscale_all_dim of YaRN's rope
+    object; 1 if the field is absent.
     """
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)

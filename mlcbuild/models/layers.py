@@ -188,9 +188,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Block:
-    """An entry in the table of mixers or of feed-forwards: the functions and names that other modules need of
-    one kind of block.
-    """
+    """The functions and names that other modules need of one kind of mixer or feed-forward."""
 
     kind: str
     """The name of this kind of block in JSON."""
@@ -298,23 +296,27 @@ MIXERS: Mapping[type, Block] = {
         latent_numbers,
     ),
 }
-"""Class of a mixer -> its entry in the table of blocks."""
+"""Class of a mixer -> the functions and names that other modules need of it."""
 FEED_FORWARDS: Mapping[type, Block] = {
     Dense: Block("dense", _dense_parameters, lambda block: (), _dense_faults, lambda block: iter(())),
     Experts: Block("experts", experts_parameters, lambda block: (), experts_faults, experts_numbers),
 }
-"""Class of a feed-forward -> its entry in the table of blocks."""
+"""Class of a feed-forward -> the functions and names that other modules need of it."""
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
-    """Returns (entry of the table of blocks, block) for the mixer and for the feed-forward of a layer."""
+    """Returns (functions of the kind of block, the block) for the mixer and for the feed-forward of a
+    layer.
+    """
     mixer, feed_forward = layer.mixer, layer.feed_forward
     return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
 
 
 @lru_cache(maxsize=1024)
 def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
-    """Returns the parameters of a layer, named without the layer's prefix, in stored order."""
+    """Returns the parameters of a layer, in stored order, named without the layer's prefix. hidden: size of
+    the residual stream.
+    """
     params: list[Param] = []
     for prefix, (entry, block) in zip(("attn", "mlp"), blocks(layer), strict=True):
         if prefix == "attn" or layer.residual != "parallel_shared":

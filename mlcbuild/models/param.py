@@ -19,7 +19,7 @@ quantization, in the scheme's floating point type. float32: in float32 in every 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter as it enters the computation, before any packing. Matrices are [out, in].
+    """One parameter of a model with its shape before any packing. Matrices are [out, in].
 
     A stack of matrices is [experts, out, in]; each of its matrices is packed separately.
     """

@@ -54,7 +54,7 @@ class RopeRules:
     other layers.
     """
     extensions: tuple[Extension, ...] = ()
-    """The fields of its own that the family's rope object may have."""
+    """The fields of a rope object that this family has and others do not."""
     ignored: tuple[str, ...] = ()
     """Names of fields of the rope object that do not change results for text."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
@@ -284,8 +284,8 @@ def _factor(inner: Fields) -> float:
 
 
 def _alpha(inner: Fields, base: _Base) -> Rope:
-    """Returns a rotary embedding with theta increased to theta * alpha^(dim / (dim - 2)). The other fields of
-    the rope object belong to other types and are not used.
+    """Returns a rotary embedding whose theta is increased to theta * alpha^(dim / (dim - 2)), as Hunyuan's
+    `alpha` requires.
     """
     alpha = inner.number("alpha", high=1e9)
     inner.ignore(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))

@@ -45,7 +45,7 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def from_json(values: object, place: str = "model config") -> ModelConfig:
-    """Returns the model config in a JSON value that `to_json` wrote. place: the beginning of each message.
+    """Parses a model config from the JSON value that `to_json` wrote. place: the beginning of each message.
     Raises CheckpointError for anything else.
     """
     try:
@@ -124,8 +124,8 @@ def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 def _value(hint: Any, value: object, name: str) -> object:
-    """Reads a JSON value as a value of the type `hint`. name: the value's place in the document, for
-    messages. Raises ValueError for a value of another type.
+    """Converts a JSON value to the type `hint`, and returns it. name: the value's place in the document,
+    for messages. Raises ValueError for a value of another type.
     """
     if hint in _READERS:
         return _READERS[hint](value, name)

@@ -80,7 +80,7 @@ class Recipe:
     lock: Path
     """Absolute path of the lock file, which need not exist."""
     remotes: tuple[Remote, ...] = ()
-    """The remotes through which results are shared, in order."""
+    """The remote caches through which results are shared, in the order in which they are tried."""
     destinations: tuple[str, ...] = ()
     """Templates for the addresses to which bundles are published."""
     bench: Bench | None = None
@@ -105,7 +105,7 @@ class Variant:
     output: Path
     """Absolute path of the bundle's directory."""
     destinations: tuple[str, ...] = ()
-    """Addresses to which the bundle is published."""
+    """Addresses to which the bundle of this variant is published."""
 
 
 Inspect: TypeAlias = Callable[[Iterable[RecipeModel]], Iterable[Problem]]
@@ -120,8 +120,9 @@ def load(
     allow_outside: bool = False,
     inspect: Inspect = lambda models: (),
 ) -> Recipe:
-    """Reads and checks a recipe. settings: variable name -> value that overrides the recipe's; allow_outside:
-    True if paths may leave the recipe's project; inspect: returns further problems of models.
+    """Reads and checks a recipe. settings: variable name -> value that overrides the recipe's;
+    allow_outside: True if paths may leave the recipe's project; inspect: function that yields further
+    problems of models.
 
     Raises InputError with all problems of the file.
     """

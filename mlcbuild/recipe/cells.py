@@ -79,8 +79,8 @@ def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]
 
 
 def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
-    """Returns the name of a model, quantization or target at a position of the file; None for an unknown
-    name, which is reported if the section is valid.
+    """Returns the name of a model, quantization or target at a path of the file; None for an unknown name,
+    with a problem added to `reading` if its section is valid.
     """
     name = reading.text(*where)
     if name is None or name in places or not places:

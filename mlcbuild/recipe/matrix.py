@@ -17,7 +17,7 @@ from typing import TypeAlias
 AXES = ("model", "quantization", "target")
 
 Names: TypeAlias = tuple[str, str, str]
-"""(model, quantization, target), each by name."""
+"""The names of one combination: (model, quantization, target)."""
 
 MOST_SETTINGS = 1_000_000
 """Maximum number of pairs (combination, include entry that applies to it)."""
@@ -55,8 +55,9 @@ class Expansion:
     idle: tuple[int, ...]
     """Indices of exclude entries that match no combination of the axes."""
     loose: tuple[int, ...]
-    """Indices of include entries that match no combination and cannot add one, because they do not name all
-    axes."""
+    """Indices of include entries that match no combination and cannot add one, because they do not name
+    model, quantization and target.
+    """
     repeated: tuple[int, ...]
     """Indices of include entries that add a combination which an earlier include entry already added."""
     crowded: int | None = None

@@ -35,7 +35,9 @@ class Reading:
     directory: Path
     """Absolute directory of the recipe, to which its paths are relative."""
     project: Path
-    """The directory that paths may not leave, with symbolic links resolved."""
+    """The directory of the recipe's project, with symbolic links resolved. Paths in the recipe must not
+    leave it.
+    """
     allow_outside: bool
     bad: frozenset[Where]
     """Paths of the values that the schema rejected, which are therefore absent."""

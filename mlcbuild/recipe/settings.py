@@ -34,9 +34,9 @@ class RequestedLimits:
     more than models.LARGEST_DEFAULT.
     """
     prefill_chunk: int = _PREFILL_CHUNK
-    """Number of prompt tokens in one call, at most context_window."""
+    """Number of prompt tokens that one call of the library processes, at most context_window."""
     max_batch: int = _MAX_BATCH
-    """Maximum number of sequences in one batch."""
+    """Maximum number of sequences that one call of the library processes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Verify:
     prompts: Path | tuple[str, ...]
     """Absolute path of a text file with one prompt per line, or the prompts themselves."""
     max_kl: float | None = None
-    """Maximum mean Kullback-Leibler divergence per token, in nats."""
+    """Maximum mean Kullback-Leibler divergence of the bundle's next-token distributions from the model's,
+    in nats.
+    """
     min_top1: float | None = None
     """Minimum share of tokens, 0 to 1, for which bundle and original model agree on the most likely next
     token.

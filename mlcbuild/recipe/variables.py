@@ -24,7 +24,7 @@ class Variable:
 
     value: Scalar
     text: str
-    """The value as it is written in the file, for substitution inside a longer text."""
+    """The variable's value as it is written in the file, which replaces references inside a longer text."""
 
 
 @dataclass

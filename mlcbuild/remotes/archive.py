@@ -39,7 +39,9 @@ _MARK = canonical({"format": FORMAT}) + b"\n"
 _BLOCK = 512
 _CHUNK = 1 << 20
 _SPARSEST = 1000
-"""Maximum ratio of a member's size to its stored bytes, as `cp --sparse` turns zeros into holes."""
+"""Maximum ratio of a file's size in an archive to the bytes that the archive stores for it; `cp --sparse`
+turns zeros into holes.
+"""
 _KINDS = {
     b"1": "a hard link",
     b"2": "a symbolic link",

@@ -48,7 +48,7 @@ _BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
 
 class Client:
-    """A client of one server, https://host:port or http://host:port. Methods are thread-safe.
+    """An HTTP client of one server, https://host:port or http://host:port. Methods are thread-safe.
 
     Each response must be passed to `body`, `end` or `discard`, which reuse or close its connection.
     """
@@ -81,8 +81,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
         source: BinaryIO | None = None,
     ) -> Response:
-        """Sends a request and returns the response. source: the body, or None. Raises RemoteError, and
-        SlowError after the timeout.
+        """Sends an HTTP request and returns the response. source: the body of the request, or None. Raises
+        RemoteError, and SlowError after the timeout.
 
         Transient failures are retried, except for PATCH, of which a part may have arrived, and after the
         timeout.
@@ -133,8 +133,8 @@ class Client:
         return data[:_SHORT]
 
     def is_missing(self, response: Response) -> bool:
-        """Returns True if a response means that the requested name does not exist. The response is then read
-        to its end.
+        """Returns True if an HTTP response means that the requested name does not exist; then also reads
+        the response to its end.
         """
         if response.status not in (404, 410):
             return False

@@ -23,7 +23,7 @@ from mlcbuild.remotes.background import Result, within
 from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowError
 
 _ABANDONED = 86_400
-"""Seconds after which an unfinished upload is removed."""
+"""Seconds after which an unfinished upload in a remote directory is removed."""
 _NAME_BYTES = 16
 """Number of random bytes in the name of an upload."""
 _is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch

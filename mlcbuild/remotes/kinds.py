@@ -20,7 +20,7 @@ from mlcbuild.remotes.transport import TIMEOUT, Bordered, Transport, border
 
 @dataclass(frozen=True)
 class Destination:
-    """The functions of a kind of remote to which bundles can be published."""
+    """The functions by which bundles are published to one kind of address, such as registries."""
 
     name: str
     """Name of this kind of destination in messages, such as "a registry"."""
@@ -45,7 +45,7 @@ class Kind:
     """One kind of remote: the form of its URLs, and the functions that check and open them."""
 
     form: str
-    """The beginning of a URL of this kind, for messages."""
+    """The beginning of the URLs of this kind of remote, for messages."""
     fault: Callable[[str], str] | None = None
     """Function that returns the reason why a syntactically valid URL is not accepted, or "". None for a kind
     that cannot hold a cache.

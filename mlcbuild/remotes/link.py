@@ -39,7 +39,7 @@ class UploadCount:
 
 
 class Link:
-    """One remote and its state in this run. Thread-safe.
+    """The connection to one remote, and the remote's state in this run. Thread-safe.
 
     No method raises RemoteError: failures set `unread` or `unwritten` and add a warning.
     """
@@ -99,8 +99,8 @@ class Link:
         """Uploads a record and its blobs, the record last, and returns True if the remote has all of them
         afterwards.
 
-        Existing files stay unless they were damaged, or so many others were that nothing there is believed.
-        stop: event that cancels the upload. Raises CancelledError if `stop` is set.
+        Objects that the remote has are not sent again, unless they or many others there were damaged. stop:
+        event that cancels the upload. Raises CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False

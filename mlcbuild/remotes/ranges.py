@@ -40,9 +40,9 @@ class Range:
 
     body: Body
     size: int
-    """Size of the whole object in bytes."""
+    """Size in bytes of the whole object to which the range belongs."""
     version: str
-    """The object's ETag; "" if the server sends none."""
+    """The ETag of the object, which identifies its version; "" if the server sends none."""
 
 
 Ask = Callable[[int, int, str, int], Range]
@@ -67,7 +67,7 @@ class Ranges:
         self._count = 0
         """Number of bytes of the current range of the object that have arrived."""
         self._seconds = 0.0
-        """Seconds spent waiting for bytes of the current range."""
+        """Seconds spent on waiting for bytes of the current range of the object."""
         self._ahead: deque[Future[tuple[int, bytearray]]] = deque()
         self._free: list[bytearray] = []
         self._taken: bytearray | None = None

@@ -231,7 +231,9 @@ class Registry:
         return client, response
 
     def _client(self, place: SplitResult) -> Client:
-        """Returns the HTTP client for a server to which the registry redirects."""
+        """Returns an HTTP client for a server to which the registry redirects, the same one for each
+        address.
+        """
         address = f"{place.scheme}://{place.netloc}"
         with self._guard:
             if address not in self._clients:
@@ -251,8 +253,8 @@ class Registry:
         *,
         mounts: str = "",
     ) -> Response:
-        """Sends a request to the registry with the authorization that it requires, and returns the response.
-        mounts: repository that a mount reads, or "".
+        """Sends a request to the registry with the authorization that it requires, and returns the
+        response. mounts: repository from which a blob is mounted, or "".
         """
         target = name if name.startswith("/") else f"/v2/{self.place.repository}/{name}"
         scope = f"repository:{self.place.repository}:{'pull' if method in ('GET', 'HEAD') else 'pull,push'}"

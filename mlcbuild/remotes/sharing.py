@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mlcbuild.remotes.link import Link
 
 _CONCURRENT_LOOKUPS = 16
-"""Number of records that are requested at the same time."""
+"""Number of records that are requested from a remote at the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
 """Maximum length in bytes of the line that names a record's remote."""
@@ -41,7 +41,7 @@ _LONGEST_ORIGIN = 1 << 16
 
 @dataclass(frozen=True)
 class RemoteRecord:
-    """A record on a remote. Its files need not be in the store."""
+    """A record that a remote has. Its files need not be in the store."""
 
     record: Record
     origin: str
@@ -172,8 +172,8 @@ class Sharing:
         return tuple(missing)
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` as a blob to a remote from which the run also reads, and returns True if
-        such a remote has it afterwards. Raises CancelledError if the run is cancelled.
+        """Uploads the file `place` as the blob `entry` to a remote from which the run also reads, and
+        returns True if such a remote has it afterwards. Raises CancelledError if `stop` is set.
         """
         chosen = [link for link in self.links if link.remote.writes() and link.remote.reads]
         return any(link.offer(entry, place, stop) for link in chosen)

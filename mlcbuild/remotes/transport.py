@@ -26,7 +26,7 @@ more CPU time (`ci/bench/remotes --set mlcbuild.remotes.transport.CHUNK=131072`)
 CONNECT = 10.0
 """Maximum seconds for connecting to a server."""
 TIMEOUT = 30.0
-"""Maximum seconds to wait for a response."""
+"""Maximum seconds to wait for a response of a remote."""
 SLOWEST = 16_384
 """Rate in bytes per second that a transfer must exceed, measured over TIMEOUT seconds; a slower one fails."""
 PAUSES = (0.2, 1.0)
@@ -57,7 +57,10 @@ class Body:
     """
 
     start: int
-    """Offset of the first byte: the requested one, or 0 if the remote cannot start in the middle."""
+    """Function that returns the next bytes of the object, b"" at the end. The next call reuses the buffer.
+
+    It raises RemoteError.
+    """
     read: Callable[[], Buffer]
     """Function that returns the next bytes, b"" at the end. The next call reuses the buffer.
 
@@ -163,8 +166,8 @@ class Transport(Protocol):
     """
 
     def open(self, name: str, start: int = 0) -> Body | None:
-        """Opens the object `ac/<key>` or `cas/<digest>`, and returns its bytes from `start` on; None if the
-        remote does not have the name.
+        """Opens the object `name`, which is "ac/<key>" or "cas/<digest>", and returns a stream of its bytes
+        from `start` on; None if the remote does not have it.
         """
 
     def size(self, name: str) -> int | None:

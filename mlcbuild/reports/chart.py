@@ -59,7 +59,7 @@ class Point:
     loss: float
     """Mean KL divergence in nats. Values below LEAST are drawn in the row of exact variants."""
     group: str
-    """Name of the point's group, which determines its colour."""
+    """Name of the group of variants to which the point belongs, which determines its colour."""
 
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:

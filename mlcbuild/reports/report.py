@@ -248,7 +248,8 @@ def _lines(event: Event, tally: Tally) -> list[str]:
 
 
 def _titled(event: StepStarted | StepFetching) -> str:
-    """Returns a step's name, followed by the object that it works on if the name does not say it."""
+    """Returns a step's name, followed by the model or other object on which it works unless the name
+    contains it."""
     subject = event.subject if isinstance(event, StepStarted) else ""
     return f"{event.name} for {subject}" if subject else event.name
 

@@ -35,11 +35,11 @@ _LAST = 1e11
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """One step, as it is recorded in the log of a run."""
+    """One step, as the log of a run holds it."""
 
     name: str
     needs: tuple[str, ...]
-    """Names of the steps and sources that the step reads."""
+    """Names of the steps and sources whose files the step reads."""
     key: str | None
     status: str
     """The outcome of the step: "built", "reused", "failed" or "skipped"."""
@@ -58,7 +58,7 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class LoggedVariant:
-    """One variant, as it is recorded in the log of a run."""
+    """One variant, as the log of a run holds it."""
 
     name: str
     model: str
@@ -71,7 +71,7 @@ class LoggedVariant:
     column: int
     """Column of the model's source in the recipe's file."""
     bytes: int | None
-    """Bytes of all files of the bundle; None if there is no bundle."""
+    """Bytes of all files of the variant's bundle; None if there is no bundle."""
     weights: int | None
     """Bytes of the bundle's weights; None if there is no bundle."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -82,14 +82,14 @@ class LoggedVariant:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of one run: its steps, variants and times."""
+    """The log of one run: its steps and variants with their results, and its times."""
 
     recipe: str
-    """Name of the recipe."""
+    """Name of the recipe that was run."""
     path: str
     """Path of the recipe, as the command line stated it."""
     time: float
-    """Start of the run in seconds since 1970."""
+    """Start of the run, in seconds since 1970."""
     seconds: float
     machine: str
     steps: tuple[LoggedStep, ...]

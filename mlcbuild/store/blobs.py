@@ -36,7 +36,7 @@ def is_full(error: OSError) -> bool:
 
 
 class Blobs:
-    """The files of a store, in the directory `root`."""
+    """The blobs (files named by their digest) of the store in the directory `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

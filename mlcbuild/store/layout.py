@@ -23,7 +23,7 @@ was used in the last hour.
 KEPT_LOGS = 20
 """Number of run logs that are kept for each recipe."""
 _CLEANED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "receipts", "runs")
-"""Directories of a store from which files are removed when they are old or when no process holds them."""
+"""Directories of a store from which old or abandoned files are removed."""
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> str:

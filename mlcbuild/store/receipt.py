@@ -76,8 +76,8 @@ def place(root: str, arguments: Sequence[str]) -> str:
 
 
 def check(arguments: Sequence[str]) -> str | None:
-    """Returns the text that a run with these command-line arguments prints when there is nothing to do; None
-    when there may be work.
+    """Returns the text that a run with these command-line arguments prints when a receipt shows that there
+    is nothing to do; None when there may be work.
 
     Also marks the records as used and logs the run, as an ordinary run does.
     """

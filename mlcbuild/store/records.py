@@ -198,18 +198,20 @@ class Record:
 
     @classmethod
     def decode(cls, key: str, data: bytes) -> Record:
-        """Parses a record and checks the form of every field. Raises ValueError for a damaged record."""
+        """Parses a step's record and checks the form of every field, but not whether it belongs to `key`.
+        Raises ValueError for a damaged record.
+        """
         record = _head(key, data)
         BuildInfo.from_json(parse_about(record.rest))
         return record
 
     @classmethod
     def checked(cls, key: str, data: bytes, expected: Callable[[], Expected] | None = None) -> Record:
-        """Parses a record and checks that it is unaltered and belongs to `key`. Raises ValueError for a
-        record that is damaged, was altered, or belongs to another key.
+        """Parses a step's record and checks that it is unaltered and belongs to `key`. Raises ValueError
+        otherwise.
 
-        expected: function that returns the text which follows from the pre-image of `key`, if the caller has
-        the pre-image.
+        expected: function that returns the text which follows from the pre-image of `key`, if the caller
+        has the pre-image.
         """
         record = _head(key, data)
         if expected is not None and expected().matches(record.rest, record.tree):
@@ -234,7 +236,9 @@ class Record:
 
     @cached_property
     def info(self) -> BuildInfo:
-        """Returns the origin of the artifact. Raises ValueError if the second line is malformed."""
+        """Parses the second line of the record, and returns how the artifact was built. Raises ValueError
+        if the line is malformed.
+        """
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:

@@ -107,7 +107,7 @@ class Store(Blobs):
         return StatCache(self.root / "index.sqlite")
 
     def take_warnings(self) -> list[str]:
-        """Returns the messages about damage detected since the last call; each is returned only once."""
+        """Returns the warnings about damage in the store since the last call; each is returned only once."""
         sentences = [sentence for sentence in dict.fromkeys(self._warnings) if sentence not in self._reported]
         self._reported.update(sentences)
         self._warnings = []
@@ -116,10 +116,8 @@ class Store(Blobs):
     # Reading
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
-        """Returns the checked record of a key, whether or not its files are in the store; None if there is
-        none.
-
-        expected: see `Record.checked`.
+        """Returns the record of a step's key, checked as `Record.checked` describes, whether or not its
+        files are in the store; None if there is none.
         """
         path = f"{self._ac}{layout.shelved(key)}"
         try:
@@ -154,7 +152,9 @@ class Store(Blobs):
         return ""
 
     def find(self, key: str) -> Record | None:
-        """Returns the record of a key if all its files are intact; None otherwise."""
+        """Returns the record of a step's key if all its files are in the store and unchanged; None
+        otherwise.
+        """
         record = self.record(key)
         return record if record is not None and not self.lost(record) else None
 
@@ -172,8 +172,8 @@ class Store(Blobs):
     # Writing
 
     def staging(self) -> StagingArea:
-        """Opens a staging area, which exists until it is closed. Raises StoreError if the store cannot be
-        written.
+        """Creates and returns a working directory for this process in the store, which exists until it is
+        closed. Raises StoreError if the store cannot be written.
         """
         with self.writing():
             layout.remove_links(str(self.root))

@@ -31,7 +31,7 @@ KEPT_BLOBS = 86_400.0
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a full check of a store. Messages name the step and file if a record lists them."""
+    """The result of checking all bytes of a store. Messages name the step and file if a record lists them."""
 
     records: int
     blobs: int
@@ -66,20 +66,20 @@ class KindStatistics:
 
 @dataclass(frozen=True)
 class Status:
-    """The statistics of a store: numbers and sizes of its records and blobs."""
+    """The numbers and sizes of the records and blobs in a store."""
 
     root: Path
     records: int
     blobs: int
     bytes: int
-    """Bytes of all blobs, each counted once."""
+    """Total size of all blobs in bytes, each counted once."""
     kinds: dict[str, KindStatistics] = field(default_factory=dict)
     """Kind of step -> statistics. A blob that two kinds share is counted in both."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The number of records, blobs and bytes that gc removed."""
+    """The number of records, blobs and bytes that garbage collection (gc) removed."""
 
     records: int
     blobs: int

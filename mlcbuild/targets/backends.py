@@ -51,8 +51,8 @@ class Backend:
     executor: tuple[str, ...] = ()
     """Names of the runtime's modules that run compiled code. They enter the keys of steps that run it."""
     faults: str = ""
-    """Function, as "module:function", from a model config to an error message for each block of its layers
-    that the device cannot compute; "": the device computes every block.
+    """Function, as "module:function", from a model config to error messages, one for each block of the
+    model that the device cannot compute; "": the device computes every block.
     """
 
     def storage(self, scheme: Scheme) -> Storage:
@@ -170,7 +170,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def backend(target: Target) -> Backend:
-    """Returns the backend of a target's device. Raises UsageError if there is none."""
+    """Returns the properties of a target's device. Raises UsageError if the device does not exist."""
     if target.device not in BACKENDS:
         hint = did_you_mean(target.device, BACKENDS)
         raise UsageError(f"target '{target.name}': no backend compiles for device '{target.device}'; {hint}")

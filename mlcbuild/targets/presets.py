@@ -17,7 +17,7 @@ from mlcbuild.targets import host as this_machine
 from mlcbuild.targets.target import CPU, Output, Target
 
 HOST = "host"
-"""The name of the target that stands for the machine that reads it."""
+"""The name of the target that stands for the machine on which mlcbuild runs."""
 
 
 @lru_cache(maxsize=1)
@@ -176,8 +176,8 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
 
 
 def _near(name: str, valid_names: Collection[str]) -> str:
-    """Returns the end of an "unknown name" message: a similar valid name. The list of all valid names would
-    be too long.
+    """Returns the end of an error message about an unknown name: the most similar valid name, or else the
+    file that lists the valid ones.
     """
     if get_close_matches(name, valid_names, n=1):
         return did_you_mean(name, valid_names)

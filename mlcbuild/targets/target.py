@@ -34,7 +34,7 @@ class Target:
     features: tuple[str, ...] = ()
     """LLVM features with their sign, sorted, for example +dotprod."""
     device: str = "cpu"
-    """The kind of device, a key of backends.BACKENDS."""
+    """The kind of device, such as "cpu", which is a key of backends.BACKENDS."""
     output: Output = "shared"
     """The kind of compiled file: a shared library, an object file that is linked elsewhere, or a
     GPU program.

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 _CONNECT = 20.0
-"""Maximum seconds to wait for an answer of the scheduler."""
+"""Maximum seconds to wait for an answer of the cluster's scheduler."""
 _WORKERS = 20.0
-"""Maximum seconds to wait for the first worker."""
+"""Maximum seconds to wait until the first cluster worker is present."""
 _GATHER = 30.0
 """Maximum seconds to wait for a result after dask reports that it is ready."""
 _CENSUS = 2.0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 _POLL = 0.1
-"""Seconds between two checks of a running job, for its cancellation and for new log text."""
+"""Seconds between two checks whether a running job was cancelled, and whether its log has new text."""
 _PROGRESS_INTERVAL = 0.5
 """Minimum seconds between two progress events of a job."""
 _PIECE = 8192
@@ -139,7 +139,7 @@ class _Attempt:
         self._send_event = send_event
         self._id = os.urandom(8).hex()
         self._stop = threading.Event()
-        """Set when the run cancels the step. Downloads and uploads check it, too."""
+        """Set when the run cancels this step; downloads and uploads for the step then stop, too."""
         self._ended = threading.Event()
         links = [Link(remote, keyfile.load(keyfile.default_path())) for remote in order.remotes]
         self._sharing = Sharing(site.store, links)

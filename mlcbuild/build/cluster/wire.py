@@ -28,7 +28,7 @@ TOPIC = "mlcbuild"
 
 @dataclass(frozen=True)
 class OrderInput:
-    """One input of a job: its files and their digests."""
+    """One input of a job that is sent to a cluster worker: paths, digests and sizes of its files."""
 
     files: tuple[Entry, ...]
     root: str | None
@@ -37,7 +37,7 @@ class OrderInput:
 
 @dataclass(frozen=True)
 class Order:
-    """The description of a job that a run sends to a cluster worker."""
+    """The description of a job, which a run sends to a cluster worker."""
 
     run: str
     """Name of the run's working directory below tmp/ of its store. A worker that uses the same store finds
@@ -92,8 +92,8 @@ class Order:
 
 
 def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Order:
-    """Returns the description of a job to send. run: name of the run's working directory; again: True if it
-    runs even if its result exists.
+    """Describes a job for a cluster worker. run: name of the run's working directory; remotes: those that
+    run and worker can use; again: True if the action runs even if its result exists.
     """
     inputs = {
         item.argument: OrderInput(item.files, None if item.root is None else str(item.root))
@@ -117,7 +117,7 @@ class Answer:
     """URLs of the remotes to which the upload of the result failed."""
     error: MlcbuildError | None = None
     lacking: tuple[str, ...] = ()
-    """Digests of inputs that the worker cannot get, in which case the action was not run."""
+    """Digests of input files that the worker cannot obtain, in which case the action was not run."""
     same_store: bool = False
     """True if the worker uses the store of the run."""
     stopped: bool = False
@@ -161,7 +161,7 @@ class Answer:
 
 
 _Kinds: TypeAlias = Mapping[str, tuple[type, ...]]
-"""Name of a field -> types that its value may have."""
+"""Name of a field in a message -> types that the field's value may have."""
 _NONE = type(None)
 _ORDER: _Kinds = {
     "format": (str,),

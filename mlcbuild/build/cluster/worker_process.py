@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 _CONNECT = 10.0
-"""Maximum seconds to wait for an answer of the scheduler."""
+"""Maximum seconds to wait for an answer of the cluster's scheduler."""
 _POLL = 0.1
 
 
@@ -36,7 +36,7 @@ class Offer:
     memory: int
     """Maximum bytes of memory that all steps of this cluster worker may use together."""
     labels: Mapping[str, float]
-    """Label -> amount of it, for the worker's resources other than cores and memory."""
+    """Label that this cluster worker declares -> its amount, apart from cores and memory."""
 
     @property
     def resources(self) -> dict[str, float]:

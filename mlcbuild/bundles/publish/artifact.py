@@ -36,7 +36,7 @@ CONFIG_TYPE = "application/vnd.mlcbuild.bundles.assemble.config.v1+json"
 TITLE = "org.opencontainers.image.title"
 BLAKE3 = "dev.mlcbuild.blake3"
 _AT_ONCE = 4
-"""Number of files that are transferred at the same time."""
+"""Number of a bundle's files that are transferred at the same time."""
 
 Uploaded = dict[tuple[str, str], tuple[str, str]]
 """(registry, BLAKE3) -> (SHA-256, a repository of the registry that has the file)."""

@@ -29,7 +29,7 @@ class PublishedBundle:
     url: str
     """Immutable address of the published bundle, with the digest or commit of exactly its content."""
     sent: int
-    """Number of bytes sent; 0 if the destination already had all files."""
+    """Number of bytes of the bundle that were sent; 0 if the destination already had all files."""
 
 
 def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> PublishedBundle:

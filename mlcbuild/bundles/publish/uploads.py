@@ -28,7 +28,7 @@ class Sent:
     address: str = ""
     """Immutable address of the published bundle, with the digest or commit of its content."""
     size: int = 0
-    """Number of bytes sent."""
+    """Number of bytes that were sent to the destination."""
     note: str = ""
     """The reason why the bundle was not sent; "" if it was."""
 

@@ -40,7 +40,7 @@ class _Nested:
 
 @dataclass(frozen=True)
 class _Table:
-    """The checked tensors of one matrix of 4-bit codes."""
+    """The checked tensors of one matrix of 4-bit codes in a bitsandbytes checkpoint."""
 
     packed: Tensor
     table: Tensor

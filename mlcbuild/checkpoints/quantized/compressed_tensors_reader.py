@@ -42,7 +42,7 @@ _USED = (
 
 @dataclass(frozen=True)
 class _Integers:
-    """The checked tensors of one matrix of integer codes."""
+    """The checked tensors of one matrix of integer codes in a compressed-tensors checkpoint."""
 
     parts: StoredParts
     rows: int

@@ -127,8 +127,9 @@ def _matrix(parts: StoredParts) -> _Gptq:
 
 
 def _decision(matrices: list[_Gptq], named: int) -> tuple[int, str]:
-    """Returns (number to add to stored zero points of a GPTQ checkpoint, sentence for the log that says how
-    it was determined). named: the version that the checkpoint states.
+    """Determines whether a GPTQ checkpoint stores zero points less 1. Returns (number to add to stored zero
+    points, sentence for the log on how it was determined). named: the version of the format that the
+    checkpoint states.
     """
     some = matrices[:: max(1, len(matrices) // _MODULES)]
     offset = float(np.mean([matrix.offset() for matrix in some])) if some else 0.0
