@@ -15,9 +15,9 @@ class Execution:
     """Options for running steps: where they run, and with how many cores and how much memory."""
 
     jobs: int = 0
-    """Number of cores that steps share; 0: all."""
+    """Number of cores that all running steps share; 0: all cores of this machine."""
     memory: int = 0
-    """Bytes of memory that steps share; 0: nine tenths of the machine's."""
+    """Bytes of memory that all running steps share; 0: nine tenths of the machine's memory."""
     keep_going: bool = False
     """True if a run continues after a failed step with the steps that do not need it."""
     executor: str = "processes"

@@ -39,7 +39,7 @@ class RecipePlan:
     plan: Plan
     """The plan of every step, in the order of the graph."""
     products: tuple[Product, ...]
-    """The steps of each selected variant, by what they produce."""
+    """The steps of each selected variant."""
     memory: Mapping[str, dict[str, int] | None]
     """Name of a variant -> {part of its bundle: bytes of memory while it is served}; None for a model that is
     not downloaded yet.
@@ -61,7 +61,9 @@ class Explanation:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant of a recipe."""
+    """The result of one variant of a recipe in a run: its outcome, its figures, and its bundle if there is
+    one.
+    """
 
     product: Product
     status: Status

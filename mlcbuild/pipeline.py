@@ -158,7 +158,7 @@ class _Assembly:
     """Collects the steps and sources of a recipe, from which its graph is built. Each is added once."""
 
     directory: Path
-    """Directory of the recipe."""
+    """Absolute directory of the recipe, to which paths in it are relative."""
     checkpoints: Mapping[str, Checkpoint]
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class _Assembly:
     """Shortened digest of a model config -> the name of the first step that produces this config."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
     lacks: dict[targets.Target, str] = field(default_factory=dict)
-    """Target -> what this machine lacks to build for it."""
+    """Target -> what this machine lacks for building for this target."""
 
     def add(self, variant: Variant) -> Product:
         checkpoint = self.checkpoints[variant.model.name]

@@ -47,7 +47,7 @@ _ADAPTED = (
 UNKNOWN_MEMORY = 4 << 30
 """Assumed upper bound in bytes for a step on a model whose config is not downloaded yet."""
 PROCESS_MEMORY = 300 << 20
-"""Bytes of memory of a process with NumPy, including a reserve."""
+"""Bytes of memory that a Python process with NumPy takes, including a reserve."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Checkpoint:
     label: str
     """Shortened digest of the config, which is part of the names of steps."""
     config: ModelConfig | None
-    """The model config; None while the checkpoint is not downloaded."""
+    """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
     """Name of the GGUF file in the directory of `node`; None for a checkpoint that is a directory."""
@@ -110,7 +110,7 @@ class Checkpoint:
 
     @cached_property
     def parameters(self) -> tuple[Param, ...]:
-        """Returns the parameters of the model; () while its config is unknown."""
+        """Returns the parameters (weights) of the model; () while its config is unknown."""
         return listed_parameters(self.config) if self.config is not None else ()
 
     @cached_property
@@ -278,7 +278,7 @@ class _Local:
 
     root: Path
     files: tuple[str, ...]
-    """Names of the checkpoint's files that steps read, relative to `root`."""
+    """Names, relative to `root`, of the checkpoint's files that steps read."""
     config: ModelConfig
     digest: str
     """Digest of the local model's config."""

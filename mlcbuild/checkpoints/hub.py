@@ -19,7 +19,7 @@ from typing import TypeVar
 from mlcbuild.errors import SourceError, UsageError
 
 ATTEMPTS = 3
-"""Number of attempts to reach the hub, one second apart."""
+"""Number of attempts to reach the hub for one query, one second apart."""
 NAME_LIMIT = 255
 """Maximum length in bytes of one component of a path, a limit of common filesystems."""
 

@@ -67,12 +67,12 @@ class _Change:
     """The change that one adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
-    """The left factor of the product: B [rows, rank], or A if `crossed`."""
+    """The left factor of the product that is added to the matrix: B [rows, rank], or A if `crossed`."""
     right: Tensor
-    """The right factor of the product: A [rank, columns], or B if `crossed`."""
+    """The right factor of the product that is added to the matrix: A [rank, columns], or B if `crossed`."""
     scale: np.float32
     crossed: bool
-    """True if the product of the factors is transposed before it is added."""
+    """True if the product of the factors is transposed before it is added to the matrix."""
     magnitude: Tensor | None
 
 

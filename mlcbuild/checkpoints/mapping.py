@@ -51,7 +51,7 @@ class Views:
     tensor.
     """
     adapted: View = dict
-    """Function of the tensors by transformers' names. Merges adapters."""
+    """The view that merges adapters into tensors. It receives and returns them by transformers' names."""
 
 
 PLAIN = Views()

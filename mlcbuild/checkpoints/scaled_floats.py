@@ -33,7 +33,7 @@ class _Scaled:
     weight: Tensor
     scale: Tensor
     block: tuple[int, int]
-    """Number of rows, and of columns, that share a scale."""
+    """Number of rows, and number of columns, of a block whose weights share a scale."""
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         rows = reader.values(self.weight, first, count)

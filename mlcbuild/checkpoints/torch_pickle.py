@@ -17,7 +17,7 @@ from mlcbuild_format.fields import printable
 MOST_OPCODES = 1_000_000
 """Maximum number of opcodes that are executed; a tensor takes about 35."""
 LARGEST = 32 << 20
-"""Maximum size of a pickle in bytes."""
+"""Maximum size in bytes of the pickle in a PyTorch file."""
 
 _TYPED_STORAGES: Mapping[str, str] = {
     "DoubleStorage": "F64",
@@ -65,7 +65,7 @@ class PickledStorage:
     """A member of a PyTorch file (a zip file), which holds the numbers of one or more tensors."""
 
     dtype: str
-    """The safetensors name of the dtype; "" if each tensor states its dtype."""
+    """The safetensors name of the dtype of the storage's numbers; "" if each tensor states its dtype."""
     member: str
     """Name, below `data/`, of the zip file's member with the numbers."""
 
@@ -315,4 +315,4 @@ _ACTIONS: Mapping[bytes, Callable[[_Machine], None]] = {
     b"Q": _Machine.storage,
     b"R": _Machine.call,
 }
-"""Opcode -> function that executes it on the machine."""
+"""Opcode of a pickle -> function that executes it on a machine."""

@@ -14,7 +14,7 @@ from typing import BinaryIO
 _END, _END64, _PLACE64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _MEMBER, _LOCAL = b"PK\1\2", b"PK\3\4"
 _LONGEST_TAIL = 22 + 0xFFFF
-"""Size in bytes of the end record with a comment of maximum length."""
+"""Maximum size in bytes of a zip file's end record, whose comment has at most 65,535 bytes."""
 LARGEST_DIRECTORY = 8 << 20
 """Maximum size in bytes of a central directory; a PyTorch file needs about 100 bytes for each tensor."""
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
@@ -32,11 +32,11 @@ class Member:
     """A member of a zip file, as the zip file's central directory describes it."""
 
     header: int
-    """Offset in bytes of the member's local header in the file."""
+    """Offset in bytes of the member's local header in the zip file."""
     size: int
     """Size of the zip file's member in bytes."""
     is_plain: bool
-    """True if the member is stored uncompressed and unencrypted."""
+    """True if the zip file's member is stored uncompressed and unencrypted."""
 
 
 def members(file: BinaryIO) -> dict[str, Member]:

@@ -87,7 +87,7 @@ def markdown(log: RunLog) -> str:
 
 
 def headline(log: RunLog) -> str:
-    """Returns a summary of the steps such as "4 built, 2 reused in 3.1 s"."""
+    """Returns a summary of a run's steps such as "4 built, 2 reused in 3.1 s"."""
     return f"{counts(log)} in {duration(log.seconds)}"
 
 

@@ -31,11 +31,11 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class CiJob:
-    """One job of a CI system."""
+    """One job of a CI system, which builds one variant or one shard."""
 
     name: str
     runner: str
-    """Label of the machine: `runs-on` on GitHub, a tag on GitLab."""
+    """Label of the machine that runs the job: `runs-on` on GitHub, a tag on GitLab."""
     key: str | None
     """Key of the last step of the job's variant; None while an input of it is not built, and for a shard."""
     reason: str
@@ -66,7 +66,7 @@ class Matrix:
     command: Command
     """The parts of the command line that all jobs of the matrix share."""
     shards: int | None = None
-    """Number of jobs that share all work; None: one job for each variant."""
+    """Number of CI jobs (shards) that share all work; None: one job for each variant."""
     labels: tuple[str, ...] = ()
     """Pairs TARGET=RUNNER of a recipe's target and the label of the CI runner for it; * stands for all
     targets.

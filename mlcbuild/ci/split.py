@@ -45,7 +45,7 @@ TRIFLE = 2_000
 """Milliseconds of work below which a shard repeats the work instead of waiting for another shard's result."""
 FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
-"""Largest file of durations in bytes."""
+"""Maximum size in bytes of a file of step durations."""
 _TRIED = 16
 """Maximum number of thresholds that are tried for keeping steps together; of more, evenly spaced ones are
 tried.
@@ -65,7 +65,7 @@ class StepShard:
     shards produce results.
     """
     milliseconds: int
-    """Milliseconds of work of this shard if no store holds any result."""
+    """Expected milliseconds of work of this shard if no store holds any result."""
 
 
 @dataclass(frozen=True)

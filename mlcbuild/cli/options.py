@@ -12,7 +12,7 @@ from mlcbuild.errors import UsageError
 
 Formats = ("github", "gitlab", "json")
 RECIPE = "recipe.yaml"
-"""The recipe file of a command line that names none."""
+"""Name of the recipe file that is used if the command line names none."""
 NAMES = (
     "a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), hf://org/model, "
     "oci://host/name:tag, or an installed model"
@@ -340,7 +340,7 @@ def names(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for a recipe and its variables to a parser."""
+    """Adds to a parser the arguments for a recipe, and for the recipe's variables."""
     parser.add_argument(
         "recipe",
         nargs="?",

@@ -252,7 +252,7 @@ class _Frame:
     container: dict[str, Data] | list[Data]
     where: Where
     key: str | None = None
-    """The key of the next value of the mapping; None for a list."""
+    """The key of the next value of the mapping; None in a list."""
     drop: bool = False
     """True if the next value of the mapping is discarded, because its key is a duplicate."""
     is_key: bool = False
@@ -261,7 +261,7 @@ class _Frame:
 
 @dataclass
 class _Builder:
-    """Builds plain data from the events of a YAML parser, without recursion."""
+    """Builds dictionaries, lists and scalars from the events of a YAML parser, without recursion."""
 
     file: str
     root: Data = None

@@ -39,7 +39,7 @@ class InstallOptions:
     """Options for building or downloading a bundle that is not installed yet."""
 
     root: Path
-    """Directory of the store."""
+    """Directory of the store in which the bundle will be kept."""
     scheme: str | None = None
     """Name of the quantization scheme to build with; None: a scheme that suits this machine is chosen."""
     note: Callable[[str], None] = lambda line: None
@@ -56,13 +56,13 @@ class InstalledModel:
     source: str
     """The model from which the bundle was made: absolute path of a checkpoint, or an address."""
     scheme: str = ""
-    """The scheme with which the bundle was built; "" for a downloaded bundle."""
+    """Name of the quantization scheme with which the bundle was built; "" for a downloaded bundle."""
     target: str = ""
     """The machine for which the bundle was built, as `machine_words` describes it; "" for a downloaded
     bundle.
     """
     choice: str = ""
-    """"default" if mlcbuild chose the scheme; "" if the user named it."""
+    """"default" if mlcbuild chose the bundle's quantization scheme; "" if the user named it."""
     files: Stats = field(default_factory=dict)
     """The stats of a local checkpoint's files when the bundle was built; empty for an address."""
 

@@ -34,7 +34,7 @@ class FirstRecipe:
     checkpoint: Path | None
     """The directory where the checkpoint is still missing; None if the model exists."""
     commands: tuple[str, ...]
-    """The commands that build the recipe."""
+    """The commands, as a user types them, that build the recipe."""
 
 
 def write(model: str) -> FirstRecipe:

@@ -38,7 +38,7 @@ class ModelConfig:
     ropes: tuple[Rope, ...]
     """Rotary embeddings of the model, to which layers refer by index."""
     norm: Norm
-    """The norm between the last layer and the output matrix."""
+    """The norm of the residual stream between the last layer and the output matrix."""
     tie_embeddings: bool = False
     embedding_scale: float = 1.0
     """Factor of the embedding, which does not apply to a tied output matrix (Gemma: sqrt(hidden_size),

@@ -72,7 +72,7 @@ class Experts:
     count: int
     chosen: int
     size: int
-    """Number of inner values (hidden units) of one expert."""
+    """Number of hidden units of one expert's feed-forward."""
     activation: Activation = "silu"
     router: Router = Router()
     bias: bool = False

@@ -122,7 +122,7 @@ class Common:
     count: int
     """Number of layers of the model."""
     model: ModelConfig
-    """The model without layers. Its last norm is `norm`."""
+    """The config of the model without its layers. Its last norm is `norm`."""
 
     def layer(self, **attention: Any) -> LayerSpec:
         """Returns a layer with a norm before each half. attention: fields to replace in its attention."""
@@ -182,13 +182,13 @@ class TensorRules:
     this family than LAYER and WHOLE list; or a function that returns this mapping for a config.
     """
     layers: str = "model.layers."
-    """Prefix of the names of layers' tensors, before the number of the layer."""
+    """Prefix of the names of layers' tensors in a checkpoint, before the number of the layer."""
     fused_heads: bool = False
     """True if one tensor holds, for each key-value head, its query heads, its key and its value."""
     transposed: tuple[str, ...] = ()
     """Parameters, by their names within a layer, whose matrices a checkpoint stores as [in, out]."""
     alternating: bool = False
-    """True if rows of gate and up alternate in the tensors of experts."""
+    """True if the rows of gate and up alternate in the checkpoint's tensors of experts."""
     unused: str = ""
     """Regular expression for names of tensors that no model of the family reads. {layers} stands for the
     number of layers, which is also the index of an additional layer for drafts that some checkpoints have.

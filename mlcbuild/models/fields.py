@@ -24,7 +24,7 @@ MOST_UNKNOWN = 50
 config.json.
 """
 LARGEST = 2**31 - 1
-"""Maximum integer that a field may hold: the largest index in a library."""
+"""Maximum integer that a field of config.json may hold: the largest index in a compiled library."""
 
 
 class Fields:

@@ -24,14 +24,14 @@ class LatentAttention:
 
     heads: int
     latent: int
-    """Number of values in the latent that is cached for a token."""
+    """Number of values in the latent vector that is cached for a token."""
     head_dim: int
     """Number of dimensions of a head's queries and keys that are not rotated."""
     rope_dim: int
     """Number of rotated dimensions of a head's queries, and of the key that all heads share."""
     value_dim: int
     scale: float
-    """Factor of the products of queries and keys before the softmax."""
+    """Factor by which the dot products of queries and keys are multiplied before the softmax."""
     eps: float
     """The eps of the RMS norms of the cached latents and of the latents of queries."""
     query_latent: int = 0
@@ -42,7 +42,7 @@ class LatentAttention:
     window: int | None = None
     """Number of most recent positions that a query attends to, including its own; None: all."""
     bias: bool = False
-    """True if the products that compute latents have biases."""
+    """True if the matrices that compute latents have biases."""
     output_bias: bool = False
 
     @property

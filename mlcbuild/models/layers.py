@@ -139,7 +139,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Norm | None = None
-    """Norm of queries and keys; None: they are not normalized."""
+    """The norm of queries and keys (QK-norm); None: they are not normalized."""
     softcap: float | None = None
     """The c in c * tanh(score / c), which limits attention scores; None: they are not limited."""
     qk_norm_span: HeadNorm = "head"
@@ -164,7 +164,7 @@ class Dense:
     """Number of inner values (hidden units) of the feed-forward: rows of gate and of up."""
     activation: Activation = "silu"
     bias: bool = False
-    """True if gate, up and down have biases."""
+    """True if the matrices gate, up and down have biases."""
     gated: bool = True
 
 
@@ -191,7 +191,7 @@ class Block:
     """The functions and names that other modules need of one kind of mixer or feed-forward."""
 
     kind: str
-    """The name of this kind of block in JSON."""
+    """The name of this kind of mixer or feed-forward in JSON."""
     parameters: Callable[[Any, int], Iterator[Param]]
     """Function of (block, hidden size) that yields the block's parameters, by their names within the layer,
     in stored order."""

@@ -25,7 +25,7 @@ _PART = "weight#"
 """Prefix under which this module stores the parts of a weight, such as `<module>.weight.absmax`."""
 _PER_127 = np.float32(1 / 127)
 _LARGEST_STATE = 4096
-"""Maximum bytes of the JSON text that describes a quantized matrix."""
+"""Maximum bytes of the JSON text with which bitsandbytes describes a 4-bit matrix."""
 
 
 @dataclass(frozen=True)

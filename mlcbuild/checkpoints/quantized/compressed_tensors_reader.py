@@ -50,7 +50,7 @@ class _Integers:
     bits: int
     groups: int
     is_dense: bool
-    """True if a code may cross the border of two words."""
+    """True if the bits of a code may be divided between two words."""
 
     def codes(self, reader: RowReader, first: int, count: int) -> Codes:
         packed = self.parts.get("weight_packed")
