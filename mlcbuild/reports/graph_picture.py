@@ -168,8 +168,8 @@ def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -
 
 
 def layout(graph: Graph) -> dict[str, Box]:
-    """Returns a position for each node such that no two overlap and every edge leads to the right. The lanes
-    of models, if there are several, lie below each other.
+    """Returns name of a step or source -> its position, such that none overlap and every edge leads to the
+    right. The lanes of models, if there are several, lie below each other.
     """
     layers, lane_of = _layers(graph), lanes(graph)
     rows: dict[str, float] = {}
@@ -236,8 +236,8 @@ def _neighbours(graph: Graph, names: Set[str]) -> dict[str, list[str]]:
 
 
 def _untangle(layers: list[list[str]], near: Mapping[str, list[str]]) -> None:
-    """Orders each layer by barycentre sweeps in both directions, using the neighbours already placed. near:
-    node -> its neighbours.
+    """Orders the nodes in each layer, in place, by barycentre sweeps in both directions, so that few edges
+    cross. layers: names of nodes; near: node -> its neighbours.
     """
     layer_of = {name: index for index, layer in enumerate(layers) for name in layer}
     place = {name: index / len(layer) for layer in layers for index, name in enumerate(layer)}
@@ -254,8 +254,8 @@ def _untangle(layers: list[list[str]], near: Mapping[str, list[str]]) -> None:
 
 
 def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[str, float]:
-    """Returns the vertical position of each node: near the mean of its neighbours, in the order of
-    its layer. near: node -> its neighbours.
+    """Returns name of a node -> vertical position, near the mean of its neighbours' and in the order of its
+    layer. near: node -> its neighbours.
     """
     pitch = _HEIGHT + _GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)
