@@ -65,7 +65,7 @@ export class Bundle {
     return new Bundle(base, manifestOf(parseJson(new Uint8Array(body), "bundle.json")), options);
   }
 
-  /** Adds the sizes of the files that will be read to the total of the progress. @param {Iterable<string>} paths */
+  /** Announces the files that will be read, so that progress has a total. @param {Iterable<string>} paths */
   plan(paths) {
     for (const path of paths) this.total += this.manifest.files.get(path).size;
   }
@@ -138,7 +138,7 @@ export class Bundle {
       + " build, so copy the bundle to its server again", "damaged"), { stored });
   }
 
-  /** Stores a part of a file in the browser; returns false, with a note in the progress, if the browser has no room for it. */
+  /** Stores a part; returns false, with a note in the progress, where the browser has no room for it. */
   async #keep(store, file, start, part) {
     try {
       await store.put(partUrl(file, start), new Response(part, { headers: { "Content-Length": String(part.length) } }));
@@ -154,7 +154,7 @@ export class Bundle {
     this.options.onProgress?.({ file, loaded, total: this.total, note: this.note, compiled: this.compiled });
   }
 
-  /** Reports, with the progress of loading, that `done` of `count` kernels are compiled. */
+  /** Adds to the progress that `done` of `count` kernels are compiled. */
   reportCompiled(done, count) {
     this.compiled = { done, count };
     this.#report(this.file);
@@ -248,7 +248,7 @@ function parseJson(bytes, path) {
   }
 }
 
-/** Returns the browser's storage for bundles (a Cache), or null where the browser has none, as in some private windows. */
+/** Returns the store, or null where the browser has none, as in some private windows. */
 async function openStore() {
   try {
     return (await globalThis.caches?.open(STORE)) ?? null;
@@ -291,7 +291,7 @@ export class WeightsReader {
     throw new EngineError(`${this.path}: ${reason}: build the bundle again`, "bad_weights");
   }
 
-  /** Reads the next bytes of the file, which begin at `offset`; an offset of 0 begins the file again. */
+  /** Takes the file's bytes in order; an offset of 0 begins anew. */
   async push(offset, bytes) {
     if (offset === 0) {
       this.header = new Uint8Array(0);

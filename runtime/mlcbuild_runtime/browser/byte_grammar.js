@@ -14,29 +14,29 @@ export function bytes(own) {
   return { kind: "bytes", has };
 }
 
-/** Returns a node that matches several nodes one after the other; a text among them stands for its UTF-8 bytes. */
+/** Returns a node for parts one after the other; a text stands for its UTF-8 bytes. */
 export const seq = (...parts) => ({ kind: "seq", parts: parts.flatMap((part) => (typeof part === "string" ? textBytes(part) : [part])) });
 
-/** Returns a node that matches what one of several nodes or texts matches. */
+/** Returns a node for one of several. */
 export const alt = (...choices) => ({ kind: "alt", choices: choices.map((own) => (typeof own === "string" ? seq(own) : own)) });
 
 export const optional = (own) => alt(seq(), own);
 
-/** Returns a node that matches `min` to `max` repetitions of another node, which must not match an empty text. */
+/** Returns a node for `min` to `max` repetitions of a node that is never empty. */
 export const repeat = (own, min = 0, max = Infinity) => ({ kind: "repeat", own, min, max, less: null });
 
-/** Returns a node that stands for another one. Its `target` may be set later, so that a grammar can be recursive. */
+/** Returns a node that stands for another one, which may be set later as its `target`. */
 export const reference = (target = null) => ({ kind: "reference", target });
 
 const textBytes = (text) => Array.from(new TextEncoder().encode(text), (byte) => bytes([[byte, byte]]));
 
-/** Returns the node for the repetitions that remain after one repetition of a `repeat` node. */
+/** Returns a repetition after one turn. */
 function turned(node) {
   if (node.min === 0 && node.max === Infinity) return node;
   return (node.less ??= repeat(node.own, Math.max(node.min - 1, 0), node.max - 1));
 }
 
-/** Returns whether a finite text matches a node. @param {Map<object, boolean>} known node -> answer; other references match none */
+/** Returns whether texts fit a node, if those fit that `known` says so of. @param {Map<object, boolean>} known */
 function canEnd(node, known) {
   if (known.has(node)) return known.get(node);
   known.set(node, false); // a node that needs itself
@@ -52,7 +52,7 @@ function canEnd(node, known) {
   return result;
 }
 
-/** Returns those of the reference nodes that no finite text matches. */
+/** Returns the references that no finite text fits. */
 export function endless(references) {
   const ends = new Set();
   for (let before = -1; before < ends.size; ) {
@@ -72,7 +72,7 @@ export class ByteGrammar {
     this.start = this.#state([this.#push(node, this.end)]);
   }
 
-  /** Returns the stack of nodes with `node` on top of the stack `next`; equal stacks are one object. */
+  /** Returns the stack with a node on top of `next`; equal stacks are one object. */
   #push(node, next) {
     let stack = next.above.get(node);
     if (!stack) next.above.set(node, (stack = { id: ++this.#count, node, next, above: new Map() }));
@@ -90,7 +90,7 @@ export class ByteGrammar {
     return state;
   }
 
-  /** Returns {moves, accepts} of a set of stacks: pairs [allowed next bytes, stack after them], and whether the text may end. */
+  /** Returns {moves, accepts}: [next bytes, stack behind them], and whether the text may end. */
   #expanded(stacks) {
     const seen = new Set(), left = [...stacks], moves = [];
     while (left.length) {
@@ -110,7 +110,7 @@ export class ByteGrammar {
     return { moves, accepts: seen.has(this.end) };
   }
 
-  /** Returns the state of the grammar after one more byte of the text, or null if the grammar does not allow the byte. */
+  /** Returns the state behind a byte, or null if the byte is not allowed. */
   step(state, byte) {
     let next = state.edges[byte];
     if (next === undefined) {

@@ -1,4 +1,4 @@
-/** Runs an engine in a worker, with the interface of the class Engine in engine.js. */
+/** An engine that computes in a worker, with the interface of the one in engine.js. */
 import { EngineError } from "./errors.js";
 
 let policy = null;
@@ -52,7 +52,7 @@ class WorkerEngine {
     for (const receive of this.#calls.values()) receive({ error: { message, code: "worker_ended" } });
   }
 
-  /** Sends a call of the engine to the worker; returns the result of the call. */
+  /** Sends a call; returns its result. */
   call(message, { onProgress, onChunk, signal } = {}) {
     signal?.throwIfAborted();
     const id = this.#next++;

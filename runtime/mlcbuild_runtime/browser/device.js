@@ -25,26 +25,26 @@ export async function findAdapter(options = {}) {
   return adapter;
 }
 
-/** Returns the limits of a GPU adapter. The alignment of offsets is always 256, which every device accepts. */
+/** Returns what an adapter can do; offsets stay multiples of 256, which every device takes. */
 export function limitsOf(adapter) {
   const limits = Object.entries(LIMITS).map(([name, own]) => [own, adapter.limits[name]]);
   return { ...GUARANTEED, ...Object.fromEntries(limits) };
 }
 
-/** Returns the name of a GPU adapter, for messages and the page. */
+/** Returns the name of an adapter for people. */
 export function describe(adapter) {
   const { vendor = "", architecture = "", description = "" } = adapter.info ?? {};
   return description || [vendor, architecture].filter(Boolean).join(" ") || "GPU";
 }
 
-/** Returns the number of pages, at most `most`, that each layer's KV cache can have on a device with these limits. */
+/** Returns the pages that a layer's cache can have on a device, `most` at most. */
 export function cachePages(program, most, limits) {
   const sizes = new Map([...program.sizes, ["pages", 1]]);
   const each = [...program.buffers.values()].filter((own) => own.kind === "cache").map((own) => evaluate(own.size, sizes));
   return Math.min(most, Math.floor(Math.min(limits.bindingBytes, limits.bufferBytes) / Math.max(1, ...each)));
 }
 
-/** Returns a table of rotary embeddings, float32 [rows, 2 * frequencies]: cosines, then sines, of angles rounded to float32. */
+/** Returns cosines and sines [rows, 2 * frequencies] of angles that are rounded to float32. */
 export function angles(rope) {
   const half = rope.invFreq.length, table = new Float32Array(rope.rows * 2 * half);
   const frequencies = Float32Array.from(rope.invFreq);
@@ -57,7 +57,7 @@ export function angles(rope) {
   return table;
 }
 
-/** A GPU program whose buffers are allocated on a device. `DeviceProgram.create` returns one. */
+/** A program whose buffers are allocated. `DeviceProgram.create` returns one. */
 export class DeviceProgram {
   /**
    * Allocates the buffers of a program; `compile` must end before the first `run`. Throws EngineError for a
@@ -141,7 +141,7 @@ export class DeviceProgram {
     await Promise.all([...this.program.kernels].map(compile));
   }
 
-  /** Writes bytes to a GPU buffer, at an offset that is a multiple of 4; waits while the GPU has too many bytes to copy. */
+  /** Writes bytes to a buffer, at an offset that is a multiple of 4; waits while too much is in flight. */
   async upload(name, offset, data) {
     this.write(name, data, offset);
     this.inFlight += data.byteLength;
@@ -151,7 +151,7 @@ export class DeviceProgram {
     }
   }
 
-  /** Writes int32 words to a GPU buffer, at an offset in bytes; calls that are executed later read them. */
+  /** Writes words to a buffer; calls that follow see them. */
   write(name, data, offset = 0) {
     this.#raise();
     this.device.queue.writeBuffer(this.buffers.get(name), offset, data);
@@ -203,7 +203,7 @@ export class DeviceProgram {
     return reads.map(([, , count]) => words.subarray(end, (end += count)));
   }
 
-  /** Waits until the browser reports that the GPU is lost, 0.2 s at most. */
+  /** Gives a loss of the device the time to be reported. */
   async #settle() {
     if (!this.lost) await Promise.race([this.device.lost, new Promise((resume) => setTimeout(resume, 200))]);
   }

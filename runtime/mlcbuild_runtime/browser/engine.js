@@ -16,7 +16,7 @@ const HEAD = ["head", ONE_ROW], GREEDY = ["greedy", ONE_ROW], TOP = ["top", ONE_
 const ADVANCE = ["advance", new Map([["n", 1]])];
 const DECODE = [["decode", new Map([["n", 1], ["f", 0]])], HEAD];
 const TOP_WORDS = 2 + 2 * 64;
-/** Largest vocabulary, in tokens, for which the whole row of logits is read from the GPU. */
+/** Up to so many tokens the whole row is read. */
 const SMALL_VOCABULARY = 256;
 
 /**
@@ -91,7 +91,7 @@ async function readWeights(bundle, program, device) {
   if (missing) throw new EngineError(`the weights lack '${missing.name}': build the bundle again`, "bad_weights");
 }
 
-/** The int32 inputs of a call of the GPU program, for one sequence, whose page i is page i of the KV cache. */
+/** The int32 inputs of a call for one sequence, whose page i is page i of the cache. */
 class InputBlock {
   constructor(program, pages) {
     const [, own] = [...program.buffers].find(([, buffer]) => buffer.kind === "inputs");
@@ -108,7 +108,7 @@ class InputBlock {
     this.words.set(values, start);
   }
 
-  /** Returns the int32 words to upload for new tokens, the first at `position`; the logits of the last one are computed. */
+  /** Returns the words to upload for tokens from `position` on, of which the last one's logits are computed. */
   fill(tokens, position) {
     const places = tokens.map((_, index) => position + index);
     this.set("count", [0]);
@@ -121,11 +121,11 @@ class InputBlock {
   }
 }
 
-/** Returns whether tokens are sampled from unchanged logits, without log-probabilities or a constraint. */
+/** Returns whether tokens are drawn from the logits as they are, and nothing but the token is needed. */
 const isPlain = (sampling) => !sampling.adjusts && sampling.logprobs === null && !sampling.matcher;
 
 export class Engine {
-  /** Creates an engine for a loaded bundle; applications call `loadEngine`. */
+  /** Use `loadEngine`. */
   constructor(bundle, program, tokenizer, device) {
     Object.assign(this, { bundle, program, tokenizer, device });
     this.context = Math.min(bundle.manifest.context, device.pages * bundle.manifest.pageSize);
@@ -198,13 +198,13 @@ export class Engine {
     return new TokenMatcher(grammar, this.sorted, vocabulary);
   }
 
-  /** Uploads the inputs of a call that computes new tokens, which follow those in the KV cache. */
+  /** Uploads the inputs of tokens behind those in the cache. */
   #upload(tokens) {
     this.device.write(this.inputBuffer, this.inputs.fill(tokens, this.cached.length));
     this.uploaded = tokens;
   }
 
-  /** Executes calls of the GPU program, and records that the KV cache then has the uploaded tokens. Returns the words of `read`. */
+  /** Executes calls, and notes that the keys and values of their tokens are in the cache. */
   async #run(calls, read) {
     const [words] = await this.device.run(calls, [read]);
     this.cached.push(...this.uploaded);
@@ -212,7 +212,7 @@ export class Engine {
     return words;
   }
 
-  /** Computes a prompt except its last part; returns the calls that compute this part and the logits of the last token. */
+  /** Computes a prompt but for its last part; returns the calls that compute this and its last logits. */
   async #prefill(prompt, signal) {
     let start = 0;
     while (start < prompt.length - 1 && this.cached[start] === prompt[start]) start += 1;
@@ -229,7 +229,7 @@ export class Engine {
     }
   }
 
-  /** Executes decode steps with the most likely tokens in one submit, in which the GPU passes each token to the next step. */
+  /** Takes greedy steps in one submit, where the GPU passes each token to the next step. */
   async #greedy(calls) {
     const isPrompt = calls !== DECODE, count = isPrompt ? 1 : Math.min(SUBMIT, this.context - this.cached.length);
     const all = Array.from({ length: count }, () => [...calls, GREEDY, ADVANCE]).flat();

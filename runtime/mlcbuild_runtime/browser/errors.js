@@ -1,4 +1,4 @@
-/** The error that this package throws; its message is one sentence for people. */
+/** The error of everything that this package refuses; its message is one sentence for people. */
 export class EngineError extends Error {
   /** @param {string} message @param {string} code a word for programs, such as "quota" or "device_lost" */
   constructor(message, code = "engine_error") {

@@ -38,13 +38,13 @@ const UTF8 = {
   f0: [[0x90, 0xbf, "two"]],
   f4: [[0x80, 0x8f, "two"]],
 };
-/** Returns a grammar node for the rest of a character's UTF-8 bytes, from `place` within the character on. */
+/** Returns a node for the bytes of a character from a place on. */
 const character = (place) => (place === "end" ? seq() : alt(...UTF8[place].map(([low, high, next]) => seq(bytes([[low, high]]), character(next)))));
 const HEX = bytes("0123456789abcdefABCDEF");
 const ESCAPE = seq("\\", alt(bytes('"\\bfnrt'), seq("u00", alt(seq(bytes("01"), HEX), seq("7", bytes("fF"))))));
 const LETTERS = repeat(alt(character("start"), ESCAPE));
 
-/** Returns a grammar node for an object's key, after its opening quote, that is not among `names`. */
+/** Returns a node for a key, behind its quote, that is none of some names. */
 function otherKey(names, path) {
   const root = new Map();
   for (const name of names) {
@@ -75,7 +75,7 @@ function keyFrom(names, place) {
 const objectOf = (members) => seq("{", SPACE, ...members.flatMap((own, index) => (index ? [COMMA, own] : [own])), members.length ? SPACE : seq(), "}");
 const member = (key, value) => seq(key, SPACE, ":", SPACE, value);
 
-/** Returns a grammar node for one given JSON value, which allows white space where other values allow it. */
+/** Returns a node for one JSON value, with white space where other values have it. */
 function literal(value) {
   if (Array.isArray(value)) return seq("[", SPACE, ...value.flatMap((own, index) => (index ? [COMMA, literal(own)] : [literal(own)])), value.length ? SPACE : seq(), "]");
   if (value && typeof value === "object") return objectOf(Object.entries(value).map(([key, own]) => member(seq(JSON.stringify(key)), literal(own))));
@@ -98,7 +98,7 @@ class Translation {
     this.any.target = alt(...TYPES.map((type) => this[type]({}, path)));
   }
 
-  /** Returns a grammar node for the JSON values that a schema accepts. @param {string} path the schema's place, for errors */
+  /** Returns a node for the values that a schema accepts. @param {string} path where it is, for errors */
   value(schema, path) {
     if (schema === true) return this.any;
     if (!isObject(schema)) refuse(path, `a schema must be an object or true here, found ${shown(schema)}`);
@@ -144,7 +144,7 @@ class Translation {
     return own;
   }
 
-  /** Returns [minimum, maximum] from the keywords `least` and `most` of a schema. Throws EngineError for invalid ones. */
+  /** Returns two limits as numbers. */
   #limits(schema, least, most, path) {
     const [min, max] = [schema[least] ?? 0, schema[most] ?? Infinity];
     for (const [key, value] of [[least, min], [most, max]])
@@ -192,7 +192,7 @@ class Translation {
   null = () => seq("null");
 }
 
-/** Returns [the JSON schema that `response_format` states, its place, for errors]. Throws EngineError for other values. */
+/** Returns the schema that `response_format` states, and its place. Throws EngineError for other values. */
 function schemaOf(format) {
   if (format?.type === "json_schema" && (isObject(format.json_schema?.schema) || typeof format.json_schema?.schema === "boolean"))
     return [format.json_schema.schema, `${FIELD}.json_schema.schema`];

@@ -24,7 +24,7 @@ const LETTERS = (() => {
 const BYTES = new Map(LETTERS.map((letter, byte) => [letter, byte]));
 const encoder = new TextEncoder();
 
-/** Returns the steps of a normalizer, pre-tokenizer or decoder in tokenizer.json: itself, or the members of a sequence. */
+/** Returns the steps of a normalizer, pre-tokenizer or decoder, which may be a sequence of such. */
 function steps(own, key) {
   if (!own) return [];
   return own.type === "Sequence" ? own[key].flatMap((each) => steps(each, key)) : [own];
@@ -61,7 +61,7 @@ const NORMALIZERS = {
 
 const byteLetters = (text) => Array.from(encoder.encode(text), (byte) => LETTERS[byte]).join("");
 
-/** Returns [part, whether the regular expression matches it] for each part of a text: its matches, and what is between them. */
+/** Returns the parts of a text that an expression cuts, each with whether the expression matches it. */
 function cut(text, expression) {
   const parts = [];
   let end = 0;
@@ -75,7 +75,7 @@ function cut(text, expression) {
   return parts;
 }
 
-/** Returns the parts of a text, split at the matches of a regular expression. @param {string} behavior of matches, as in tokenizer.json */
+/** Splits a text at matches, which are treated as `behavior` says. */
 function split(text, expression, behavior, invert = false) {
   const parts = cut(text, expression).map(([part, matches]) => [part, matches !== invert]);
   const joined = [];
@@ -93,7 +93,7 @@ function split(text, expression, behavior, invert = false) {
   return joined;
 }
 
-/** Type of a pre-tokenizer -> function that returns, for its settings, a function: (text, whether it begins the prompt) -> its parts. */
+/** Each returns a function from [text, whether it is the text's start] to its parts. */
 const PRE_TOKENIZERS = {
   ByteLevel: ({ add_prefix_space: prefix, use_regex: cuts = true }) => {
     const expression = translated(BYTE_LEVEL);

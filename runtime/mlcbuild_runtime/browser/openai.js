@@ -42,7 +42,7 @@ function messagesOf(value) {
   });
 }
 
-/** Returns the checked fields of a request; absent ones have their defaults. @param {object} defaults sampling defaults of the bundle */
+/** Returns a request with its defaults, checked. @param {object} defaults sampling defaults of the bundle */
 function checked(request, defaults, vocab) {
   const unknown = Object.keys(request).find((field) => !FIELDS.includes(field));
   if (unknown) throw new EngineError(`unknown field '${unknown}': this engine knows ${FIELDS.join(", ")}`, "bad_request");
@@ -85,7 +85,7 @@ function checked(request, defaults, vocab) {
 }
 
 
-/** The chat interface of an engine, `engine.chat`, with the names of OpenAI's client. */
+/** engine.chat */
 export class Chat {
   constructor(engine) {
     this.completions = { create: (request) => this.create(request, engine) };
@@ -105,7 +105,7 @@ export class Chat {
   }
 }
 
-/** Yields the parts of an answer as {text, logprobs}, and at its end {finish, usage}: finish reason, numbers of tokens. */
+/** Yields {text, logprobs} and at last {finish, usage}. */
 async function* answer(engine, prompt, own) {
   own.signal?.throwIfAborted();
   const stream = engine.tokenizer.stream(own.stop, true);

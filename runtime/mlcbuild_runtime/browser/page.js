@@ -20,7 +20,7 @@ function status(text) {
 
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
-/** Returns a text about the progress of loading: bytes and kernels. Weights are read while kernels are compiled. */
+/** Says what has come and what is ready; weights are read while kernels are compiled. */
 function progressText({ file, loaded, total, compiled }) {
   const bytes = `${file}: ${megabytes(loaded)} of ${megabytes(total)}`;
   if (!compiled || compiled.done === compiled.count) return bytes;

@@ -69,7 +69,7 @@ function parsed(data) {
   return model;
 }
 
-/** The vocabulary and the algorithm of a tokenizer.model, without the tokens that other files add. */
+/** The model of a tokenizer.model, without added tokens. */
 class PieceModel {
   constructor(model) {
     Object.assign(this, model);

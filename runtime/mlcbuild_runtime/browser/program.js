@@ -162,7 +162,7 @@ function variants(value, where, sizes) {
   });
 }
 
-/** A GPU program that `parse` has read. Sizes are Maps: name -> value. */
+/** A program that `parse` has read. Sizes are Maps of name -> value. */
 export class Program {
   constructor(fields) {
     Object.assign(this, fields);
@@ -174,7 +174,7 @@ export class Program {
     return this.functions.get(name)?.find(fits) ?? refuse(`the program has no variant of '${name}' for this call`);
   }
 
-  /** Returns name -> size in bytes of every buffer and parameter, for a KV cache of `pages` pages. */
+  /** Returns name -> bytes of every buffer and parameter, with a cache of so many pages. */
   bytes(pages) {
     const sizes = new Map([...this.sizes, ["pages", pages]]);
     const rounded = (size) => Math.max(4, Math.ceil(size / 4) * 4);
@@ -191,7 +191,7 @@ export class Program {
   }
 }
 
-/** Returns the Program that a JSON document describes. Throws EngineError for an invalid one. */
+/** Returns the Program that a JSON document describes. Throws EngineError, in one sentence. */
 export function parse(document) {
   if (document?.format !== FORMAT) refuse(`'format' must be '${FORMAT}', found ${shown(document?.format)}`);
   const top = object(document, "the document", [
@@ -250,12 +250,12 @@ function crossCheck(program) {
   }
 }
 
-/** Returns a Map: name of a kernel's scalar -> its value in a launch, for a call of these sizes, in the kernel's order. */
+/** Returns the scalars of a launch in a call of these sizes, as a Map in the kernel's order. */
 export function scalarValues(kernel, own, sizes) {
   return new Map(kernel.scalars.map((name, index) => [name, evaluate(own.scalars[index], sizes)]));
 }
 
-/** Throws EngineError unless every launch of a GPU program stays within its buffers and the device's limits. */
+/** Throws EngineError unless every launch keeps within its buffers and the device's limits. */
 export function check(program, pages, device = GUARANTEED) {
   const present = program.bytes(pages);
   for (const [name, size] of present)

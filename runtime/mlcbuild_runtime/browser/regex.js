@@ -24,7 +24,7 @@ class Translator {
       "bad_tokenizer");
   }
 
-  /** Reads the text at the current position that a sticky expression matches; returns the match, or null if there is none. */
+  /** Moves behind the text of a sticky expression and returns its match; null where it does not match. */
   take(expression) {
     expression.lastIndex = this.at;
     const match = expression.exec(this.pattern);
@@ -32,7 +32,7 @@ class Translator {
     return match;
   }
 
-  /** Appends an atom, to which a quantifier may apply, to the translated expression. */
+  /** Adds a whole atom, which a quantifier may follow. */
   add(text) {
     this.atom = this.out.length;
     this.out += text;
@@ -43,7 +43,7 @@ class Translator {
     else this.add(SYNTAX.includes(letter) ? `\\${letter}` : letter);
   }
 
-  /** Reads an escape and returns its translation. @param {boolean} inClass whether it is inside of square brackets */
+  /** Returns an escape, as it stands inside of a class or outside. */
   escape(inClass) {
     const property = this.take(/\\([pP])\{(\^?)([A-Za-z_]+)\}/y);
     if (property) {

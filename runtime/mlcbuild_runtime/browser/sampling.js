@@ -34,7 +34,7 @@ export function draw(logits, params, random) {
   return pick(Float64Array.from(logits, (logit) => logit - logits[best]), params, random, null);
 }
 
-/** Returns the index of a sampled token. below: each logit minus the largest one; total: sum of all weights if tokens are missing. */
+/** Returns an index into logits minus the largest one. total: of all weights, where some are left out. */
 function pick(below, params, random, total) {
   let bound = params.drop;
   if (params.topK > 0 && params.topK < below.length) bound = Math.max(bound, largest(below, params.topK));
@@ -53,7 +53,7 @@ function pick(below, params, random, total) {
   return weights.length - 1;
 }
 
-/** Returns the `place`-th largest value. @param {Float64Array} values @param {number} place 1 for the largest one */
+/** Returns the value at a place in descending order. @param {Float64Array} values @param {number} place from 1 */
 const largest = (values, place) => values.slice().sort()[values.length - place];
 
 /**
@@ -148,7 +148,7 @@ export class RandomNumbers {
     this.state = (this.state * 0x2360ed051fc65da44385df649fccf645n + this.increment) & M128;
   }
 
-  /** Returns the next random number in [0, 1). */
+  /** Returns the next number. */
   next() {
     this.#step();
     const word = ((this.state >> 64n) ^ this.state) & M64, turn = this.state >> 122n;

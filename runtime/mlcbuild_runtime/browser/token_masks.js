@@ -35,7 +35,7 @@ export class TokenMatcher {
     Object.assign(this, { grammar, sorted, vocabulary, state: grammar.start });
   }
 
-  /** Returns a Uint8Array: 1 for each token that may come next, else 0; end-of-sequence tokens may where the text is complete. */
+  /** Returns 1 for each token that may come next, else 0; end-of-sequence tokens where the text is complete. */
   mask() {
     let mask = this.#masks.get(this.state);
     if (!mask) {
@@ -73,7 +73,7 @@ export class TokenMatcher {
     for (let token = 0; token < logits.length; token++) if (!mask[token]) logits[token] = -Infinity;
   }
 
-  /** Appends a token to the answer; the mask must allow it. */
+  /** Appends a token that the mask allows. */
   take(token) {
     if (this.sorted.ends.includes(token)) return;
     for (const byte of this.vocabulary.tokenBytes(token)) this.state = this.grammar.step(this.state, byte);

@@ -11,7 +11,7 @@ export function tokenizerFiles(has) {
   return FILES.filter((path) => has(path) && !(path === "tokenizer.model" && has("tokenizer.json")));
 }
 
-/** Returns name of a special token, such as bos_token -> its text, from a tokenizer's config. */
+/** Returns name (bos_token, ...) -> its text. */
 function specialTokens(config) {
   const texts = Object.entries(config).map(([name, value]) => [name, value?.content ?? value]);
   return new Map(texts.filter(([name, text]) => name.endsWith("_token") && typeof text === "string"));
@@ -84,12 +84,12 @@ export class TextStream {
     this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   }
 
-  /** Adds a token of the answer; returns the new text that later tokens cannot change. */
+  /** Adds a token; returns the text that is certain now. */
   push(token) {
     return this.#take(this.decoder.decode(this.vocabulary.tokenBytes(token), { stream: true }));
   }
 
-  /** Returns the text that was held back when the last token arrived. */
+  /** Returns the remaining text when no more tokens come. */
   finish() {
     let text = this.#take(this.decoder.decode());
     if (!this.stopped) [text, this.held] = [text + this.held, ""];

@@ -1,4 +1,4 @@
-/** Runs an engine in a worker, so that the page stays responsive; client.js sends it the calls of the page. */
+/** The engine in a worker of its own, so that a page stays responsive; client.js is its other side. */
 import { loadEngine } from "./engine.js";
 
 let engine = null;
