@@ -1,4 +1,6 @@
-"""Compiles a library for any device: checks the request, runs TVM in a child process, and links."""
+"""Compiles a model's library for any device: checks the request, runs TVM in a child process, and links the
+objects.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,22 @@ TIMEOUT = 3600
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The programs and checks of one device that building a library needs. The code generator itself runs in
-    the child process.
+    """The parts of a compilation that depend on the device: the code generator's module, which runs in a
+    child process, and the linker.
     """
 
     child: str
-    """Name of the module whose `main` runs in the child process."""
+    """Dotted name of the module whose function `main` is run in the child process."""
     check: Callable[[Target], object]
-    """Function that raises SetupError if this machine cannot link for a target."""
+    """Function that raises SetupError if this machine has no linker for a target."""
     link: Callable[[Sequence[Path], Path, Target], None]
 
 
 def compile_library(
     params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path, toolchain: Toolchain
 ) -> None:
-    """Writes model.so, model.dylib or model.o, and library.json, into `out`.
+    """Compiles a library and writes it (model.so, model.dylib or model.o) and its metadata library.json into
+    the directory `out`. Prints slow kernels to standard error.
 
     params has scheme, target and limits as JSON (a null context_window means the model's maximum), and
     inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit, the
@@ -69,8 +72,10 @@ def library_name(target: Target) -> str:
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Compiles the request in `directory` in a child process, for at most `seconds`. module: the child's
-    module. Raises CompileError, or the error that the child reported.
+    """Compiles `directory`/request.json in a child process, and stops it after `seconds`. module: dotted name
+    of the module whose function `main` the child runs.
+
+    Raises CompileError if the child crashes or takes too long, or the error that it wrote to error.json.
     """
     command = [sys.executable, "-c", f"from {module} import main; main()", str(directory)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}

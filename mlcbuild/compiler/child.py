@@ -27,10 +27,12 @@ OBJECTS, METADATA, PHASE, ERROR = "objects.json", "library.json", "phase", "erro
 
 
 def main(backend: Callable[[], Build]) -> None:
-    """Compiles the request in the directory argv[1].
+    """Runs the child process: compiles request.json in the directory named by sys.argv[1], and writes
+    objects.json, a list of object files, there. For an MlcbuildError it writes error.json and exits with code
+    1.
 
-    backend: imports the compiler of a device, and returns a function that writes files into a directory,
-    reports the name of each phase before it starts, and returns the object files.
+    backend: function that imports a device's code generator and returns the function that compiles: (request
+    as JSON, directory, callback that receives the name of each phase) -> object files.
     """
     directory = Path(sys.argv[1])
     request: dict[str, Json] = json.loads((directory / "request.json").read_text())

@@ -1,4 +1,4 @@
-"""Reads and checks everything that determines the bytes of a library, from a step's parameters."""
+"""Reads and checks a request to compile a library: model, quantization scheme, target and limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """Everything that determines the bytes of a library."""
+    """A request to compile a library: everything that determines the bytes of its code, except versions of
+    tools.
+    """
 
     config: ModelConfig
     scheme: Storage
@@ -31,7 +33,7 @@ class CompileRequest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:
-        """Returns the request that `to_json` returned."""
+        """Returns the request that a JSON object describes: the inverse of to_json."""
         return cls(
             models.from_json(data["config"]),
             quant.from_json(data["scheme"]),
@@ -49,11 +51,11 @@ class CompileRequest:
 
 
 def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> CompileRequest:
-    """Returns the request of a step that compiles a library.
+    """Returns the request that the parameters of a build step describe, after checking it.
 
-    `params` has target and limits as JSON (a null context_window stands for the model's own) and the
-    scheme, as quant.choice reads it; inputs["config"] is the directory with the converted config.json. Raises
-    CompileError if a limit or the target prevents the library, CheckpointError for an invalid config.
+    params: target and limits as JSON (a null context_window stands for the model's maximum), and the scheme
+    as quant.choice.scheme_of reads it. inputs["config"]: directory with the converted config.json. Raises
+    CompileError with all problems of limits, target and overrides, CheckpointError for an invalid config.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_text()))
     request = CompileRequest(
@@ -67,14 +69,18 @@ def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Comp
 
 
 def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
-    """Returns the limits of a library. A null context window becomes the model's maximum."""
+    """Returns the limits of a library for a model. requested: name of a limit -> value; a null context_window
+    becomes the model's maximum, and prefill_chunk is at most the context window.
+    """
     window = models.context_window(config, requested["context_window"])
     chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
     return Limits(window, min(chunk, window), max_batch)
 
 
 def _check(request: CompileRequest) -> None:
-    """Raises CompileError with all problems of a request to compile a library, before compiling."""
+    """Raises one CompileError with all problems of a request: limits below 1 or beyond the model's positions,
+    a target without shared libraries, overrides without effect.
+    """
     config, limits, target = request.config, request.limits, request.target
     faults = [
         f"compile.{name} must be at least 1, found {value}"

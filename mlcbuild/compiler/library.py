@@ -23,14 +23,17 @@ from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
 MakeOps = Callable[[ModelConfig, Storage, Target], Ops]
-"""Constructor of a backend: function of (model, scheme, target) that returns the operations of the target's
-device.
+"""Constructor of a backend: function of (model, quantization scheme, target) that returns the operations by
+which the target's device computes a program.
 """
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops: MakeOps) -> list[Path]:
-    """Compiles a request, writes its object files and library.json into `directory`, and returns the object
-    files. data: a CompileRequest as JSON; mark: called with the name of each phase.
+    """Compiles a request, writes object files and library.json into `directory`, and returns the paths of the
+    object files.
+
+    data: a CompileRequest as JSON. mark: callback that receives the name of each phase when it starts.
+    make_ops: constructor of the device's operations.
     """
     versions.check()
     request = CompileRequest.from_json(data)
@@ -51,8 +54,8 @@ def _code(decoder: Decoder, memory: LibraryMemory) -> LibraryCode:
 
 
 def estimate(decoder: Decoder, mod: IRModule) -> LibraryMemory:
-    """Returns the memory that a library needs. mod: the module whose buffers are planned for the library's
-    limits.
+    """Returns the memory that a library needs for its limits, in bytes by purpose. mod: the library's module
+    after memory planning.
     """
     page = decoder.ops.cache.page_bytes
     return LibraryMemory(

@@ -1,4 +1,6 @@
-"""Writes the metadata of a library, library.json: its origin, the tensors that it takes, what it needs."""
+"""Describes a compiled library as JSON, in library.json: model and scheme, the tensors that it takes, kernels
+and memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class LibraryMemory:
 
 @dataclass(frozen=True)
 class LibraryCode:
-    """The properties of the compiled code of a library that a backend made for a request."""
+    """The properties of compiled code that the metadata of a library describes."""
 
     format: str
     """Format of the metadata: LIBRARY in mlcbuild_format/versions.py, or FORMAT of a GPU program."""
@@ -48,7 +50,9 @@ class LibraryCode:
 
 
 def describe(request: CompileRequest, code: LibraryCode) -> str:
-    """Returns the text of library.json, without a line break at its end."""
+    """Returns the text of library.json for a request and its compiled code: one line of JSON with sorted
+    keys, without a line break at its end.
+    """
     metadata: dict[str, Json] = {
         "format": code.format,
         "config": models.to_json(request.config),

@@ -1,4 +1,6 @@
-"""Turns a module of kernels into object files, and lists all compiler passes in order."""
+"""Runs compiler passes and code generation, from a program in TVM's IR to object files, and lists the passes
+in order.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Mark = Callable[[str], None]
 """A callback that receives the name of each phase when it starts."""
 
 Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]
-"""Pairs (description, constructor of the pass), in order. A pass is constructed where it runs."""
+"""Compiler passes in order, as pairs (description, function that constructs the pass). A pass is constructed
+just before it runs.
+"""
 
 PLAN: Phases = (
     ("check that kernels compute everything", lambda: kernels_only),
@@ -48,8 +52,8 @@ LOWER: Phases = (
 
 
 def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
-    """Applies compiler passes in order and returns the module. mark: called with each pass's description.
-    Raises CompileError if a pass yields an ill-formed module.
+    """Applies compiler passes to a module in order and returns the result. mark: callback that receives the
+    description of each pass before it runs. Raises CompileError if a pass yields an ill-formed module.
     """
     with target:
         for name, make in phases:
@@ -63,8 +67,8 @@ def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModul
 
 
 def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kernels: Phases) -> list[Path]:
-    """Compiles a module to two object files, the kernels' machine code and the virtual machine's program, and
-    returns their paths.
+    """Compiles a lowered module to object files in `directory`, the kernels' machine code and the program of
+    TVM's virtual machine, and returns their paths. kernels: the compiler passes for kernels.
     """
     mark("generate machine code")
     executable = relax.build(mod, target, relax_pipeline=None, tir_pipeline=kernel_pipeline(kernels))
@@ -79,8 +83,8 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 
 def kernel_pipeline(kernels: Phases) -> str:
-    """Registers the kernels' passes, followed by TVM's final passes, with TVM, and returns the name under
-    which TVM finds them.
+    """Registers the passes `kernels`, followed by TVM's final passes, as a pipeline of TVM, and returns the
+    pipeline's name for relax.build.
     """
 
     def passes() -> tuple[transform.Pass, Callable[[], transform.Pass], Callable[[], transform.Pass]]:

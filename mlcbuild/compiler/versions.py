@@ -1,4 +1,6 @@
-"""Names the versions of the programs that determine a library's bytes. This module does not import TVM."""
+"""Returns and checks the versions of TVM and LLVM, which determine a library's bytes. This module does not
+import TVM.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def _installed() -> str:
 
 
 def compiler() -> dict[str, str]:
-    """Returns the versions of TVM and its LLVM. Raises SetupError if TVM is not installed."""
+    """Returns name -> version of the compiler's programs: TVM's package, which must be installed, and the
+    LLVM inside it. Raises SetupError if TVM is not installed.
+    """
     try:
         return {"apache-tvm": _installed(), "llvm": LLVM}
     except metadata.PackageNotFoundError:
@@ -26,7 +30,9 @@ def compiler() -> dict[str, str]:
 
 
 def check() -> None:
-    """Raises SetupError, in the child process, if TVM's LLVM is not the version that cache keys name."""
+    """Raises SetupError if the LLVM inside the installed TVM has another major version than cache keys
+    assume. It imports TVM, so only the compiler's child process calls it.
+    """
     from tvm.target.codegen import llvm_version_major
 
     carried = str(llvm_version_major())

@@ -1,1 +1,1 @@
-"""Passes over a library's module that TVM does not have."""
+"""Compiler passes for a library's module, in addition to those of TVM."""

@@ -1,7 +1,6 @@
-"""A check that only finished kernels compute.
+"""A compiler pass that rejects modules in which anything but scheduled kernels computes.
 
-TVM would otherwise legalise a remaining operation to unscheduled loops: correct, and a hundred times too
-slow.
+TVM would otherwise lower a remaining operation to unscheduled loops: correct, and a hundred times too slow.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ ALLOWED = frozenset(
         "relax.builtin.alloc_tensor",
     }
 )
-"""Operations that call a kernel, rename memory or allocate it."""
+"""Names of the Relax operations that a module may contain: they call a kernel, allocate memory, or view it in
+another shape.
+"""
 
 
 def kernels_only(mod: IRModule) -> IRModule:
-    """Returns `mod` unchanged. Raises CompileError, naming operations without a kernel and unscheduled
-    kernels."""
+    """Returns `mod` unchanged. Raises CompileError, which lists all of them, if Relax functions contain
+    operations without a kernel or if a kernel has no schedule.
+    """
     faults: set[str] = set()
     for name, function in sorted(mod.functions.items(), key=lambda item: str(item[0].name_hint)):
         if isinstance(function, PrimFunc) and not function.attrs.get("tirx.is_scheduled", False):

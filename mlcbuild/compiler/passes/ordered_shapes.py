@@ -1,7 +1,7 @@
-"""A pass that makes the functions that compute shapes the same in every process.
+"""A compiler pass that orders the computation of tensor dimensions, so that each build has the same bytes.
 
-TVM collects the dimensions that one function computes in a set of addresses, so their order differs from
-process to process, and with it the library's bytes, once a function computes two of them.
+TVM collects the dimensions that one function computes in a set ordered by memory addresses, so their order
+differs from process to process, and with it the library's bytes, once a function computes two of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from tvm.tirx import BufferStore, PrimFunc, SeqStmt
 
 
 def ordered_shapes(mod: IRModule) -> IRModule:
-    """Sorts the stores of each function that computes shapes by their places in the heap of shapes. It runs
-    after shapes are computed.
+    """Sorts the stores of dimensions in each function that TVM generated to compute shapes by their index in
+    the shape heap; returns `mod`, changed in place. It runs after TVM's pass VMShapeLower.
 
-    Such a function reads dimensions that were stored before it is called, and none that it stores.
+    The order of stores does not matter: such a function reads only dimensions that were stored before its
+    call.
     """
     for name, function in mod.functions.items():
         if isinstance(function, PrimFunc) and _computes_shapes(function):
@@ -24,8 +25,8 @@ def ordered_shapes(mod: IRModule) -> IRModule:
 
 
 def _computes_shapes(function: PrimFunc) -> bool:
-    """Returns True if a function of TVM's virtual machine stores several dimensions in the heap of shapes,
-    its only parameter.
+    """Returns True if TVM generated a function to compute tensor dimensions, and it stores more than one in
+    the shape heap, its only parameter.
     """
     is_host = bool((function.attrs or {}).get("tirx.is_host_func", False))
     body = function.body

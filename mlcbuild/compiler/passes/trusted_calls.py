@@ -1,9 +1,9 @@
-"""A pass that removes redundant argument checks from a library's functions.
+"""A compiler pass that removes redundant argument checks from a library's functions.
 
-The virtual machine's entry code checks the type and shape of every argument of every function: for a program
-of thirty layers that is thousands of checks per token. This pass keeps them only in the functions that others
-call, and only for what differs between calls: weights are checked once, when they are loaded, and a library's
-functions call each other with arguments that were checked before.
+TVM's virtual machine checks type and shape of every argument at the start of every function: for a model of
+thirty layers that is thousands of checks per token. This pass keeps them only in exported functions, and
+there not for weights, which are checked once, when they are loaded. A library's functions call each other
+with arguments that were checked before.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _MATCH, _HEAP = "vm.builtin.match_shape", "vm.builtin.alloc_shape_heap"
 _READERS = {"vm.builtin.make_shape", "vm.builtin.make_prim_value"}
 _WITH_CONTEXT = Op.get("relax.call_builtin_with_ctx")
 _STORE = 1
-"""The code with which TVM's `match_shape` stores a dimension (MatchShapeCode::kStoreToHeap); other codes
-compare.
+"""The code (MatchShapeCode::kStoreToHeap) by which TVM's `match_shape` stores a dimension in the shape heap;
+other codes compare dimensions.
 """
 
 
 def trusted_calls(mod: IRModule) -> IRModule:
-    """Removes redundant checks of arguments from a module, and the values that nothing uses afterwards. It
-    runs after shapes are computed and before functions are named."""
+    """Removes redundant checks of arguments from all Relax functions of a module, and the values that nothing
+    uses afterwards; returns `mod`, changed in place. It runs after VMShapeLower and before
+    AttachGlobalSymbol.
+    """
     for name, function in mod.functions.items():
         if isinstance(function, Function):
             mod.update_func(name, _lean(function))
@@ -48,8 +50,8 @@ def _lean(function: Function) -> Function:
 
 
 def _name(value: Expr) -> str | None:
-    """Returns the name of the runtime function that a bound expression calls; None if the expression calls
-    none.
+    """Returns the name of the external function that a Relax expression calls, directly or with the virtual
+    machine's context; None for other expressions.
     """
     if not isinstance(value, relax.Call):
         return None
@@ -67,28 +69,32 @@ def _needless(value: Expr, checked: set[Var]) -> bool:
 
 
 def _reads_heap(value: Expr, checked: set[Var]) -> bool:
-    """Returns True if an expression reads stored dimensions from the heap of shapes, or compares them for a
-    caller.
+    """Returns True if a Relax expression needs the shape heap, where the virtual machine stores dimensions:
+    it reads a dimension, or matches the shape of an argument in `checked`, those whose checks are kept.
     """
     name = _name(value)
     return name in _READERS or (name == _MATCH and value.args[0] in checked)
 
 
 def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
-    """Returns the bindings of a function without the stores of dimensions that nothing reads."""
+    """Returns a Relax function's bindings without the shape heap and everything that refers to it. Nothing
+    may read a dimension from the heap.
+    """
     heaps = {binding.var for binding in bindings if _name(binding.value) == _HEAP}
     return [b for b in bindings if b.var not in heaps and not heaps & set(relax.analysis.free_vars(b.value))]
 
 
 def _codes(arguments: Sequence[Expr]) -> list[int]:
-    """Returns the codes, one for each dimension, of a call of TVM's `match_shape(value, heap, rank, code,
-    operand, code, operand, ..., message)`.
+    """Returns the codes, one for each dimension, among the arguments of TVM's `match_shape(value, heap, rank,
+    code, operand, code, operand, ..., message)`.
     """
     return [int(code.value) for code in arguments[3:-1:2]]
 
 
 def _used(bindings: Sequence[Binding], result: Expr) -> list[Binding]:
-    """Returns the bindings of a function without tuples and tuple fields that nothing reads."""
+    """Returns a Relax function's bindings, in order, without tuples and reads of tuple fields whose value is
+    unused. result: the function's result, which counts as a use.
+    """
     read = {result}
     remaining: list[Binding] = []
     for binding in reversed(bindings):

@@ -31,8 +31,8 @@ BATCH_AND_FORKS = (*abi.BATCH, abi.FORKS)
 
 @dataclass(frozen=True)
 class Decoder:
-    """A library under construction: the model, the backend's operations, and the builder that collects its
-    functions.
+    """A compiled library under construction: the backend's operations with their model, the limits on batch
+    and context, and the builder that collects the functions.
     """
 
     ops: Ops
@@ -49,33 +49,39 @@ class Decoder:
 
     @cached_property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """Returns all stored tensors, in the order in which the packed argument `params` holds them."""
+        """Returns all stored tensors of the model, in the order of the tuple `params`, an argument of the
+        library's functions.
+        """
         return quant.stored_parameters(self.params, self.ops.scheme)
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """Returns name of a stored tensor -> its index in the packed `params` argument."""
+        """Returns stored tensor name -> its index in the tuple `params`, an argument of the library's
+        functions.
+        """
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     def layer_params(self, layer: int) -> dict[str, Param]:
-        """Returns name within the layer -> parameter, for the layer with this number. The parameter itself
-        has its name in the whole model.
+        """Returns the parameters of the layer with the index `layer`: name without the prefix `layers.N.` ->
+        parameter, whose own name has that prefix.
         """
         layer_params = layer_parameters(self.config.layers[layer], self.config.hidden_size)
         return {param.name: replace(param, name=f"layers.{layer}.{param.name}") for param in layer_params}
 
     def attributes(self) -> dict[str, object]:
-        """Returns the attributes of a function, which make the planner reserve every buffer, results
-        included, for the largest sizes.
+        """Returns the attributes of a Relax function by which TVM's memory planner reserves every buffer,
+        results included, for the library's limits.
 
         A few big blocks are then reused again and again. Exact sizes would leave one block per size in the
-        runtime's pool.
+        runtime's memory pool.
         """
         return {"tir_var_upper_bound": bounds(self.limits), "relax.memory_plan_dynamic_func_output": True}
 
 
 def bounds(limits: Limits) -> dict[str, int]:
-    """Returns name of a symbolic dimension -> its maximum, for which memory is planned."""
+    """Returns symbolic dimension -> its maximum under the library's limits, for which memory is planned: n
+    new tokens, q rows of logits, b sequences, p pages.
+    """
     return {"n": limits.rows, "q": limits.rows, "b": limits.max_batch, "p": limits.pages}
 
 
@@ -88,8 +94,8 @@ def variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
 
 
 def number(name: str) -> relax.Var:
-    """Returns a new int64 argument of a Relax function, which kernels receive as a number. If it were a
-    dimension, every layer would unpack the shape and create it again.
+    """Returns a new int64 scalar argument of a Relax function, which kernels receive as a number. If it were
+    a dimension of a shape, every layer would unpack the shape and create it again.
     """
     return relax.Var(name, PrimType("int64"))
 
@@ -106,7 +112,7 @@ def handle(value: relax.Expr) -> Tensor:
 def variables(
     decoder: Decoder, arguments: Sequence[abi.Argument], sizes: Mapping[str, Expr | int] | None = None
 ) -> dict[str, relax.Var]:
-    """Returns argument name -> new variable for arguments of the ABI, in order.
+    """Returns argument name -> new Relax variable for the passed arguments of the ABI, in order.
 
     sizes: name of a size in the ABI -> dimension; any other size becomes a symbolic dimension.
     """
@@ -137,8 +143,8 @@ def packed_params(decoder: Decoder) -> relax.Var:
 
 
 def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
-    """Emits code that unpacks some parameters from the packed argument, and returns parameter name -> stored
-    tensors.
+    """Emits code that reads the tensors of `params` from the tuple of all weights, and returns parameter name
+    -> stored tensors. packed: the variable of that tuple.
     """
     return {
         param.name: [
@@ -154,8 +160,8 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
 
 
 def layer_functions(decoder: Decoder) -> list[GlobalVar]:
-    """Adds the private functions of all layers to the module, and returns the function of each layer, in
-    order. Layers that are alike, and stored alike, share a function.
+    """Adds the private Relax functions that compute the layers to the module, and returns the function of
+    each layer, in order. Layers with the same shapes and formats share a function.
     """
     functions: dict[object, GlobalVar] = {}
     by_layer = []
@@ -172,8 +178,8 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _without_arguments(spec: LayerSpec) -> LayerSpec:
-    """Returns a layer's description with the properties cleared that its function takes as arguments: the
-    window, and the choice of rotary embedding. Layers with equal results can share a function.
+    """Returns a layer's description without its window and its choice of rotary embedding, which are
+    arguments of the layer's function. Layers with equal results can share a function.
     """
     rope = None if spec.mixer.rope is None else 0
     return replace(spec, mixer=replace(spec.mixer, window=None, rope=rope))
@@ -184,11 +190,12 @@ def _rope(decoder: Decoder, spec: LayerSpec) -> Rope | None:
 
 
 def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
-    """Adds a layer's function (x, angles?, scratch ..., batch ..., forks, (layer, window), prompt, rows?,
-    weights ...) -> x, and returns it.
+    """Adds the private function of one layer, (x, angles?, scratch ..., batch ..., forks, (layer, window),
+    prompt, rows?, weights ...) -> x, and returns it. Arguments with a question mark exist only in some
+    layers.
 
-    x and pages are changed in place. selects_rows: True if the function has the argument `rows`, int32 [q],
-    and returns only these rows of x. A question mark means: if there is one.
+    x and the KV cache are changed in place. index: number of the layer. selects_rows: True if the function
+    has the argument `rows`, int32 [q], and returns only the rows of x with these indices.
     """
     builder, config = decoder.builder, decoder.config
     spec, params, n = config.layers[index], decoder.layer_params(index), size("n")
@@ -224,9 +231,9 @@ def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) 
 
 
 def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: bool = False) -> GlobalVar:
-    """Adds the function (embeddings [n, hidden], batch ..., forks, params, prompt, rows?) -> residual stream
-    [n, hidden] after all layers, and returns it. selects_rows: True if it returns only the rows int32 [q], at
-    most n.
+    """Adds the private function of all layers, (embeddings [n, hidden], batch ..., forks, params, prompt,
+    rows?) -> residual stream [n, hidden], and returns it. selects_rows: True if the argument `rows`, int32
+    [q], limits the result to the rows with these indices, [q, hidden].
     """
     builder, config, ops = decoder.builder, decoder.config, decoder.ops
     n = size("n")
@@ -262,7 +269,9 @@ def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: 
 
 
 def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: relax.Var) -> Tensor:
-    """Emits the residual stream before the first layer, in new memory, and returns it."""
+    """Emits the residual stream before the first layer, a copy of the embeddings float32 [n, hidden] plus
+    learned positions if the model has them, and returns it.
+    """
     if not decoder.config.learned_positions:
         return decoder.ops.copy(embeddings)
     table = [param for param in decoder.params if param.name == "position.weight"]
@@ -271,8 +280,8 @@ def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: rela
 
 
 def _angles(decoder: Decoder, rope: Rope, positions: Tensor) -> Tensor:
-    """Emits the cosines and sines of a rotary embedding for the library's context window, and
-    returns them.
+    """Emits the cosines and sines of one rotary embedding at `positions`, int32 [n], and returns them,
+    float32 [n, columns]. Frequencies may depend on the library's context window.
     """
     inv_freq, factor = frequencies(rope, decoder.limits.context_window)
     return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor, rope)

@@ -1,4 +1,6 @@
-"""Emits the functions of a library that its users call, as the ABI lists them."""
+"""Emits the exported functions of a compiled library, with the names and arguments that
+mlcbuild_format/abi.py lists.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ NORM = ("norm.weight", "norm.bias")
 
 
 def build(decoder: Decoder) -> IRModule:
-    """Returns a library's module with all functions and kernels, before any compiler pass."""
+    """Returns the Relax module of a decoder: all functions that a compiled library exports, and the kernels
+    that they call, before any compiler pass.
+    """
     _create_cache(decoder)
     _embed(decoder)
     layers = layer_functions(decoder)
@@ -48,8 +52,8 @@ def build(decoder: Decoder) -> IRModule:
 
 
 def _create_cache(decoder: Decoder) -> None:
-    """Adds the library function that creates the KV cache. The cache is not initialised, because memory is
-    never read before it is written.
+    """Adds the exported function that allocates and returns a KV cache of `num_pages` pages. Its memory is
+    not initialised, because no page is read before it is written.
     """
     builder, cache = decoder.builder, decoder.ops.cache
     count = size("num_pages")
@@ -64,8 +68,8 @@ def _create_cache(decoder: Decoder) -> None:
 def _function(
     decoder: Decoder, function: abi.Function, sizes: Mapping[str, Expr | int] | None = None
 ) -> Iterator[Variables]:
-    """Opens a function of the ABI in the builder, as a context manager, and yields its arguments as name ->
-    variable.
+    """Begins a function of the ABI in the builder, as a context manager that yields the function's arguments:
+    name -> variable. sizes: name of a size in the ABI -> dimension; other sizes become symbolic dimensions.
     """
     arguments = variables(decoder, function.arguments, sizes)
     with decoder.builder.function(function.name, [*arguments.values()], decoder.attributes(), pure=False):
@@ -91,9 +95,11 @@ def _stream(
     prompt: bool,
     rows: Sequence[relax.Var] = (),
 ) -> Tensor:
-    """Emits a call of the private function `trunk` with embeddings x [n, hidden] and the batch in
-    `arguments`, and returns the residual stream. prompt: True for rows of prompts; rows: the selection of
-    rows, if any.
+    """Emits a call of `trunk`, the private function of all layers, and returns the residual stream after the
+    last layer, float32 [n, hidden], or [q, hidden] if `rows` has a variable.
+
+    x: embeddings [n, hidden]. arguments: the batch's arguments in the ABI, name -> variable. prompt: True if
+    the rows are prompt tokens. rows: (), or one int32 [q] variable with the indices of the rows to return.
     """
     batch = [arguments[argument.name] for argument in abi.BATCH]
     forks = arguments.get("forks", relax.const(np.zeros((0, 3), np.int32)))
@@ -102,10 +108,11 @@ def _stream(
 
 
 def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variables, prompt: bool) -> Tensor:
-    """Emits a call of `trunk`, then the logits [q, vocab] of the rows in the argument `logit_positions`, and
-    returns them.
+    """Emits all layers and the output matrix, and returns the logits float32 [q, vocab] of the rows whose
+    indices are in the argument `logit_positions`, int32 [q].
 
-    x is [n, hidden]. prompt: True if the kernels for rows of prompts are used.
+    trunk: the private function of all layers. x: embeddings [n, hidden]. prompt: True if the kernels for
+    prompt tokens are used.
     """
     ops, rows = decoder.ops, arguments["logit_positions"]
     weights = unpacked(decoder, arguments["params"], _head_params(decoder))
@@ -118,8 +125,8 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
 
 
 def _hidden_states(decoder: Decoder, trunk: GlobalVar) -> None:
-    """Adds the function that returns the normalized hidden states of each row, from which embeddings of texts
-    are computed.
+    """Adds the exported function that returns the hidden states of all rows after the last norm, float32 [1,
+    n, hidden]. Text embeddings are computed from them.
     """
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n = size("n")
@@ -142,8 +149,8 @@ def _sample_tokens(decoder: Decoder) -> None:
 def _draw(
     decoder: Decoder, logits: Tensor, arguments: Variables, out: str, shape: tuple[Expr | int, ...]
 ) -> relax.Expr:
-    """Emits the masking of logits, and the sampling of a token from each row into the argument `out`; returns
-    the logits in the shape `shape`.
+    """Emits code that masks `logits` in place and samples a token from each row into the argument called
+    `out`; returns the logits as a view with the shape `shape`. arguments: those of the ABI function, by name.
     """
     masked = decoder.ops.mask(logits, handle(arguments["masks"]))
     shaped = _reshaped(decoder.builder, masked._expr, shape)
@@ -151,8 +158,9 @@ def _draw(
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """Adds a library function that computes embeddings, all layers, logits and sampled tokens in one call,
-    and returns it. The one for prompts takes no copies of pages (forks).
+    """Adds an exported function, `step` or `step_prefill` of the ABI, that computes embeddings, all layers,
+    logits and sampled tokens in one call, and returns its GlobalVar. Only `step` also copies pages of the
+    cache (forks).
     """
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:
@@ -164,7 +172,9 @@ def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalV
 
 
 def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
-    """Returns the arguments, by name, of a library function whose sequences each have one new token."""
+    """Returns argument name -> new variable for an ABI function whose batch has one new token per sequence,
+    so that both sizes n and b are the same dimension.
+    """
     n = size("n")
     return variables(decoder, function.arguments, {"n": n, "b": n})
 

@@ -1,4 +1,5 @@
-"""Defines the interface between `compiler/program` and its backends: what a device computes in a program.
+"""Defines the interface between `compiler/program`, which builds a model's program, and the backends, which
+emit the computations of one device.
 
 The unit is half a layer and not a kernel, since each device decides which operations it fuses. Methods are
 called while a Relax function is being built: they emit calls and return handles of the results.
@@ -45,40 +46,43 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """The inputs of the function that computes one layer, except the rows x. Layers that are alike share one
-    function.
+    """The inputs of the Relax function that computes one transformer layer, except the rows of the residual
+    stream. Layers with the same shapes and formats share one function.
     """
 
     spec: LayerSpec
-    """Description of the first layer that uses the function; others may have another window and another
-    rotary embedding.
+    """Description of the first layer that uses the function. Other layers may have another window and another
+    rotary embedding, which are arguments.
     """
     params: Mapping[str, Param]
-    """Name of a parameter in the layer -> its description."""
+    """Parameter name without the prefix `layers.N.` -> description of the parameter."""
     weights: Weights
-    """Name of a parameter in the layer -> its stored tensors."""
+    """Parameter name without the prefix `layers.N.` -> the tensors that store the parameter."""
     angles: Tensor | None
-    """The result of `Ops.angles` for the layer's rotary embedding; None if it has none."""
+    """Cosines and sines of the layer's rotary embedding, float32 [n, columns]; None if the layer has no
+    rotary embedding.
+    """
     batch: Batch
     index: relax.Var
-    """The layer's index in the cache, an int64."""
+    """The layer's index in the KV cache, an int64."""
     window: relax.Var
-    """Number of tokens that a token attends to, an int64; NO_WINDOW for all."""
+    """Number of latest tokens that a token attends to, itself included, an int64; NO_WINDOW for all."""
     prompt: relax.Var
     """An int64 that is not 0 if the rows belong to prompts."""
 
 
 @dataclass(frozen=True)
 class ResidualRows:
-    """Rows of the residual stream, together with scratch tensors of the same number of rows."""
+    """Rows of the residual stream, x float32 [n, hidden], together with scratch tensors of n rows, by name.
+    """
 
     x: Tensor
     scratch: Mapping[str, Tensor]
 
 
 class CacheLayout(Protocol):
-    """The shape and type of the tensor that holds keys and values, in the layout that the device's attention
-    reads.
+    """The shape and dtype of the one tensor that holds the KV cache of all layers, in the layout that the
+    device's attention reads.
     """
 
     @property
@@ -109,7 +113,9 @@ class Ops(Protocol):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns True if the last layer of a prompt can be limited to keys, values and the selected rows."""
+        """Returns True if the last layer can be limited, for prompts, to the rows whose logits are needed.
+        Keys and values are still computed for all rows.
+        """
         ...
 
     @property
@@ -119,7 +125,7 @@ class Ops(Protocol):
 
     @property
     def plan(self) -> Phases:
-        """Returns the compiler passes up to memory planning."""
+        """Returns the compiler passes from the built program up to memory planning."""
         ...
 
     @property
@@ -131,7 +137,7 @@ class Ops(Protocol):
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
-        """Returns name -> (columns, dtype) of the scratch tensors that the layers use one after the other."""
+        """Returns the scratch tensors that every layer reuses: name -> (number of columns, dtype)."""
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
@@ -141,8 +147,8 @@ class Ops(Protocol):
         ...
 
     def add_positions(self, x: Tensor, positions: Tensor, table: List[Tensor]) -> Tensor:
-        """Emits a copy of x plus the learned rows of positions int32 [n], and returns it. table: the stored
-        tensors of `position.weight`.
+        """Emits a copy of x float32 [n, hidden] plus the learned embeddings of positions int32 [n], and
+        returns it. table: the stored tensors of the parameter `position.weight`.
         """
         ...
 
@@ -157,21 +163,26 @@ class Ops(Protocol):
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Emits the layer's attention, which adds its result to x in place and writes new keys and values to
-        the cache, and returns the rows of the residual stream for the feed-forward.
+        """Emits the attention half of a layer, which adds its result to rows.x in place and writes new keys
+        and values to the KV cache; returns the rows that the feed-forward half reads.
 
-        selected: int32 [q], the only rows to return, or None; see selects_rows.
+        selected: int32 [q], the indices of the only rows to return, or None for all rows; it requires
+        `selects_rows`.
         """
         ...
 
     def feed_forward(self, rows: ResidualRows, layer: Layer) -> Tensor:
-        """Emits the layer's feed-forward, whose result is added to x in place, and returns x."""
+        """Emits the feed-forward half of a layer, which adds its result to rows.x in place, and returns that
+        tensor.
+        """
         ...
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor: ...
 
     def select_rows(self, x: Tensor, rows: Tensor, weights: Weights) -> Tensor:
-        """Emits the model's last norm of some rows of x, and returns them. rows: their indices, int32 [q]."""
+        """Emits the model's last norm for the rows of x float32 [n, hidden] whose indices `rows`, int32 [q],
+        holds, and returns float32 [q, hidden].
+        """
         ...
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
@@ -181,31 +192,32 @@ class Ops(Protocol):
         ...
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
-        """Emits code that sets the logits of tokens that a mask excludes to minus infinity, in place, and
-        returns the logits.
+        """Emits code that sets the logits of excluded tokens to minus infinity, in place, and returns the
+        logits. masks: int32 [m, w], each row the index of a row of logits and one bit per token, 0 if
+        excluded.
         """
         ...
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
-        """Emits the sampling of a token from each row of logits [1, q, vocab] into `out`, and returns the
-        logits.
+        """Emits the sampling of a token from each row of logits [1, q, vocab] into `out`, int32 [q], and
+        returns the unchanged logits. params: the sampling parameters of each row, float64 [q, 5].
         """
         ...
 
     def next_inputs(self, arguments: Variables) -> None:
-        """Emits code that changes the arguments of a decode step, in place, into the arguments of the next
-        step.
+        """Emits code that changes the arguments of a decode step, in place, into those of the next step.
+        arguments: argument name of the ABI function `step_on` -> variable.
         """
         ...
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns two mappings for the library's metadata: use -> kernel for each kind of matrix, and use ->
-        reason for kernels that are slow.
+        """Returns two mappings for the library's metadata: use (a kind of matrix, or attention) -> name of
+        its kernel, and use -> reason why its kernel is slow, only for uses with a slow kernel.
         """
         ...
 
     def workspace(self, limits: Limits, mod: IRModule) -> int:
-        """Returns the number of bytes that calls need beside weights and cache. mod: the module with planned
-        memory.
+        """Returns the number of bytes that calls of the library need beside weights and KV cache, at most.
+        mod: the library's module after memory planning.
         """
         ...
