@@ -1,4 +1,6 @@
-"""Quantization: schemes, formats, and the tensors that they store. Importing this package loads no NumPy."""
+"""Quantization schemes and stored formats of weights, and the tensors in which they store a model. Importing
+this package loads no NumPy.
+"""
 
 from __future__ import annotations
 

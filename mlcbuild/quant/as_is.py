@@ -1,5 +1,6 @@
-"""The scheme that keeps the values of a quantized checkpoint: chooses the format that stores each of its
-parameters."""
+"""Resolves the scheme `as-is`, which keeps the values of a quantized checkpoint: chooses a stored format for
+each parameter by the types of its tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from mlcbuild.quant.scheme import Scheme, matches
 
 NAME = "as-is"
 AS_IS = Scheme(NAME, NAME, activation_bits=8)
-"""The scheme `as-is` of a recipe. It names no existing format: `resolved` replaces it once the types of a
-checkpoint's tensors are known.
+"""The scheme `as-is` of a recipe. Its format does not exist: `resolved` replaces the scheme once the types of
+a checkpoint's tensors are known.
 """
 
 FORMATS: Mapping[str, str] = {
@@ -47,8 +48,8 @@ _MIXED = (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k")
 _EXACT = "f32"
 _LAYER = re.compile(r"^layers\.\d+\.")
 LONGEST_PATTERN = 400
-"""Maximum length of a pattern in characters, because a manifest limits the length of its texts. Longer
-patterns are divided into several.
+"""Maximum length of an override's pattern in characters, because a manifest limits the length of its texts.
+Longer patterns are divided into several overrides.
 """
 
 
@@ -71,17 +72,18 @@ def format_for(types: Collection[str]) -> str:
 
 
 def is_as_is(scheme: Scheme) -> bool:
-    """Returns True if a scheme, or one of its overrides, is `as-is`, which must be resolved for a checkpoint
-    before use.
+    """Returns True if a scheme has the placeholder format of `as-is`, which `resolved` must replace before
+    use.
     """
     return scheme.format == NAME
 
 
 def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Sequence[Param]) -> Scheme:
-    """Returns the scheme that stores each parameter in a format with its values, except where an override
-    of the recipe decides.
+    """Returns a scheme that stores each matrix in the smallest format with exactly its checkpoint values, and
+    other parameters in float32. Overrides in `scheme` decide first.
 
-    types: parameter -> the types of its tensors in the checkpoint.
+    types: parameter name -> types of the tensors that make up the parameter in the checkpoint, as GGUF names
+    them. params: all parameters of the model.
     """
     by_format: dict[str, list[str]] = {}
     for param in params:
@@ -102,8 +104,8 @@ def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Seque
 
 
 def name_patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Returns glob patterns for overrides that match all of `names` and no other name in `every`. Parameters
-    that all layers have are matched by one glob.
+    """Returns patterns for overrides that together match all of `names` and no other name in `every`. A
+    parameter that occurs in each layer is matched by one glob for all layers if `names` has it for all.
     """
     kinds: dict[str, list[str]] = {}
     for name in names:

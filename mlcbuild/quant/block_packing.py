@@ -1,4 +1,6 @@
-"""Packs and unpacks the formats that blocks.py describes, without changing any value."""
+"""Packs codes, scales and minima of quantized checkpoints into stored tensors without changing any value, and
+dequantizes such tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ from mlcbuild.quant.floats import Array, not_finite
 from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS
 
 _LARGEST_SCALE = np.float32(2.0**120)
-"""Largest scale that is accepted: products of larger ones with codes might be infinite. No published file
-comes near."""
+"""Upper bound of the scales and minima of checkpoints, exclusive: products of larger ones with codes might be
+infinite. No published file comes near.
+"""
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs consecutive rows, which may be of several types that the format holds, and returns the tensors
-    that store them in tiles.
+    """Packs quantized rows for the layout x16, and returns the tensors that store them, in the format's
+    order. rows: consecutive parts of a matrix, of any codes and scales that `blocks` holds.
 
-    Raises CheckpointError, naming `name`, when a scale or a minimum is infinite or NaN.
+    Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
     codes, *numbers = _joined(blocks, rows, name)
     dtypes = _number_dtypes(blocks)
@@ -31,13 +34,15 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
 
 
 def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs the rows like `pack`, for the layout `row`, in which rows follow each other."""
+    """Packs quantized rows for the layout `row`, and returns (q_weight, q_scale). Arguments and errors are
+    those of `pack`.
+    """
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 
 def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
-    """Checks quantized blocks of several rows against their format, and returns the fields (codes, scales,
-    minima) of all rows, concatenated.
+    """Converts parts of quantized rows to the numbers that a format stores, and returns its fields (codes,
+    then scales and minima), each with the rows of all parts concatenated.
     """
     parts = [_conformed(blocks, part, name) for part in rows]
     return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
@@ -50,8 +55,11 @@ def _number_dtypes(blocks: Blocks) -> list[DTypeLike]:
 
 
 def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any], ...]:
-    """Returns the codes as they are stored, one byte each, followed by the scales and minima of each row, in
-    the order of the format's tensors. Raises CheckpointError, naming `name`, for infinite numbers and NaN.
+    """Converts quantized rows to the numbers that a format stores, and returns the codes, one byte each, then
+    scales and minima, in the order of the format's tensors. If the format's groups are smaller than those of
+    the rows, numbers are repeated.
+
+    Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
     codes = rows.codes.view(np.uint8) + np.uint8(blocks.zero)
     for number in (rows.scale, rows.minimum):
@@ -71,14 +79,14 @@ def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any]
 
 
 def _whole_tiles(array: NDArray[Any]) -> NDArray[Any]:
-    """Returns rows padded with zeros to whole tiles of 16 rows."""
+    """Returns a two-dimensional array padded with rows of zeros to a multiple of 16 rows."""
     missing = -len(array) % TILE_ROWS
     return np.pad(array, ((0, missing), (0, 0))) if missing else array
 
 
 def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
-    """Returns the numbers [rows, count] in tiles: [tiles, runs, 16], or [tiles, groups, 16 * halves] when a
-    group of 32 weights has two scales, which then lie side by side.
+    """Rearranges numbers [rows, count] by tiles of 16 rows, padded with zeros, and returns them as `dtype`,
+    [tiles, count, 16]. count: the scales or minima in a row.
     """
     padded = _whole_tiles(numbers)
     return np.ascontiguousarray(padded.reshape(-1, TILE_ROWS, padded.shape[1]).swapaxes(1, 2)).astype(
@@ -87,7 +95,9 @@ def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
 
 
 def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
-    """Returns the stored tensor q_weight [tiles, groups, 64 * bits] of codes [rows, columns]."""
+    """Packs codes, uint8 [rows, columns], for the layout x16, and returns q_weight uint8 [tiles, groups, 64 *
+    bits].
+    """
     padded = np.ascontiguousarray(_whole_tiles(codes))
     groups = padded.shape[1] // GROUP
     words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
@@ -104,8 +114,9 @@ def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
 
 
 def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Yields the bytes that store the bits of each code above its low four. high: those bits, [tile, group,
-    quad, row], where a quad is four consecutive weights.
+    """Yields arrays of the bits above the low four of each code, packed eight or four to a byte: uint32
+    [tiles, groups, rows], four codes' bytes in each. high: those bits, [tile, group, quad, row], where a quad
+    is four consecutive weights.
     """
     width = bits - 4
     count = 8 // width
@@ -117,8 +128,9 @@ def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint3
 
 
 def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] of weights without padding: code * scale + minimum in float32, each operation
-    rounded."""
+    """Dequantizes tensors in the layout x16 and returns float32 [N, K] without padding: code * scale +
+    minimum, each operation rounded. shape: (N, K).
+    """
     rows, columns = shape
     q_weight, *numbers = tensors
     padded = q_weight.shape[1] * GROUP
@@ -136,9 +148,9 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:
-    """Returns the scales, or the minima, of each row and group as float32: [rows, columns / group]. tensors:
-    the stored float16 or float32 tensor and, where scales have two levels, also the integer factors of
-    groups, whose type is `steps`.
+    """Returns the scales, or the minima, of a matrix in the layout x16 as float32 [rows, columns / group].
+    tensors: the stored floats, or for two-level scales the integer factors, whose type is `steps`, and the
+    float16 of each 256 weights.
     """
     first = _by_rows(tensors[0])
     if len(tensors) == 1:
@@ -150,14 +162,16 @@ def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns
 
 
 def _by_rows(tensor: Array) -> NDArray[Any]:
-    """Returns a tensor stored in tiles in the order of matrix rows: the inverse of _in_tiles."""
+    """Returns the numbers of a tensor [tiles, count, 16] in the order of matrix rows, [tiles * 16, count]."""
     tiles = tensor.shape[0]
     rows_of_tiles = tensor.reshape(tiles, -1, TILE_ROWS).swapaxes(1, 2)
     return np.ascontiguousarray(rows_of_tiles).reshape(tiles * TILE_ROWS, -1)
 
 
 def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:
-    """Returns the integer codes of a stored matrix, [rows rounded up to whole tiles, columns]."""
+    """Unpacks q_weight of the layout x16 and returns the stored codes, uint8 [rows rounded up to a multiple
+    of 16, columns].
+    """
     tiles, groups, _ = q_weight.shape
     lines = np.ascontiguousarray(q_weight).view(np.uint8).reshape(tiles, groups, -1, TILE_ROWS, QUAD)
     quads = lines

@@ -1,8 +1,8 @@
-"""Describes the numbers of quantized checkpoints: w = code * scale + minimum, with a scale and a minimum for
-each group.
+"""Describes the codes, scales and minima of quantized checkpoints: w = code * scale + minimum, with a scale
+and perhaps a minimum for each group of 16 or 32 weights.
 
-A scale is a float of its group, or a float16 of 256 weights times an integer of the group. Formats that keep
-these numbers, their kernels, and readers of checkpoints have this in common.
+A scale is a float of its group, or two-level: a float16 of 256 weights times an integer of the group. Formats
+that keep these numbers, their kernels, and readers of checkpoints share these descriptions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK_WEIGHTS = 256
-"""Consecutive weights of a row that share a float16 where scales have two levels."""
+"""Number of consecutive weights of a row that share a float16 where scales have two levels."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Blocks:
     an int8 of the group.
     """
     minimum: bool = False
-    """True if a minimum is added to each weight. It is a float16 of the group; with scales of two levels it
-    is a float16 times a uint8 of the group.
+    """True if a minimum is added to each weight. It is a float16 of the group, or where `scale` is "levels",
+    a float16 of BLOCK_WEIGHTS weights times a uint8 of the group.
     """
     signed: bool = True
-    """True if codes are -2**(bits - 1) .. 2**(bits - 1) - 1, stored after adding 2**(bits - 1); False if they
-    start at 0.
+    """True if codes are from -2**(bits - 1) to 2**(bits - 1) - 1, stored with 2**(bits - 1) added; False if
+    they are from 0 to 2**bits - 1.
     """
 
     @property
@@ -50,12 +50,12 @@ class Blocks:
 
     @property
     def halves(self) -> int:
-        """Returns the number of scales for 32 consecutive weights: 1 or 2."""
+        """Returns the number of groups, each with a scale, in 32 consecutive weights: 1 or 2."""
         return GROUP // self.group
 
     def holds(self, other: Blocks) -> bool:
-        """Returns True if a format with these codes and scales can store, without change, every value that
-        one of the kind `other` can store.
+        """Returns True if a format with these codes and scales can store, without change, every weight that
+        codes and scales of the kind `other` can represent.
         """
         low, other_low = -self.zero, -other.zero
         high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low
@@ -71,9 +71,7 @@ class Blocks:
 @dataclass(frozen=True)
 class BlockRows:
     """Rows of a quantized matrix [rows, columns], whose weights are code * (scale * step) + minimum *
-    minimum_step.
-
-    Each operation is rounded to float32. Absent steps count as 1; without a minimum nothing is added.
+    minimum_step. Each operation is rounded to float32.
     """
 
     codes: NDArray[np.int8] | NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""Sizes that a budget allows, and the overrides that describe a choice of schemes."""
+"""Computes the size that a budget allows a model, and expresses a choice of schemes as overrides."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlcbuild.quant.scheme import BudgetKind, Storage, stored_bytes
 def base_and_overrides(
     names: Mapping[str, str], params: Sequence[Param]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the scheme that most matrices have, and overrides for the others. names: parameter -> name of
-    its scheme, in the order of the parameters.
+    """Returns (name of the scheme that most parameters have, overrides for the others as pairs (pattern,
+    scheme name)). names: parameter name -> scheme name, in the model's order; params: all parameters.
     """
     by_scheme: dict[str, list[str]] = {}
     for param, scheme in names.items():
@@ -30,13 +30,15 @@ def base_and_overrides(
 
 
 def weight_count(params: Sequence[Param]) -> int:
-    """Returns the number of weights of a model, by which `target_bits` divides its size."""
+    """Returns the number of weights of a model, by which its stored bits are divided for the budget
+    `target_bits`.
+    """
     return sum(prod(param.shape) for param in params)
 
 
 def byte_limit(kind: BudgetKind, limit: float, params: Sequence[Param]) -> int | None:
-    """Returns the maximum size of a model's stored tensors under a budget, in bytes; None for a budget of
-    loss. kind, limit: as in quant.Budget.
+    """Returns the maximum size of a model's stored tensors under a budget, in bytes; None for the budget
+    `max_kl`. limit: bits per weight for `target_bits`, bytes for `max_size`.
     """
     if kind == "max_kl":
         return None
@@ -46,7 +48,9 @@ def byte_limit(kind: BudgetKind, limit: float, params: Sequence[Param]) -> int |
 def budget_fault(
     kind: BudgetKind, limit: float, candidates: Sequence[Storage], params: Sequence[Param]
 ) -> str:
-    """Returns an error message if not even the smallest candidates meet a budget of size; "" otherwise."""
+    """Returns an error message if even the smallest candidate of each parameter exceeds a budget of size, or
+    "" if they fit or the budget is `max_kl`.
+    """
     most = byte_limit(kind, limit, params)
     least = sum(min(stored_bytes([param], candidate) for candidate in candidates) for param in params)
     if most is None or least <= most:

@@ -1,4 +1,5 @@
-"""The scheme that a budget step chose for a model, as later steps read it."""
+"""Reads the choice of formats that a build step made for a model under a budget, as a scheme for later steps.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from mlcbuild.canon import Json, digest
 from mlcbuild.quant.scheme import Storage, from_json
 
 CHOICE = "choice.json"
-"""Name of the file in which a budget step writes its choice: {"base": name of a candidate, "overrides": list
-of [pattern, name of a candidate]}.
+"""Name of the file in which a budget step writes its choice, a JSON object: base, the name of a candidate
+scheme, and overrides, a list of [pattern, name of a candidate].
 """
 INPUT = "budget"
-"""Name of the input by which steps read a choice."""
+"""Name of the step input that is the directory with the choice of a budget step."""
 
 
 def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage:
-    """Returns the scheme of a step: params["scheme"], or for a scheme with a budget the choice in
-    inputs["budget"] among params["candidates"].
+    """Returns the scheme of a step. Without a budget it is params["scheme"]. With one, it is what choice.json
+    in the directory inputs["budget"] chooses among params["candidates"].
     """
     if INPUT not in inputs:
         return from_json(params["scheme"])
@@ -31,8 +32,9 @@ def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage
 
 
 def mixture(candidates: Sequence[Storage], base: str, overrides: Sequence[tuple[str, str]]) -> Storage:
-    """Returns the scheme with a base and overrides among candidates, which are given by name. It has the name
-    that a recipe's scheme with these overrides has, so that both give the same bytes.
+    """Returns the scheme `base` with overrides, pairs (pattern, scheme name). All names are those of
+    `candidates`. The result has the name that a recipe's scheme with these overrides has, so that both give
+    the same bytes.
     """
     by_name = {candidate.name: candidate for candidate in candidates}
     if not overrides:

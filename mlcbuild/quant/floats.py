@@ -1,5 +1,4 @@
-"""Converts floating point weights: widens them to float32, rounds them to a stored dtype, and reports errors
-of both.
+"""Converts floating point weights: to float32, or rounded to a stored dtype with checks for overflow and NaN.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from numpy.typing import DTypeLike, NDArray
 from mlcbuild.errors import CheckpointError
 
 Array: TypeAlias = NDArray[np.float32 | np.float16 | np.uint32 | np.uint16 | np.uint8]
-"""A tensor of a checkpoint or of a weights file. uint16 holds the bits of bfloat16."""
+"""An array of weights or codes, from a checkpoint or for a weights file. uint16 holds the bits of bfloat16.
+"""
 
 OVERFLOW = 65520.0
-"""The smallest number that rounds to an infinite float16."""
+"""The smallest positive number that float16 rounds to infinity."""
 BLOCK = 1 << 17
 """Number of weights that are packed at once. Their float32 copy and scratch arrays take about 1 MB, which
 stays in a core's cache, and the cost of each NumPy call is spread over many weights.
@@ -25,13 +25,13 @@ stays in a core's cache, and the cost of each NumPy call is spread over many wei
 
 
 class Scratch:
-    """Scratch memory of one thread, reused from one matrix to the next."""
+    """Scratch arrays of one thread, allocated once and reused from one matrix to the next."""
 
     def __init__(self) -> None:
         self._memory: dict[str, NDArray[np.uint8]] = {}
         self._views: dict[tuple[str, tuple[int, ...], DTypeLike], NDArray[Any]] = {}
-        """(use, shape, dtype) -> array, for each array used so far. A block of weights needs seven, and
-        creating them anew would take 2% of the packing time.
+        """(use, shape, dtype) -> array, cached because a block of weights needs seven arrays, and creating
+        them anew would take 2% of the packing time.
         """
 
     def array(self, use: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
@@ -65,8 +65,9 @@ def widen(raw: Array, out: NDArray[np.float32]) -> None:
 
 
 def widened(raw: Array) -> NDArray[np.float32]:
-    """Returns a new array with each element of `raw` converted to float32; `raw` holds float32, float16, or
-    bfloat16 bits in uint16."""
+    """Returns a new float32 array with the exact values of `raw`, which is float32, float16, or bfloat16 bits
+    in uint16.
+    """
     out = np.empty(raw.shape, np.float32)
     widen(raw, out)
     return out
@@ -88,9 +89,11 @@ def _widen_half(raw: Array, out: NDArray[np.float32]) -> None:
 
 
 def narrow(raw: Array, dtype: DTypeLike, scratch: Scratch, name: str) -> Array:
-    """Returns a contiguous tensor rounded to float32 or float16: `raw` itself when it has that dtype.
+    """Returns `raw` rounded to float32 or float16, in scratch memory that the next call overwrites, or `raw`
+    itself if it has that dtype. raw: float32, float16, or bfloat16 bits in uint16.
 
-    Raises CheckpointError, naming `name`, when an element is infinite or NaN, or too large for float16.
+    Raises CheckpointError, with `name` in its message, if an element is infinite or NaN, or too large for
+    float16.
     """
     same = raw.dtype == np.dtype(dtype)
     out = raw if same else scratch.array("narrowed", raw.shape, dtype)
@@ -112,7 +115,9 @@ def narrow(raw: Array, dtype: DTypeLike, scratch: Scratch, name: str) -> Array:
 
 
 def largest(part: Array) -> float:
-    """Returns the largest magnitude of an array's elements, which is infinite or NaN if any element is."""
+    """Returns the largest magnitude of an array's elements; it is infinite or NaN if any element is. part:
+    float32 or float16, not empty.
+    """
     if part.dtype == np.float16:
         # Without their sign, floating point numbers are ordered as their bits.
         return float((part.view(np.uint16) & 0x7FFF).max().view(np.float16))
@@ -120,15 +125,17 @@ def largest(part: Array) -> float:
 
 
 def not_finite(name: str) -> CheckpointError:
-    """Returns the error for a tensor with infinite or NaN elements."""
+    """Returns the CheckpointError for a tensor called `name` with infinite or NaN elements; the caller raises
+    it.
+    """
     return CheckpointError(
         f"{name}: it holds infinite or NaN weights, which no format can store; repair the checkpoint"
     )
 
 
 def overflow(name: str, greatest: float, subject: str) -> CheckpointError:
-    """Returns the error for numbers beyond the range of float16; `subject` says in the message what the
-    number `greatest` is.
+    """Returns the CheckpointError for a tensor called `name` whose number `greatest` exceeds the range of
+    float16; the caller raises it. subject: words before the number in the message, or "".
     """
     return CheckpointError(
         f"{name}: it holds {subject}{greatest:.6g}, beyond the largest float16, 65504; store this parameter "

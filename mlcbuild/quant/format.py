@@ -1,7 +1,8 @@
-"""A stored format as a value: its tensors, and the functions that turn weights into those tensors and back.
+"""Loads and describes stored formats: the tensors in which a format stores a matrix, and the functions that
+pack and unpack weights.
 
-A format is one file below formats/, loaded by its name. No import statement names it, so the key of a step
-holds the source of the formats that the step lists in `Step.code`, and of no other.
+A format is one file below mlcbuild/quant/formats/, loaded by its name. No import statement names it, so the
+key of a step holds the source of the formats that the step lists in `Step.code`, and of no other.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 
 @dataclass(frozen=True)
 class FormatTensor:
-    """One of the tensors in which a format stores a matrix."""
+    """One of the tensors in which a format stores a matrix: its name, dtype and shape."""
 
     suffix: str
     """Last part of the tensor's name, which is `<parameter without .weight>.<suffix>`."""
@@ -46,58 +47,60 @@ class FormatTensor:
 
 @dataclass(frozen=True)
 class Format:
-    """A way to store matrices, in one physical layout."""
+    """A way to store weight matrices [N, K] as one or more tensors, in one physical layout."""
 
     tensors: tuple[FormatTensor, ...]
-    """The tensors that store a matrix, in the order in which files hold them and libraries take them. Axis 0
-    of each counts blocks of `rows_per_index` matrix rows, so that a matrix can be converted in parts.
+    """The tensors that store a matrix, in the order in which weights files hold them and compiled libraries
+    take them. Index i of axis 0 of each covers the matrix rows from i * rows_per_index on, so that a matrix
+    can be converted in parts.
     """
     pack: Pack
-    """Function of (rows of a matrix, scratch memory, the parameter's name for errors) that returns the arrays
-    of `tensors`.
+    """Function of (rows of a matrix, scratch memory, the parameter's name for error messages) that returns
+    the arrays of `tensors` in their order.
 
     The rows [N, K] are float32, float16, or bfloat16 as its bits in uint16. The arrays may lie in the scratch
     memory, which the next call overwrites, or be the argument itself. Raises CheckpointError for weights that
     the format cannot hold.
     """
     unpack: Unpack
-    """Function of (the arrays of `tensors`, (N, K)) that returns the float32 matrix [N, K] that they stand
-    for."""
+    """Function of (the arrays of `tensors`, (N, K)) that returns the dequantized matrix, float32 [N, K]."""
     bits_per_weight: float
     """Number of stored bits per weight, scales included, for a matrix whose size needs no padding."""
     bits: int = 0
-    """Number of bits of one code; 0: weights are stored as floating point numbers."""
+    """Number of bits of one quantized weight; 0: weights are stored as floating point numbers."""
     group_size: int = 0
     """Number of consecutive weights of a row that share a scale; 0 without scales."""
     dtype: Literal["float32", "float16"] = "float16"
-    """Type of the stored scales, of parameters that are no matrices, and of the KV cache."""
+    """Type of the stored scales. Vectors such as norm weights, and the KV cache, also have it."""
     rows_per_index: int = 1
-    """Number of matrix rows that one index of axis 0 of every stored tensor covers."""
+    """Number of matrix rows that one index of axis 0 of every stored tensor covers: 1, or 16 for tiles."""
     blocks: Blocks | None = None
-    """Description of the codes and scales that this format stores, if it keeps the values of quantized
-    checkpoints exactly; None for other formats.
+    """Description of the codes, scales and minima, for formats that keep the values of quantized checkpoints
+    and for formats with two-level scales; None for other formats.
     """
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
-    """Function of (consecutive quantized rows, the parameter's name for errors) that returns the arrays of
-    `tensors`, in place of `pack`. Raises CheckpointError for infinite weights and NaN. None: the format takes
-    no quantized rows."""
+    """Function of (consecutive quantized rows, the parameter's name for error messages) that returns the
+    arrays of `tensors` without changing a value. Raises CheckpointError for infinite or NaN scales and
+    minima. None: the format takes no quantized rows.
+    """
 
 
 @cache
 def format_names() -> tuple[str, ...]:
-    """Returns the name of every format, sorted: the names of the files below formats/."""
+    """Returns the names of all stored formats, sorted: those of the files below mlcbuild/quant/formats/."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(formats.__path__)))
 
 
 def format_module(name: str) -> str:
-    """Returns the dotted name of a format's module."""
+    """Returns the dotted name of the Python module that defines a format."""
     return f"{formats.__name__}.{name}"
 
 
 @cache
 def layouts(name: str) -> Mapping[str, Format]:
-    """Loads a format by its name and returns it in each physical layout: layout -> format. Raises UsageError
-    for an unknown name."""
+    """Loads a stored format by its name and returns layout name -> format in this layout. Raises UsageError
+    for an unknown format name.
+    """
     if name not in format_names():
         raise UsageError(f"format '{name}' does not exist; {did_you_mean(name, format_names())}")
     by_layout: Mapping[str, Format] = import_module(format_module(name)).FORMATS
@@ -105,8 +108,8 @@ def layouts(name: str) -> Mapping[str, Format]:
 
 
 def load_format(name: str, layout: str) -> Format:
-    """Returns the format called `name` in the physical layout called `layout`. Raises UsageError if either
-    does not exist.
+    """Returns the stored format called `name` in the physical layout called `layout`. Raises UsageError if
+    the format does not exist or does not have this layout.
     """
     by_layout = layouts(name)
     if layout not in by_layout:
@@ -119,7 +122,9 @@ def load_format(name: str, layout: str) -> Format:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor, as weights files store it and as a compiled library receives it."""
+    """The name, shape, dtype and physical layout of one tensor, as weights files store it and a compiled
+    library receives it.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -1,5 +1,5 @@
-"""Defines formats with one scale for each group of weights, stored by rows or by tiles: w = (q - zero) *
-scale.
+"""Defines formats with one scale for each group of 32 weights, w = (code - zero) * scale, stored by rows or
+by tiles of 16 rows.
 
 Planning a build loads this module, so only the functions that pack import NumPy; they are in packing.py.
 """
@@ -25,8 +25,9 @@ def _group_count(columns: int) -> int:
 
 
 def rows(groups: Groups) -> Format:
-    """Returns the format in the layout row: q_weight uint32 [N, row_words(K)], q_scale [N, ceil(K/32)]. K is
-    padded with zeros."""
+    """Returns the format in the layout `row`: codes q_weight uint32 [N, words], packed by groups.row_words,
+    and q_scale [N, ceil(K/32)]. K is padded with zeros to a multiple of 32.
+    """
     return _format(
         groups,
         FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(groups.bits, k))),
@@ -36,12 +37,14 @@ def rows(groups: Groups) -> Format:
 
 
 def tiles(groups: Groups) -> Format:
-    """Returns the format in the layout x16, for products of 16 rows at a time.
+    """Returns the format in the layout x16: tiles of 16 rows and 32 columns, for products of 16 rows at a
+    time. N and K are padded with zeros to whole tiles.
 
-    q_weight uint8 [ceil(N/16), ceil(K/32), 64 * bits], q_scale [ceil(N/16), ceil(K/32), 16]. For each tile
-    and group there are bytes [quad][row of the tile][weight of the quad]; with 4 bits only for the quads of
-    weights 0..15, and weights 16..31 are in the high halves of those bytes. With 5 bits the fifth ones come
-    after that: bytes [row][weight of a quad], a bit for each quad. N and K are padded with zeros.
+    q_weight uint8 [ceil(N/16), ceil(K/32), 64 * bits] holds the codes and q_scale [ceil(N/16), ceil(K/32),
+    16] the scales. The bytes of a tile are ordered [quad][row][weight of the quad], a quad being four
+    consecutive weights. With 4 and 5 bits there are four quads: low halves of bytes belong to weights 0..15,
+    high halves to 16..31. With 5 bits, bytes [row][weight of a quad] with the fifth bits follow, one bit for
+    each quad.
     """
     size = GROUP * TILE_ROWS * groups.bits // 8
     return _format(

@@ -1,4 +1,6 @@
-"""Defines the sizes and numbers, for groups of weights with one scale, that formats and kernels share."""
+"""Defines constants and rounding rules of group quantization (one scale per 32 weights), which formats and
+kernels share.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Literal
 GROUP = 32
 """Number of consecutive weights of a row that share a scale."""
 QUAD = 4
-"""Number of consecutive weights that byte products multiply at once: the four bytes of an int32 lane."""
+"""Number of consecutive weights that a byte dot-product instruction multiplies at once: the four bytes of an
+int32 lane.
+"""
 QUADS = GROUP // QUAD
 """Number of quads (four consecutive weights) in a group."""
 TILE_ROWS = 16
@@ -27,21 +31,22 @@ def row_words(bits: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """The integers and rounding of a format with one scale per group; all arithmetic is float32, each step
-    rounded to nearest even.
+    """The code range and rounding of a format with one scale per group of 32 weights; all arithmetic is
+    float32, each step rounded to nearest even.
 
-    q = clip(rint(w / scale + zero), 0, top), the scale being rounded to `dtype` first. Before that it is
+    A weight w is stored as the code q = clip(rint(w / scale + zero), 0, top), where the scale has been
+    rounded to `dtype`. Before that the scale is
 
       fit(w)              less than 8 bits: see `fit` in search.py
       -fit(w)             the same with signed scales
       max|w| / zero       8 bits
       extreme / -zero     8 bits with signed scales
 
-    extreme is the weight of largest magnitude with its sign, the positive one of two equal ones.
+    extreme is the weight of largest magnitude in the group with its sign, the positive one of two equal ones.
 
-    A scale that rounds to zero is zero, and its group stored as zeros: all its weights are below 2**-21 for
-    float16. A signed scale is then 2**-24, the smallest float16: the kernels of x16 multiply scales by adding
-    to their exponents.
+    If the scale rounds to zero, the group is stored as zeros: all its weights are below 2**-21 for float16. A
+    signed scale is then stored as 2**-24, the smallest float16, because the kernels of the layout x16
+    multiply scales by adding to their exponents.
     """
 
     bits: Literal[4, 5, 8]

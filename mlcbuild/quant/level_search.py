@@ -1,4 +1,6 @@
-"""Quantizes floating point weights to blocks: codes, with scales and minima of two levels."""
+"""Quantizes floating point weights to codes with two-level scales and minima: a float16 of 256 weights times
+an integer of each group.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,21 @@ from mlcbuild.quant.groups import GROUP
 Floats = NDArray[np.float32]
 
 _STARTS = (0.5, 0.0, -0.5, -1.0, -1.5, -2.0)
-"""Numbers added to the largest code for the step widths from which the search for a scale starts. With half
-of them the squared error is 4 % larger (weights of Student's t, 5 degrees of freedom); each takes 2 of 30 ns
-for a weight."""
+"""Numbers added to the largest code; the range of a group's weights is divided by each sum to get the step
+widths from which the search for a scale starts. With half of them the squared error is 4 % larger (weights of
+Student's t, 5 degrees of freedom); each takes 2 of 30 ns for a weight.
+"""
 _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
 """The largest integer factors of scales and of minima, which are stored as int8 and as uint8."""
 
 
 def quantize(blocks: Blocks, weight: Array, name: str) -> list[BlockRows]:
-    """Returns the rows of a matrix [N, K] as blocks with scales of two levels, some rows in each item.
+    """Quantizes a matrix [N, K] with two-level scales, and returns its rows in order, as parts of several
+    rows each.
 
     weight: float32, float16, or bfloat16 bits in uint16. Columns are padded with zeros to whole groups of 32.
-    Raises CheckpointError, naming `name`, for weights that are infinite or NaN, or need a scale beyond
-    float16.
+    Raises CheckpointError, with `name` in its message, for weights that are infinite or NaN, or need a scale
+    beyond float16.
     """
     step = max(1, BLOCK // max(1, weight.shape[1]))
     return [
@@ -66,10 +70,11 @@ def _rows(blocks: Blocks, weight: Floats, name: str) -> BlockRows:
 
 
 def _with_minimum(blocks: Blocks, planes: Floats) -> tuple[Floats, Floats]:
-    """Returns the scale and the minimum, at most 0, of each group of `planes` [group, groups].
+    """Returns (scales, minima) of least squared error for the groups in `planes`, each float32 [groups];
+    minima are at most 0. planes: the weights [weights of a group, groups].
 
-    From each start the codes are rounded; the scale and minimum of least squared error for these codes follow
-    from two linear equations. Those of the start with the least error are returned.
+    From each of several starts the codes are rounded; the best scale and minimum for these codes follow from
+    two linear equations. Those of the start with the least error are returned.
     """
     size, top = np.float32(blocks.group), (1 << blocks.bits) - 1
     low, high = np.minimum(planes.min(axis=0), 0), np.maximum(planes.max(axis=0), 0)
@@ -100,8 +105,11 @@ def _with_minimum(blocks: Blocks, planes: Floats) -> tuple[Floats, Floats]:
 
 
 def _signed(blocks: Blocks, planes: Floats) -> Floats:
-    """Returns the scale of each group of `planes` [group, groups]. The weight of largest magnitude gets the
-    lowest code; the other codes follow from it, and the scale is that of least squared error for these codes.
+    """Returns the scale of each group of weights for signed codes, float32 [groups]. planes: the weights
+    [weights of a group, groups].
+
+    The weight of largest magnitude gets the lowest code; the other codes follow from it, and the scale is
+    that of least squared error for these codes.
     """
     high, low = planes.max(axis=0), planes.min(axis=0)
     scale = np.where(high >= -low, high, low) / np.float32(-blocks.zero)
@@ -112,8 +120,8 @@ def _signed(blocks: Blocks, planes: Floats) -> Floats:
 
 
 def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None) -> Floats:
-    """Returns the integer codes of the weights `planes` [group, groups], for the scale and the minimum of
-    each group.
+    """Returns the codes of weights as whole numbers in float32, shaped like `planes` [weights of a group,
+    groups], for a scale and minimum per group. They are clipped to the range of the format's codes.
     """
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) > 2.0**-100)
     codes = planes * inverse if minimum is None else (planes - minimum) * inverse

@@ -1,4 +1,5 @@
-"""Defines formats that quantize floating point weights to blocks with scales of two levels.
+"""Defines formats that quantize floating point weights with two-level scales: a float16 of 256 weights times
+an integer of each group.
 
 Planning a build loads this module, so only the function that packs imports NumPy.
 """
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def tiles(blocks: Blocks) -> Format:
-    """Returns the format that quantizes any float matrix to blocks with scales of two levels, and stores it
-    in the layout x16 as blocked.tiles does.
+    """Returns the format, in the layout x16, that quantizes any float matrix to these codes and two-level
+    scales. blocks: must have the scale type "levels".
     """
     form = blocked.tiles(blocks)
     return replace(form, pack=partial(_quantize, blocks, form.tensors), pack_blocks=None)

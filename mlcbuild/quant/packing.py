@@ -1,8 +1,9 @@
-"""Packs and unpacks the formats in grouped.py, in blocks that stay in a core's cache.
+"""Quantizes matrices with one scale per group of 32 weights, packs them, and dequantizes them.
 
-A block of rows is rearranged so that consecutive groups lie side by side and the eight quads (four
-consecutive weights) of a group lie in eight planes. Every step is then one NumPy call over long contiguous
-rows, in memory that is reused, and the scales of a whole plane are one broadcast row.
+Work is done in blocks of rows that stay in a core's cache. A block is rearranged so that consecutive groups
+lie side by side and the eight quads (four consecutive weights) of a group lie in eight planes. Every step is
+then one NumPy call over long contiguous rows, in memory that is reused, and the scales of a whole plane are
+one broadcast row.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Packer:
     """Quantizes rows of one weight matrix and packs the codes, in reusable scratch memory."""
 
     def __init__(self, groups: Groups, tile: int, columns: int, scratch: Scratch, name: str) -> None:
-        """Prepares the packing of rows with `columns` weights each. tile: TILE_ROWS for the layout x16, 1 for
-        the layout row. name: name of the matrix, for errors.
+        """Stores the parameters of packing for one matrix. groups: codes and rounding; tile: 16 for the
+        layout x16, 1 for the layout `row`; columns: weights of a row; name: the matrix in error messages.
         """
         self._format = groups
         self._tile = tile
@@ -39,7 +40,11 @@ class Packer:
 
     def pack(self, weight: Array, q_weight: Array, q_scale: Array) -> None:
         """Quantizes `weight` [N, K] (float32, float16, or bfloat16 bits in uint16) and writes codes and
-        scales to `q_weight` and `q_scale`."""
+        scales into `q_weight` and `q_scale`, arrays in the shapes of the layout.
+
+        Raises TypeError for another dtype, CheckpointError for weights that are infinite or NaN, or need a
+        scale beyond float16.
+        """
         if weight.dtype not in (np.float32, np.float16, np.uint16):
             raise TypeError(f"cannot pack {weight.dtype}: pass float32, float16, or bfloat16 bits in uint16")
         rows = weight.shape[0]
@@ -54,8 +59,9 @@ class Packer:
                 self._lines(block, q_weight[first:last], q_scale[first:last])
 
     def _padded(self, block: Array) -> Array:
-        """Returns a block of rows as a contiguous array, padded with zeros to whole groups and whole
-        tiles."""
+        """Returns rows of the matrix as a contiguous array, padded with zeros to whole groups of 32 columns
+        and, for tiles, to a multiple of 16 rows.
+        """
         rows, columns = -(-block.shape[0] // self._tile) * self._tile, self._groups * GROUP
         if block.shape == (rows, columns):
             return np.ascontiguousarray(block)
@@ -64,8 +70,9 @@ class Packer:
         return padded
 
     def _planes(self, block: Array, shape: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.float32]:
-        """Returns the quads of a block as float32 [QUADS, groups * QUAD]. `block` is viewed with the shape
-        `shape`, and its axes are then permuted by `order`.
+        """Returns the weights of some rows as eight planes, float32 [8, 4 * groups]: plane i holds the i-th
+        four weights of every group. shape, order: view of the rows' quads and permutation of its axes by
+        which the quads are moved.
         """
         quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
         quads = block.view(quad).reshape(shape).transpose(order)
@@ -79,7 +86,8 @@ class Packer:
         return out
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Writes codes and scales of a block in the layout row: see groups.row_words."""
+        """Quantizes some rows and writes codes and scales in the layout `row` into `q_weight` and `q_scale`.
+        """
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))
@@ -98,7 +106,9 @@ class Packer:
         q_weight.view(np.uint16).reshape(groups, QUADS)[...] = merged.astype(np.uint8).view(np.uint16).T
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Writes the codes and scales of a block of rows in the layout x16, which grouped.tiles describes."""
+        """Quantizes some tiles of rows and writes codes and scales in the layout x16 into `q_weight` and
+        `q_scale`.
+        """
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)
@@ -108,8 +118,8 @@ class Packer:
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE_ROWS)[...] = words.transpose(1, 2, 0, 3)
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
-        """Returns the integer codes of weights that are arranged in planes, and writes the scale of each
-        group into `out`. Overwrites `planes`.
+        """Quantizes weights in planes, float32 [8, 4 * groups], and returns their codes, uint8 in the same
+        shape, in scratch memory. It writes the scale of each group into `out` and overwrites `planes`.
         """
         groups = self._format
         out[...] = scale = self._scales(planes)
@@ -124,8 +134,9 @@ class Packer:
         return q
 
     def _scales(self, planes: NDArray[np.float32]) -> Array:
-        """Returns the scale of each group, [groups], in the type in which it is stored. A scale of zero is
-        never -0.
+        """Computes the scale of each group of weights and returns [groups] in the stored dtype; a scale of
+        zero is never -0. planes: the weights, float32 [8, 4 * groups]. Raises CheckpointError for infinite or
+        NaN weights and scales beyond float16.
         """
         groups = self._format
         extreme = self._extreme(planes)
@@ -143,7 +154,9 @@ class Packer:
         return scale
 
     def _extreme(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns the weight of largest magnitude of each group, with its sign: [groups]."""
+        """Returns the weight of largest magnitude of each group, with its sign: float32 [groups]. Raises
+        CheckpointError if it is infinite or NaN.
+        """
         high, low = _over_groups(np.maximum, planes), _over_groups(np.minimum, planes)
         extreme = np.where(high >= -low, high, low)
         if not math.isfinite(largest(extreme)):
@@ -171,8 +184,8 @@ def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
 
 
 def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the maximum or minimum (extreme: np.maximum or np.minimum) of the weights of each group,
-    [groups]; NaN for a group that has a NaN.
+    """Returns the largest or smallest weight of each group, float32 [groups]; NaN for a group that has a NaN.
+    extreme: np.maximum or np.minimum; planes: the weights [8, 4 * groups].
     """
     quads = extreme.reduce(planes, axis=0).reshape(-1, QUAD)
     both: NDArray[np.float32] = extreme(extreme(quads[:, 0], quads[:, 1]), extreme(quads[:, 2], quads[:, 3]))
@@ -180,8 +193,8 @@ def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.f
 
 
 def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] from tensors in the layout `row`: (q - zero) * scale in float32, without the
-    padding.
+    """Dequantizes (q_weight, q_scale) of the layout `row` and returns float32 [N, K] without padding: (code -
+    zero) * scale. shape: (N, K).
     """
     q_weight, q_scale = tensors
     rows, columns = shape
@@ -192,8 +205,8 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
 
 
 def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] from tensors in the layout x16: (q - zero) * scale in float32, without the
-    padding.
+    """Dequantizes (q_weight, q_scale) of the layout x16 and returns float32 [N, K] without padding: (code -
+    zero) * scale. shape: (N, K).
     """
     q_weight, q_scale = tensors
     rows, columns = shape

@@ -1,4 +1,4 @@
-"""Defines formats without quantization: a matrix is one tensor of floating point numbers."""
+"""Defines stored formats without quantization: a matrix is one float32 or float16 tensor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def plain(dtype: Literal["float32", "float16"]) -> Format:
-    """Returns the format that stores matrices as numbers of this type. Its functions import NumPy only when
-    called, since planning a build loads formats.
+    """Returns the format that stores a matrix [N, K] as one tensor [N, K] of this dtype. Its functions import
+    NumPy only when called, since planning a build loads formats.
     """
 
     def pack(weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:

@@ -1,5 +1,5 @@
-"""Packs matrices into the layout row, and unpacks them: the codes of each row in uint32 words, and scales and
-minima as blocked.rows describes.
+"""Packs matrices into the layout `row`, and unpacks them: the codes of each row packed in uint32 words, with
+an array of scales and minima.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _EIGHT = np.arange(8, dtype=np.uint32)
 
 
 def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Returns codes [rows, whole groups], a byte each, packed into uint32 words as groups.row_words
-    describes.
+    """Packs the codes of rows, uint8 [rows, columns], into words, and returns uint32 [rows, words] in the
+    order that groups.row_words describes. columns: a multiple of 32.
     """
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
@@ -36,7 +36,9 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[np.uint8]:
-    """Returns the codes [rows, groups * GROUP], a byte each, unpacked from the uint32 words of a row."""
+    """Unpacks words of rows, uint32 [rows, words], and returns the codes, uint8 [rows, groups * 32]. It
+    inverts pack_codes.
+    """
     rows, columns = len(words), groups * GROUP
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
@@ -51,8 +53,9 @@ def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[n
 
 
 def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:
-    """Returns q_weight and q_scale of rows. conformed: codes, scales and minima as block_packing makes them
-    conform to the format."""
+    """Returns the tensors (q_weight, q_scale) that store quantized rows in the layout `row`. conformed:
+    codes, then scales and minima, of the format's types, as block_packing computes them.
+    """
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":
@@ -64,8 +67,8 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 
 
 def _levels(numbers: Sequence[NDArray[np.generic]]) -> Array:
-    """Returns the uint32 words that store scales of two levels, for each block: first its float16 numbers,
-    then the integer factors of scales, then those of minima.
+    """Returns the words that store two-level scales and minima, uint32 [rows, blocks * words]. For each block
+    of 256 weights they hold its float16 numbers, then the integer factors of scales, then those of minima.
     """
     rows, count = numbers[1].shape
     halves = [block.astype(np.float16).view(np.uint16).astype(np.uint32) for block in numbers[1::2]]
@@ -78,7 +81,9 @@ def _levels(numbers: Sequence[NDArray[np.generic]]) -> Array:
 
 
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] in float32: code * scale + minimum, each operation rounded."""
+    """Dequantizes a matrix in the layout `row` and returns float32 [N, K]: code * scale + minimum, each
+    operation rounded. tensors: (q_weight, q_scale); shape: (N, K).
+    """
     rows, columns = shape
     words, numbers = tensors
     codes = unpack_codes(words.view(np.uint32), blocks.bits, columns // GROUP) - np.uint8(blocks.zero)
@@ -92,8 +97,8 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
 
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Returns (scales, minima) of each row and group of a stored matrix as float32: [rows, columns /
-    group].
+    """Returns (scales, minima) of a matrix in the layout `row`, each float32 [rows, columns / group]; minima
+    is None if the format has none. numbers: the stored q_scale.
     """
     if blocks.scale != "levels":
         if not blocks.minimum:
@@ -112,6 +117,8 @@ def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArra
 
 
 def _halves(words: NDArray[Any], upper: bool) -> NDArray[np.float32]:
-    """Returns the low or the high one of the two float16 numbers of each uint32 word."""
+    """Returns the low or, if `upper`, the high float16 in each uint32 word, converted to float32 in the same
+    shape.
+    """
     half: NDArray[np.uint16] = (words >> np.uint32(16 * upper) & np.uint32(0xFFFF)).astype(np.uint16)
     return half.view(np.float16).astype(np.float32)

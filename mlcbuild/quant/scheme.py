@@ -1,4 +1,4 @@
-"""Defines quantization schemes, and the tensors that a scheme stores on one device."""
+"""Defines quantization schemes, and lists the tensors in which a scheme stores a model for one device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
 BudgetKind: TypeAlias = Literal["target_bits", "max_size", "max_kl"]
-"""The quantity that a budget limits; a key of a recipe's quantization."""
+"""The quantity that a budget limits: bits per weight, total bytes, or KL divergence. It is a key of
+`quantization` in a recipe.
+"""
 PLAIN = "plain"
-"""Name of the layout of parameters that are not matrices, such as vectors of norms."""
+"""Name of the layout of parameters that are not matrices, such as norm weights: one plain array."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A rule by which the parameters of a model are stored and multiplied, on any device."""
+    """A quantization scheme: the stored format of each parameter of a model, and the type of activations, on
+    any device.
+    """
 
     name: str
     format: str
-    """Name of the format of matrices (two-dimensional parameters): a file below formats/.
+    """Name of the stored format of matrices (two-dimensional parameters).
 
     All other parameters, and the KV cache, have the format's `dtype`. Arithmetic on CPUs is float32.
     """
@@ -32,33 +36,36 @@ class Scheme:
     """8: activations are quantized to int8, with a scale for each group, before each product; 0: they stay
     floating point."""
     overrides: tuple[tuple[str, Scheme], ...] = ()
-    """Pairs (pattern, scheme). The first pattern that matches a parameter's name decides its scheme. A
-    pattern is one or more shell globs joined by `|`, matched against the name with and without `.weight`.
+    """Pairs (pattern, scheme). The first pattern that matches a parameter's name decides the parameter's
+    scheme. A pattern is one or more shell globs joined by `|`, matched against the name with and without
+    `.weight`.
 
-    The schemes must not have overrides themselves. What belongs to no parameter, such as the KV cache,
+    The schemes in the pairs must not have overrides. What belongs to no parameter, such as the KV cache,
     follows the outer scheme.
     """
     budget: Budget | None = None
-    """The budget from which a step chooses scheme and overrides while a recipe is built; None for a scheme
-    that is complete. `format` is then the largest candidate's, an upper bound of the size.
+    """The budget under which a build step chooses the formats of all parameters; None for a scheme that needs
+    no choice. With a budget `format` is the largest candidate's, an upper bound of the size.
     """
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on size or loss, and the schemes that the parameters of a model may have under it."""
+    """A limit on the size or the quality loss of a quantized model, and the schemes among which each
+    parameter's is chosen.
+    """
 
     kind: BudgetKind
     limit: float
     """Bits per weight, bytes of all stored tensors, or a mean KL divergence in nats, by `kind`."""
     candidates: tuple[Scheme, ...]
-    """Schemes without overrides, from the smallest to the largest."""
+    """Schemes that a parameter may have, without overrides, from the smallest to the largest."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A scheme together with the physical layout that a device's backend chose for its format. The other
-    fields are those of Scheme.
+    """A quantization scheme together with the physical layout that a device's backend chose for its format.
+    The other fields are those of Scheme.
     """
 
     name: str
@@ -67,12 +74,12 @@ class Storage:
     activation_bits: Literal[0, 8] = 0
     overrides: tuple[tuple[str, Storage], ...] = ()
     candidates: tuple[Storage, ...] = ()
-    """The storage of each candidate of the scheme's budget; () without a budget."""
+    """The schemes among which a budget chooses, with their layouts; () without a budget."""
 
     @property
     def definition(self) -> Format:
-        """Returns the stored format of the scheme in this layout. Raises UsageError if the format does not
-        have it.
+        """Returns the stored format of the scheme in its layout. Raises UsageError if the format does not
+        have this layout.
         """
         return load_format(self.format, self.layout)
 
@@ -86,14 +93,14 @@ class Storage:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Returns the names of all formats of the scheme, of its overrides and candidates, sorted."""
+        """Returns the sorted names of all formats that the scheme, its overrides and its candidates use."""
         others = [other.format for _, other in self.overrides]
         return tuple(sorted({self.format, *others, *(other.format for other in self.candidates)}))
 
 
 def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
-    """Returns a scheme with the layouts that a backend's `layout` chooses, those of overrides and candidates
-    included.
+    """Returns a scheme with physical layouts. layout: a backend's function that returns the layout's name for
+    a scheme; it is also called for overrides and candidates.
     """
     overrides = tuple((pattern, storage(other, layout)) for pattern, other in scheme.overrides)
     listed = scheme.budget.candidates if scheme.budget is not None else ()
@@ -109,8 +116,8 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def scheme_for(scheme: Storage, name: str) -> Storage:
-    """Returns how the parameter `name` is stored: by the first override whose pattern matches, or else by
-    `scheme` itself.
+    """Returns the scheme by which the parameter `name` is stored: that of the first override whose pattern
+    matches the name, or else `scheme` itself.
     """
     for pattern, other in scheme.overrides:
         if matches(pattern, name):
@@ -119,8 +126,8 @@ def scheme_for(scheme: Storage, name: str) -> Storage:
 
 
 def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
-    """Returns the tensors in which one parameter is stored. Raises UsageError for a layout that the
-    parameter's format does not have.
+    """Returns descriptions of the tensors in which one parameter is stored under a model's scheme, in order.
+    Raises UsageError if the parameter's format lacks the scheme's layout.
     """
     storage = scheme_for(scheme, param.name)
     if param.matrix is None:
@@ -136,29 +143,37 @@ def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
 
 
 def plain_dtype(param: Param, storage: Storage) -> Literal["float32", "float16"]:
-    """Returns the type in which a parameter is stored that is not packed, because it is not a matrix.
-    storage: the scheme of this parameter.
+    """Returns the dtype of a parameter that is stored unquantized because it is not a matrix. storage: the
+    scheme of this parameter.
     """
     return "float32" if param.stored == "float32" else storage.dtype
 
 
 def rows_per_index(param: Param, scheme: Storage) -> int:
-    """Returns how many rows of a parameter one index of axis 0 of its stored tensors covers."""
+    """Returns the number of rows of a parameter that one index of axis 0 of its stored tensors covers: 1, or
+    16 for tiles.
+    """
     return 1 if param.matrix is None else scheme_for(scheme, param.name).definition.rows_per_index
 
 
 def stored_parameters(params: Sequence[Param], scheme: Storage) -> tuple[StoredTensor, ...]:
-    """Returns all tensors that a library takes, in order: those of every parameter, one after the other."""
+    """Returns descriptions of all stored tensors of a model in the order in which a compiled library takes
+    them: those of the first parameter, then those of the second, and so on.
+    """
     return tuple(tensor for param in params for tensor in stored(param, scheme))
 
 
 def stored_bytes(params: Sequence[Param], scheme: Storage) -> int:
-    """Returns the size in bytes of all tensors of a model as stored, without file headers."""
+    """Returns the total size in bytes of the tensors that store a model's parameters under a scheme, without
+    file headers.
+    """
     return sum(tensor.size for tensor in stored_parameters(params, scheme))
 
 
 def check_overrides(scheme: Scheme | Storage, params: Sequence[Param]) -> tuple[str, ...]:
-    """Returns an error message for each override that decides for no parameter of a model."""
+    """Returns an error message for each override of a scheme without effect: its pattern matches no parameter
+    of the model, or only parameters that earlier overrides match.
+    """
     problems = []
     names = [param.name for param in params]
     left = set(names)
@@ -182,8 +197,8 @@ def check_overrides(scheme: Scheme | Storage, params: Sequence[Param]) -> tuple[
 
 
 def describe(scheme: Storage) -> dict[str, Json]:
-    """Returns the description of a scheme that libraries and manifests hold: bits, group size and types,
-    instead of the format's name.
+    """Returns the JSON object that describes a scheme in library metadata and manifests, with bits, group
+    size and types instead of the format's name.
     """
     form = scheme.definition
     return {
@@ -198,8 +213,8 @@ def describe(scheme: Storage) -> dict[str, Json]:
 
 
 def to_json(scheme: Storage) -> dict[str, Json]:
-    """Returns every field of a scheme as JSON, the name of a built-in scheme included, so that a change of
-    any field changes the key of a step.
+    """Returns a scheme as a JSON object for the parameters of a build step: every field except the candidates
+    of a budget, so that a change of any of them changes the step's key.
     """
     return {
         "name": scheme.name,
@@ -211,8 +226,8 @@ def to_json(scheme: Storage) -> dict[str, Json]:
 
 
 def from_json(value: Json) -> Storage:
-    """Returns the scheme that a JSON value describes: the inverse of to_json. Raises UsageError for a value
-    that to_json would not write.
+    """Returns the scheme that a JSON object describes: the inverse of to_json. Raises UsageError for missing
+    or unknown fields, wrong types, or a format or layout that does not exist.
     """
     if not isinstance(value, dict):
         raise UsageError(f"a scheme must be a JSON object, found {value!r}")

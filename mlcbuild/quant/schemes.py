@@ -23,6 +23,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("q6a8_2", "q6l", activation_bits=8),
     )
 }
-"""Name -> quantization scheme. A name is q<bits><type of scales>_1 as in mlc-llm; `a8` instead of the type
-means 8-bit activations, `_2` scales of two levels, with minima below 6 bits.
+"""Scheme name -> quantization scheme. A name is q<bits><type of scales>_1 as in mlc-llm. `a8` instead of the
+type means 8-bit activations. `_2` means that a scale is a float16 per 256 weights times an integer per group,
+with minima too below 6 bits.
 """

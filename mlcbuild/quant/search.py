@@ -1,5 +1,6 @@
-"""Searches the scale of a group of weights that leaves the least squared error, each weight counting by its
-magnitude."""
+"""Searches the scale of a group of weights that leaves the least squared error, weighted by the magnitudes of
+the weights.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +15,22 @@ from mlcbuild.quant.groups import QUAD, QUADS
 
 @dataclass(frozen=True)
 class Search:
-    """Constants of the search for the scale of a group of weights, for one number of bits."""
+    """Constants of the search for the scale of a group of 32 weights, for one number of bits per code."""
 
     unit: int
     """The integer to which the weight of largest magnitude in a group is scaled before the search for a
     scale.
     """
     shift: int
-    """Number of bits by which the magnitude of a weight in these units is shifted right to be its importance.
-    Sums of eight products of it with two codes then fit in int16, of which NumPy handles twice as many at
-    once as of float32, and sums of 32 products with a code and the weight are exact in float32."""
+    """Number of bits by which the magnitude of a weight, in units of extreme / `unit`, is shifted right to be
+    its importance. Sums of eight products of importance with two codes then fit in int16, of which NumPy
+    handles twice as many at once as of float32, and sums of 32 products with a code and the weight are exact
+    in float32.
+    """
     widths: tuple[int, ...]
-    """Step widths from which the search for a scale starts. The first two divide the unit into `top` steps
-    and one less, so that weights on such grids are met exactly."""
+    """Step widths, in units of extreme / `unit`, from which the search starts. The first two divide the
+    largest weight into `top` and `top - 1` steps, so that weights on such grids are represented exactly.
+    """
     top: int
     """The largest code. Codes are 1 - top .. top; the sign of the scale is such that the weight of largest
     magnitude is positive.
@@ -34,11 +38,11 @@ class Search:
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
-"""Number of bits of a code -> constants of the search for a group's scale. With 8 bits the search is left
-out, since it would reduce the error very little.
+"""Number of bits of a code -> constants of the search for a group's scale. With 8 bits there is no search,
+since it would reduce the error very little.
 """
 TINY = np.float32(2.0**-96)
-"""Magnitude of the largest weight of a group below which the group counts as zeros when a scale is fitted:
+"""Limit on the largest magnitude in a group below which the group counts as zeros when a scale is searched:
 its inverse could overflow.
 """
 
@@ -46,17 +50,19 @@ its inverse could overflow.
 def fit(
     search: Search, planes: NDArray[np.float32], extreme: NDArray[np.float32], scratch: Scratch
 ) -> NDArray[np.float32]:
-    """Returns the scale of each group of weights for codes 1 - top .. top, of either sign: [groups].
+    """Returns the best scale of each group of 32 weights for the codes 1 - top .. top, float32 [groups].
+    Scales may be negative.
 
-    planes: the weights, [QUADS, groups * QUAD]. extreme: the weight of largest magnitude of each group.
+    planes: the weights, float32 [8, 4 * groups], whose row i holds the i-th four weights of every group.
+    extreme: the weight of largest magnitude of each group, float32 [groups].
 
     The scale is that of least weighted error, as far as one step of Lloyd's method (1982) from three starts
-    gets there. With 4 bits: u = rint(w * (504 / extreme)) and v = |u| // 8; for steps of 63, 72 and 59
-    c = clip(floor(u / step + 1/2), -7, 8) and a = sum(v * u * c) / sum(v * c * c); the first c with the
-    largest a * sum(v * u * c) gives fit = extreme * (a / 504). Sums are of whole numbers below 2**24, exact
-    in any order. A group that was dequantized from 4 bits with its extreme at -8 or 7 steps is met exactly
-    (scales in float16). With 5 bits it is the same with 240 for 504, |u| // 16, steps of 15 and 16, and codes
-    -15 .. 16.
+    gets there. With 4 bits: u = rint(w * (504 / extreme)) and v = |u| // 8; for steps of 63, 72 and 59 c =
+    clip(floor(u / step + 1/2), -7, 8) and a = sum(v * u * c) / sum(v * c * c); the first c with the largest a
+    * sum(v * u * c) gives fit = extreme * (a / 504). Sums are of whole numbers below 2**24, exact in any
+    order. A group that was dequantized from 4 bits with its extreme at -8 or 7 steps is met exactly (scales
+    in float16). With 5 bits it is the same with 240 for 504, |u| // 16, steps of 15 and 16, and codes -15 ..
+    16.
 
     In trained models, unlike random ones, large weights meet large activations. With all weights counting
     alike the squared error is 4 % lower, and the embedded model's KL is 0.0278 in place of 0.0218 (Q4_0:
@@ -96,8 +102,8 @@ def fit(
 
 
 def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
-    """Returns unit / extreme for each group, and zero for a group whose extreme (weight of largest magnitude)
-    is below TINY.
+    """Returns unit / extreme for each group, float32 [groups], and 0 where the magnitude of extreme is below
+    TINY. extreme: the weight of largest magnitude of each group.
     """
     tiny = np.abs(extreme) < TINY
     if not tiny.any():  # nearly always

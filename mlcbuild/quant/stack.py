@@ -1,4 +1,6 @@
-"""A stack of matrices whose values are computed when they are read, such as the weights of experts."""
+"""A lazy three-dimensional array of matrices that are computed when they are read, such as the weights of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from numpy.typing import DTypeLike, NDArray
 
 @dataclass(frozen=True)
 class Stack:
-    """The weights of all experts of a layer, [experts, out, in], computed one expert at a time: those of a
-    large model do not fit into memory in float32."""
+    """A lazy float32 array [experts, out, in] of the weights of all experts of a layer. Indexing computes the
+    matrix of one expert, because all of them may not fit into memory.
+    """
 
     shape: tuple[int, int, int]
     load: Callable[[int], NDArray[np.float32]]
@@ -22,7 +25,7 @@ class Stack:
         return self.load(index)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[np.float32]:
-        """Returns all matrices of the stack as one array. NumPy calls this method when the stack is used as
-        an array.
+        """Returns all matrices as one array [experts, out, in]. NumPy calls this method when a Stack is used
+        as an array.
         """
         return np.stack([self.load(index) for index in range(self.shape[0])]).astype(dtype or np.float32)

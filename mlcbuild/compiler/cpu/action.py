@@ -16,13 +16,14 @@ TOOLCHAIN = action.Toolchain(child.__name__, toolchain.linker_identity, toolchai
 
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """The step action for CPUs; see mlcbuild.compiler.action.compile_library."""
+    """Compiles a library for a CPU and writes it and library.json into the directory `out`. Arguments and
+    errors are those of mlcbuild.compiler.action.compile_library.
+    """
     action.compile_library(params, inputs, out, TOOLCHAIN)
 
 
 def tools(target: Target) -> dict[str, str]:
-    """Returns program -> version of every tool that determines a library's bytes, for its cache key.
-
-    Raises SetupError if a tool is missing.
+    """Returns program name -> version of the compiler and the linker, which determine a library's bytes, for
+    its cache key. Raises SetupError if one of them is missing.
     """
     return {**versions.compiler(), "linker": toolchain.linker_identity(target)}

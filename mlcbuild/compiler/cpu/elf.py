@@ -29,8 +29,8 @@ def undefined(data: bytes) -> frozenset[str]:
 
 
 def _needed(table: bytes) -> list[int]:
-    """Returns the offsets, in an ELF string table, of the names of undefined symbols that are not weak.
-    table: the bytes of an ELF symbol table.
+    """Returns the offsets, in the ELF string table, of the names of the undefined, not weak symbols in an ELF
+    symbol table, whose bytes are passed.
     """
     return [
         name

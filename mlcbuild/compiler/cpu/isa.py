@@ -1,4 +1,6 @@
-"""Instruction sets of CPUs: the table from which kernels take vector lengths, tile sizes and instructions."""
+"""Describes the instruction sets of CPUs: vector lengths, tile sizes and special instructions, by which
+kernels are emitted.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from tvm.target.codegen import llvm_get_cpu_features
 from mlcbuild.targets.target import Target
 
 Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
-"""Names of the instructions that sum products of unsigned 4-bit weights and signed 8-bit activations. For
-8-bit weights see dot.Products.way.
+"""Name of the instruction by which kernels sum products of unsigned 4-bit weights and signed 8-bit
+activations. Other widths may need another one: see dot.Products.way.
 
 vpdpbusd   x86 VNNI: adds four byte products to each int32 lane.
 pmaddubsw  x86: adds pairs of byte products to int16 lanes, which hold a group of 32 and are widened once.
@@ -23,8 +25,8 @@ mul16      no special instruction: activations are int16, and int16 lanes hold t
 
 @dataclass(frozen=True)
 class ISA:
-    """The parameters of a CPU's instruction set on which kernels depend. A register tile holds the sums of
-    some rows of activations x with some rows of weights.
+    """The properties of a CPU's instruction set, and the tile sizes that suit it. Kernels compute products x
+    @ W.T; a register tile holds the sums of some rows of activations x with some rows of weights W.
     """
 
     name: str
@@ -38,7 +40,7 @@ class ISA:
     """
     dot: Dot
     tile_rows: int
-    """Number of rows of x in the register tile of a float32 product, which is four weight rows wide."""
+    """Number of rows of x in the register tile of a float32 product; the tile is four weight rows wide."""
     stream_rows: int
     """Number of weight rows that a matrix-vector product reads in parallel."""
     batch: int
@@ -161,12 +163,14 @@ ISAS: tuple[ISA, ...] = (
         dot_tile=(2, 2),
     ),
 )
-"""All instruction sets, best first. A target uses the first one whose features its processor has."""
+"""The supported instruction sets, best first. A target uses the first one whose LLVM features its processor
+has.
+"""
 
 
 def tvm_target(target: Target) -> TvmTarget:
-    """Returns the target as TVM describes it, for one core. The result does not depend on the machine that
-    builds.
+    """Returns TVM's description of a CPU target for code that runs on one core. It does not depend on the
+    machine that builds.
     """
     options = {"kind": "llvm", "mtriple": target.triple, "mcpu": target.cpu, "mattr": list(target.features)}
     return TvmTarget(options)

@@ -1,5 +1,5 @@
-"""Emits latent attention as calls of kernels. Products of heads with latents are applied to queries and to
-results, so that the cache holds latents only.
+"""Emits latent attention (MLA) as calls of kernels. The matrices that expand latents to heads are applied to
+queries and to results instead, so that the KV cache holds latents only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mlcbuild.models import LatentAttention, RmsNorm
 
 
 def latent_columns(spec: LatentAttention) -> dict[str, int]:
-    """Returns scratch tensor name -> number of float32 columns that latent attention needs in it, except for
-    queries.
+    """Returns scratch tensor name -> number of float32 columns that one layer's latent attention needs in it;
+    the tensor "qkv" is not included.
     """
     room = {
         "own": spec.heads * spec.query_dim,
@@ -59,8 +59,8 @@ class Latents:
         return spec
 
     def attend(self, source: RowSource, inputs: Sequence[Tensor]) -> Tensor:
-        """Emits latent attention without the output product, and returns float32 [n, heads * value_dim].
-        source: emits input rows, from the tensors `inputs`.
+        """Emits latent attention without the output product, and returns its result, float32 [n, heads *
+        value_dim]. source: code that computes the input rows from the tensors `inputs`.
         """
         spec, n = self.spec, inputs[0].shape[0]
         head_queries = self._own_queries(source, inputs, n)
@@ -82,7 +82,9 @@ class Latents:
         return _shaped(values, n, spec.heads * spec.value_dim)
 
     def _own_queries(self, source: RowSource, inputs: Sequence[Tensor], n: Expr) -> Tensor:
-        """Emits the queries as the original model computes them, before rotation, and returns them."""
+        """Emits the products that compute the queries, before rotation, and returns them, float32 [n, heads *
+        query_dim]. source: code that computes the input rows from the tensors `inputs`.
+        """
         spec, weights = self.spec, self.layer.weights
         out = self.view("own", n, spec.heads * spec.query_dim)
         if not spec.query_latent:
@@ -98,8 +100,8 @@ class Latents:
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """Emits the product of each head's row of x with the head's matrix in the stack `name`, into `out`,
-        and returns `out`. source: where the rows of x come from; choices: tensor with the index of the matrix
-        for each row.
+        and returns `out`. source: the prologue that reads rows of x [n * heads, ..]; choices: the index of
+        the matrix for each row, as the kernels of experts take it.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None
@@ -109,9 +111,11 @@ class Latents:
         return into(func, [choices, x, *weights], out)
 
     def _append(self, head_queries: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits the update of the KV cache with new tokens. Returns (queries to multiply with cached rows,
-        the cache). head_queries: queries before rotation; absorbed: queries in the space of latents; tokens:
-        rows to cache.
+        """Emits the kernel that rotates queries and keys and writes new tokens to the KV cache, and returns
+        (queries to multiply with cached rows, the cache).
+
+        head_queries: queries before rotation; absorbed: the queries times the matrices of keys, in the space
+        of latents; tokens: the rows to cache, one for each token.
         """
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")
@@ -130,6 +134,6 @@ class Latents:
 
 
 def _shaped(x: Tensor, rows: Expr, width: int) -> Tensor:
-    """Returns a tensor of the shape [rows, width] that uses the memory of x."""
+    """Emits a view of x with the shape [rows, width], in the same memory, and returns it."""
     shaped = relax.op.reshape(x._expr, [rows, width])
     return Tensor(_expr=relax.BlockBuilder.current().emit(shaped))

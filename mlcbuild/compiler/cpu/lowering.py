@@ -1,4 +1,4 @@
-"""Lists the compiler passes of a kernel, which follow the passes of the program and precede LLVM."""
+"""Lists TVM's passes that lower a kernel for CPUs, from a scheduled loop nest to code for LLVM."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ KERNELS: Phases = (
     ("split host and device", X.SplitHostDevice),
     ("make the calling convention", X.MakePackedAPI),
 )
-"""The compiler passes of a kernel, in order. Kernels arrive scheduled, and LLVM removes common subexpressions
-and dead code itself, so this is a third of TVM's own list and takes a quarter of its time."""
+"""Pairs (description, pass) that lower a kernel, in order. Kernels arrive scheduled, and LLVM removes common
+subexpressions and dead code itself, so this is a third of TVM's own list and takes a quarter of its time.
+"""

@@ -1,4 +1,6 @@
-"""Emits a mixture of experts as calls of kernels: router, products of experts, shared feed-forward."""
+"""Emits a mixture-of-experts layer as calls of kernels: the router, the products with the chosen experts'
+matrices, and the feed-forward that all tokens share.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from mlcbuild.compiler.program.ops import Layer
 from mlcbuild.models import Experts
 
 Fed = tuple[Any, Sequence[Tensor]]
-"""The input rows of a product: (source of the rows, tensors that the source reads)."""
+"""The input rows of a matrix product: (prologue that computes a row, tensors that the prologue reads)."""
 View = Callable[[str, Expr, int], Tensor]
 """Function of (scratch tensor name, rows, columns) that returns the beginning of this scratch tensor as a
-[rows, columns] tensor.
+float32 [rows, columns] tensor.
 """
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Emits the mixture of experts of one layer."""
+    """Emits the feed-forward half of one layer that is a mixture of experts."""
 
     parts: Parts
     layer: Layer
@@ -48,16 +50,17 @@ class Mixture:
         return self.layer.weights.get(name, ())
 
     def linear(self, name: str) -> Linear:
-        """Returns the description of the product with the layer's matrix `name`, or with a single matrix of
-        it if `name` is a stack.
+        """Returns the description of the product with the layer's matrix `name`, or with one matrix of it if
+        `name` is a stack [experts, out, in].
         """
         param = self.layer.params[name]
         assert param.matrix is not None
         return self.parts.linear(param.name, param.matrix)
 
     def add(self, source: Fed, out: Tensor, fresh: bool) -> Tensor:
-        """Emits out += the output of the mixture of experts for some input rows, and returns `out`, which may
-        be one of the tensors that the rows are read from. fresh: True if `out` starts with zeros.
+        """Emits the mixture of experts for the rows of `source`, added to `out` float32 [n, hidden] in place,
+        and returns `out`, from which the rows may be read. fresh: True if `out` is uninitialised and the
+        result is stored, not added.
         """
         spec, weights = self.spec, self.layer.weights
         choices = self._route(source)
@@ -79,7 +82,9 @@ class Mixture:
         return ExpertMatrices(self.linear(name), self.spec.count, self.spec.chosen)
 
     def _route(self, source: Fed) -> Tensor:
-        """Emits the router, and returns the choices of experts for each row."""
+        """Emits the router, and returns the choices of experts float32 [n, 2 * chosen]: for each row the
+        numbers of its experts, then their weights.
+        """
         spec, weight = self.spec, self.layer.weights["mlp.router.weight"][0]
         n = source[1][0].shape[0]
         logits = self._exact_product(source, weight, self.view("logits", n, spec.count))
@@ -93,8 +98,8 @@ class Mixture:
         return chosen
 
     def _exact_product(self, source: Fed, weight: Tensor, out: Tensor) -> Tensor:
-        """Emits the product of the source's rows with an unquantized matrix into `out`, and returns `out`. A
-        row's result does not depend on the rows beside it.
+        """Emits the product of the rows of `source` with an unquantized matrix into `out`, and returns `out`.
+        A row's result has the same bits whatever other rows the batch has.
         """
         rows, width = (int(size) for size in weight.shape)
         form = DenseRows(self.parts.isa, rows, width, dtype_of(weight))
@@ -102,8 +107,9 @@ class Mixture:
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
-        """Returns the source of the input rows of the experts' second product, act(gate) * up, with the
-        tensors that it reads. pair: float32 tensor with gates and ups of each chosen expert.
+        """Returns the input rows of the experts' second product, act(gate) * up, as (prologue that computes a
+        row, tensors that it reads). pair: float32 [n * chosen, 2 * size], gates and ups of each chosen
+        expert; choices: numbers and weights of the chosen experts.
         """
         spec, isa, bias = self.spec, self.parts.isa, self.optional("mlp.experts.gate_up.bias")
         if not bias and spec.clamp is None:
@@ -112,8 +118,8 @@ class Mixture:
         return expert_gate.ExpertGate(isa, spec, dtype), [pair, *bias, *([choices] if bias else [])]
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
-        """Emits the gates and ups, for n rows, of the feed-forward that all tokens share, and returns
-        them.
+        """Emits the first product of the feed-forward that all tokens share, and returns its gates and ups,
+        float32 [n, 2 * size].
         """
         spec = self.spec
         pair = self._product(

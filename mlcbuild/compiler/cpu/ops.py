@@ -1,5 +1,5 @@
-"""Implements the operations of a program (program.ops.Ops) for CPUs: halves of layers as calls of kernels,
-and the code around them.
+"""Emits the halves of transformer layers, and the code around them, as calls of CPU kernels: the
+implementation of program.ops.Ops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mlcbuild.models import Attention, Dense, Experts, LatentAttention, LayerSpe
 
 @dataclass(frozen=True)
 class CpuOps(Parts):
-    """Implements program.ops.Ops with the kernels of an instruction set."""
+    """The operations of a program (program.ops.Ops) for one model, quantization scheme and CPU target."""
 
     decode_loop = True
     plan, lower, kernels = phases.PLAN, phases.LOWER, KERNELS
@@ -49,7 +49,7 @@ class CpuOps(Parts):
 
     @cached_property
     def room(self) -> dict[str, int]:
-        """Returns scratch tensor name -> number of float32 columns that suffices for every layer."""
+        """Returns scratch tensor name -> number of float32 columns, the maximum over all layers."""
         room: dict[str, int] = {}
         for layer in dict.fromkeys(self.config.layers):
             for name, columns in self._columns(layer).items():
@@ -80,8 +80,8 @@ class CpuOps(Parts):
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
-        """Returns the number of columns in which attention can store rows of prompts as AMX tiles, for the
-        layer with this index: see `amx_tile_columns`.
+        """Returns the columns of the scratch tensor into which the attention of the layer `index` can store
+        prompt rows packed for AMX; 0 if it cannot.
         """
         layer = self.config.layers[index]
         mixer = layer.mixer
@@ -95,8 +95,8 @@ class CpuOps(Parts):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns False if tile registers are used: rows are then stored in tiles, from which single rows
-        cannot be selected.
+        """Returns True if the last layer can be limited to selected rows: AMX is not used, which stores rows
+        packed in tiles, and the selected rows fit into scratch tensors.
         """
         config, room = self.config, self.room
         fits = config.hidden_size <= room["qkv"] and room.get("attended", 0) <= room["pair"]
@@ -119,9 +119,9 @@ class CpuOps(Parts):
         return workspace.workspace(limits, self.config.vocab_size, mod)
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns two mappings. The first maps use -> kernel, for each kind of matrix (its name without the
-        layer, if all layers agree) and for attention. The second maps use -> reason, for kernels that are
-        slower than the processor allows.
+        """Returns two mappings: use -> name of its kernel, and use -> reason, for kernels that are slower
+        than the processor allows. A use is attention, or a matrix's name, without the layer where all layers
+        have the same kernel.
         """
         chosen: dict[str, str] = {
             "attention": f"paged_attention.{self.isa.name}",
@@ -142,8 +142,8 @@ class CpuOps(Parts):
         return dict(sorted(chosen.items())), dict(sorted(fallbacks.items()))
 
     def _products(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yields (parameter, kernel, reason why it is slow or None) for each matrix product and for the
-        embedding lookup.
+        """Yields (parameter name, kernel name, reason why it is slow or None) for the embedding lookup and
+        for each matrix product.
         """
         yield "embed.lookup", self.table.name, None
         params = parameters(self.config)
@@ -156,8 +156,9 @@ class CpuOps(Parts):
                 yield param.name, product.name, reason
 
     def _gated_fallback(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Returns the reason why a gated feed-forward takes a slow path, or None. shapes: parameter name ->
-        shape."""
+        """Returns the reason why the gated values of the feed-forward before the matrix `name` are not packed
+        for AMX; None if they are, or if `name` is another matrix. shapes: parameter name -> shape.
+        """
         layer, _, rest = name.partition(".mlp.")
         if rest != "down.weight" or f"{layer}.mlp.gate_up.weight" not in shapes:
             return None
@@ -169,7 +170,9 @@ class CpuOps(Parts):
 
 
 def emit_next_inputs(arguments: Variables) -> None:
-    """Emits the kernel that turns the arguments of a step into those of the next one."""
+    """Emits the call of the kernel that turns the arguments of a decode step, in place, into those of the
+    next step. arguments: name in the ABI -> variable.
+    """
     fixed = [arguments[name] for name in next_inputs.FIXED]
     changed = [arguments[name] for name in next_inputs.CHANGED]
     out = [Tensor.placeholder(variable.ty.shape, str(variable.ty.dtype)) for variable in changed]
@@ -181,14 +184,14 @@ def emit_next_inputs(arguments: Variables) -> None:
 @dataclass(frozen=True)
 class _Halves:
     """Emits the two halves of one layer, attention and feed-forward. In sequence: x += attention(norm(x)); x
-    += mlp(norm(x)). In parallel both halves read the same x, so the result of the first half is kept in
-    scratch memory until the second has read x.
+    += mlp(norm(x)). In parallel both halves read the same x, so the result of attention is kept in scratch
+    memory until the feed-forward has read x.
     """
 
     parts: Parts
     layer: Layer
     room: Mapping[str, Tensor]
-    """Name -> scratch tensor with as many rows as the layer computes."""
+    """Scratch tensor name -> float32 tensor with as many rows as the layer computes."""
 
     @property
     def spec(self) -> LayerSpec:
@@ -202,8 +205,8 @@ class _Halves:
         return self.spec.residual != "sequential"
 
     def source(self, half: str, width: int) -> tuple[RowSource, list[Tensor]]:
-        """Returns the source of the rows that a half of the layer reads from the residual stream x, and the
-        weights of its norm. half: name of the half; width: columns of x.
+        """Returns (the prologue that computes the input rows of a half of the layer from the residual stream,
+        the tensors of its norm). half: "attn" or "mlp"; width: columns of the residual stream.
         """
         before = self.spec.norms.before
         if before is None:
@@ -218,8 +221,8 @@ class _Halves:
         return self.parts.linear(param.name, (rows, columns))
 
     def product(self, name: str, fusion: Fusion, inputs: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Emits the product of the rows of `inputs`, [n, columns], with the weight `name` into `out`, and
-        returns `out`. fusion: what is fused with the product.
+        """Emits the product of input rows with the layer's matrix `name` into `out`, and returns `out`.
+        fusion: prologue and epilogue of the product; inputs: the tensors that the prologue reads.
         """
         weights = self.layer.weights[f"{name}.weight"]
         return self.linear(name).into(out, fusion, inputs, weights, self.layer.prompt)
@@ -227,8 +230,9 @@ class _Halves:
     def add_product(
         self, x: Tensor, name: str, source: RowSource, inputs: Sequence[Tensor], post: str
     ) -> Tensor:
-        """Emits x += product, in one kernel unless the layer has a bias, a norm or a scale in between;
-        returns x. name: the matrix; source, inputs: its input rows; post: name of the norm after the product.
+        """Emits x += product with the layer's matrix `name`, in one kernel unless the layer has a bias, a
+        norm or a scale in between; returns x. source, inputs: prologue of the product and the tensors that it
+        reads; post: name of the norm after the product.
         """
         extras = self.optional(f"{name}.bias"), norm_weights(self.layer.weights, post)
         if self._adds_at_once(name):
@@ -241,8 +245,8 @@ class _Halves:
         return is_fusible and not self.optional(f"{name}.bias")
 
     def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
-        """Emits the selection of rows of x and of the attention output `attended`, into memory that is no
-        longer needed. rows: int32 [q]. Returns (the layer with scratch tensors of q rows, selected x,
+        """Emits copies of the rows of x and of `attended` with the indices `rows`, int32 [q], into scratch
+        memory that is no longer needed. Returns (this object with scratch tensors of q rows, selected x,
         selected attention output).
         """
         count, gather = rows.shape[0], self.parts.gather
@@ -252,8 +256,8 @@ class _Halves:
         return replace(self, room=room), x, attended
 
     def scratch(self, name: str, width: int) -> Tensor:
-        """Returns the first `width` columns of the scratch tensor `name` as a tensor [n, width]; other layers
-        may use more columns of the same memory.
+        """Returns the beginning of the scratch tensor `name` in the shape [n, width]; other layers may use
+        more columns of the same memory.
         """
         tensor = self.room[name]
         return tensor if int(tensor.shape[1]) == width else self.view(name, tensor.shape[0], width)
@@ -265,8 +269,8 @@ class _Halves:
         return Tensor(_expr=relax.BlockBuilder.current().emit(view))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Emits attention for all rows, without the output product, and returns it. It also writes keys and
-        values to the cache.
+        """Emits attention for the rows of the residual stream x, without the output product, and returns its
+        result. The emitted code also writes keys and values to the cache.
         """
         parts, spec = self.parts, self.spec.mixer
         source, weights = self.source("attn", int(x.shape[1]))
@@ -281,8 +285,9 @@ class _Halves:
         return parts.paged_attention(spec, qkv, pages, self.layer, out)
 
     def project(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Emits x += the output product of `attended`, the result of attend(); in a parallel layer stores the
-        product for add_branch() instead. Returns x and the scratch tensors from then on.
+        """Emits x += the product of `attended`, the result of attention, with the output matrix, and returns
+        (x, scratch tensors). In a parallel layer the product is stored in the scratch tensor "branch"
+        instead.
         """
         source = Given(self.parts.amx_tile_columns(self.spec, self.linear("attn.o")))
         if self.is_parallel:
@@ -291,8 +296,8 @@ class _Halves:
         return self.add_product(x, "attn.o", source, [attended], "attn_post_norm"), self.room
 
     def add_branch(self, x: Tensor) -> Tensor:
-        """Emits x += the result of attention that project() stored, in a layer whose halves read the same x,
-        and returns x. It is called after the feed-forward has read the old x.
+        """Emits x += the stored result of attention, in a layer whose halves read the same x, and returns x;
+        other layers return x unchanged. It is called after the feed-forward has read the old x.
         """
         if not self.is_parallel:
             return x
@@ -300,7 +305,7 @@ class _Halves:
         return self.parts.add(self.spec, x, self.room["branch"], *extras)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Emits x += mlp(norm(x)) for one layer, and returns x."""
+        """Emits the feed-forward half, x += mlp(norm(x)), in place, and returns x."""
         spec = self.spec.feed_forward
         if isinstance(spec, Experts):
             return self._experts(x)

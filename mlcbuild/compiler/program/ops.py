@@ -47,7 +47,7 @@ class Batch:
 @dataclass(frozen=True)
 class Layer:
     """The inputs of the Relax function that computes one transformer layer, except the rows of the residual
-    stream. Layers with the same shapes and formats share one function.
+    stream. Layers that are stored alike and differ only in window and rotary embedding share one function.
     """
 
     spec: LayerSpec

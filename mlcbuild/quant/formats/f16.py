@@ -1,4 +1,4 @@
-"""Stores weights as float16 numbers, rounded to nearest even."""
+"""The stored format `f16`: weights as float16 numbers, rounded to nearest even."""
 
 from mlcbuild.quant.plain import plain
 

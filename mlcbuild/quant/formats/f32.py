@@ -1,4 +1,4 @@
-"""Stores weights as float32 numbers."""
+"""The stored format `f32`: weights as float32 numbers."""
 
 from mlcbuild.quant.plain import plain
 

@@ -1,4 +1,6 @@
-"""Stores 8-bit weights with scales of two levels for each group of 32: the values of GGUF's IQ4_XS."""
+"""The stored format `iq4_xs`: 8-bit codes and, for each group of 32 weights, a scale that is a float16 of 256
+weights times an int8. It keeps the values of GGUF's IQ4_XS.
+"""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

@@ -1,6 +1,5 @@
-"""Stores 8-bit weights with a float32 scale for each group of 32: the values of GGUF's MXFP4.
-
-float16 cannot hold its scales.
+"""The stored format `mxfp4`: 8-bit codes and a float32 scale for each group of 32 weights. It keeps the
+values of GGUF's MXFP4, whose scales float16 cannot hold.
 """
 
 from mlcbuild.quant.blocked import both

@@ -1,4 +1,6 @@
-"""Stores 4-bit weights with scales of two levels for each group of 16: the values of GGUF's Q3_K."""
+"""The stored format `q3_k`: 4-bit codes and, for each group of 16 weights, a scale that is a float16 of 256
+weights times an int8. It keeps the values of GGUF's Q3_K.
+"""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

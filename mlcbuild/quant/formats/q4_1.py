@@ -1,4 +1,6 @@
-"""Stores 4-bit weights with a float16 scale and minimum for each group of 32: the values of GGUF's Q4_1."""
+"""The stored format `q4_1`: 4-bit codes with a float16 scale and a float16 minimum for each group of 32
+weights. It keeps the values of GGUF's Q4_1.
+"""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

@@ -1,6 +1,6 @@
-"""Stores 4-bit weights, with scales and minima of two levels for each group of 32.
+"""The stored format `q4l`: 4-bit codes with a two-level scale and minimum for each group of 32 weights.
 
-w = code * scale + minimum; a scale is a float16 of 256 weights times an int8 of the group, a minimum a
+w = code * scale + minimum. A scale is a float16 of 256 weights times an int8 of the group, a minimum a
 float16 of 256 weights times a uint8. level_search.py quantizes.
 """
 

@@ -1,4 +1,6 @@
-"""Stores 5-bit weights with a float16 scale for each group of 32: the values of GGUF's Q5_0."""
+"""The stored format `q5_0`: 5-bit codes with a float16 scale for each group of 32 weights. It keeps the
+values of GGUF's Q5_0.
+"""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

@@ -1,4 +1,6 @@
-"""Stores 5-bit weights, scales and minima of two levels for each group of 32: the values of GGUF's Q5_K."""
+"""The stored format `q5_k`: 5-bit codes and, for each group of 32 weights, a scale and a minimum, each a
+float16 of 256 weights times a byte of the group. It keeps the values of GGUF's Q5_K.
+"""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

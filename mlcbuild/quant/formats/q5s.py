@@ -1,6 +1,7 @@
-"""Stores 5-bit weights with a signed float16 scale for each group of 32, for products with int8 activations.
+"""The stored format `q5s`: 5-bit codes with a signed float16 scale for each group of 32 weights, for products
+with int8 activations.
 
-q = clip(rint(w / scale + 16), 0, 31), scale = -fit(w): see `Groups`.
+code = clip(rint(w / scale + 16), 0, 31), where the scale is rounded from minus search.fit.
 """
 
 from mlcbuild.quant.grouped import rows, tiles

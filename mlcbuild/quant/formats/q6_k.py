@@ -1,4 +1,6 @@
-"""Stores 6-bit weights with scales of two levels for each group of 16: the values of GGUF's Q6_K."""
+"""The stored format `q6_k`: 6-bit codes and, for each group of 16 weights, a scale that is a float16 of 256
+weights times an int8. It keeps the values of GGUF's Q6_K.
+"""
 
 from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks

@@ -1,4 +1,4 @@
-"""Stores 6-bit weights, with signed scales of two levels for each group of 16.
+"""The stored format `q6l`: 6-bit codes with a signed two-level scale for each group of 16 weights.
 
 w = code * scale; a scale is a float16 of 256 weights times an int8 of the group. level_search.py quantizes.
 """

@@ -1,6 +1,8 @@
-"""Stores 8-bit weights with a float16 scale and minimum for each group of 32.
+"""The stored format `q8_1`: 8-bit codes with a float16 scale and a float16 minimum for each group of 32
+weights.
 
-It holds rows of several types with float16 scales, some with a minimum, in one parameter.
+It keeps the values of a parameter whose rows come from several types of tensors with float16 scales, some
+with a minimum.
 """
 
 from mlcbuild.quant.blocked import both

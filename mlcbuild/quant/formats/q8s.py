@@ -1,6 +1,8 @@
-"""Stores 8-bit weights with a signed float16 scale for each group of 32, for products with int8 activations.
+"""The stored format `q8s`: 8-bit codes with a signed float16 scale for each group of 32 weights, for products
+with int8 activations.
 
-q = clip(rint(w / scale + 128), 0, 255), scale = extreme / -128: see `Groups`.
+code = clip(rint(w / scale + 128), 0, 255), where scale is the weight of largest magnitude, with its sign,
+divided by -128.
 """
 
 from mlcbuild.quant.grouped import rows, tiles

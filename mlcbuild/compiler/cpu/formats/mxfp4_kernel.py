@@ -1,5 +1,5 @@
-"""CPU kernels that multiply int8 activations with tiles of 8-bit codes with a float32 scale for
-each group.
+"""CPU kernels that multiply int8 activations with 8-bit codes in tiles of 16 rows, with a float32 scale per
+group of 32 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,5 +1,5 @@
-"""CPU kernels that multiply int8 activations with tiles of 4-bit codes, scales and minima of two levels for
-half groups.
+"""CPU kernels that multiply int8 activations with 4-bit codes in tiles of 16 rows, with two-level scales and
+minima per group of 16 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,4 +1,6 @@
-"""CPU kernels that multiply int8 activations with tiles of 5-bit codes with a scale for each group."""
+"""CPU kernels that multiply int8 activations with 5-bit codes in tiles of 16 rows, with a float16 scale per
+group of 32 weights.
+"""
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel
 from mlcbuild.compiler.cpu.kernels.table_rows import copy_tiled_row

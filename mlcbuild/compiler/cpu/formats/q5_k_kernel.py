@@ -1,5 +1,5 @@
-"""CPU kernels that multiply int8 activations with tiles of 5-bit codes with scales and minima of
-two levels.
+"""CPU kernels that multiply int8 activations with 5-bit codes in tiles of 16 rows, with two-level scales and
+minima per group of 32 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

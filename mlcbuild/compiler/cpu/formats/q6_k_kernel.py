@@ -1,5 +1,5 @@
-"""CPU kernels that multiply int8 activations with tiles of 6-bit codes with scales of two levels for half
-groups.
+"""CPU kernels that multiply int8 activations with 6-bit codes in tiles of 16 rows, with two-level scales per
+group of 16 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,5 +1,5 @@
-"""CPU kernels that multiply float32 activations with rows of 8-bit codes with a float16 scale for
-each group.
+"""CPU kernels that multiply float32 activations with 8-bit codes stored row by row, with a float16 scale per
+group of 32 weights.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel
