@@ -1,7 +1,6 @@
-"""Emits the parts of a program as calls of a CPU's kernels. Each is one or two steps of the library's
-program.
+"""Emits the parts of a transformer layer, such as norms, embeddings and attention, as calls of CPU kernels.
 
-All read and write float32 rows. ops.py combines them to halves of layers.
+All of them read and write float32 rows. ops.py combines them to halves of layers.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ from mlcbuild.targets.target import Target
 
 
 def mixture_columns(spec: Experts) -> dict[str, int]:
-    """Returns scratch tensor name -> number of float32 columns that a mixture of experts needs in it."""
+    """Returns scratch tensor name -> number of float32 columns that a mixture-of-experts layer needs in it.
+    """
     room = {"pair": 2 * spec.size * spec.chosen, "logits": spec.count, "choices": 2 * spec.chosen}
     if spec.shared_size:
         room["shared"] = 2 * spec.shared_size
@@ -64,7 +64,7 @@ def dtype_of(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Parts:
-    """Emits the parts of one library's program for one processor."""
+    """Emits the parts of transformer layers for one model, quantization scheme and CPU target."""
 
     config: ModelConfig
     scheme: Storage
@@ -75,8 +75,8 @@ class Parts:
         return isa_for(self.machine)
 
     def heads(self, spec: Mixer) -> Heads:
-        """Returns the numbers and sizes of heads that determine the attention kernel and the KV cache of a
-        layer.
+        """Returns the numbers and sizes of a layer's heads, by which the attention kernel and the KV cache
+        are laid out.
         """
         layers = len(self.config.layers)
         if isinstance(spec, LatentAttention):
@@ -84,8 +84,8 @@ class Parts:
         return Heads(layers, spec.heads, spec.kv_heads, spec.head_dim, self.scheme.dtype)
 
     def attending(self, spec: Mixer) -> AttentionKernel:
-        """Returns the shape of a layer's attention kernel. Rows of prompts may be rounded to bfloat16 if the
-        scheme rounds activations anyway.
+        """Returns the parameters of a layer's attention kernel. Prompt rows may be rounded to bfloat16 if the
+        scheme quantizes activations anyway.
         """
         rounded = self.scheme.activation_bits > 0
         if isinstance(spec, LatentAttention):
@@ -97,8 +97,8 @@ class Parts:
         )
 
     def norm_of(self, spec: Norm, size: int, weights: Sequence[Tensor]) -> norm.Norm:
-        """Returns the description of a norm over `size` values. weights: its stored tensors, weight then
-        bias, leaving out those that the norm lacks.
+        """Returns the description of a norm over rows of `size` values. weights: its stored tensors, weight
+        then bias, without those that the norm lacks.
         """
         dtypes: list[str | None] = [dtype_of(weight) for weight in weights]
         centered = isinstance(spec, LayerNorm)
@@ -113,13 +113,15 @@ class Parts:
         return embedding(self.isa, storage, self.config.vocab_size, self.config.hidden_size)
 
     def linear(self, name: str, shape: tuple[int, int]) -> Linear:
-        """Returns the description of the matrix product with the parameter `name`. shape: (outputs, inputs)
-        of its matrix.
+        """Returns the description of the product with the matrix of the parameter `name`. shape: (outputs,
+        inputs) of the matrix.
         """
         return linear(self.isa, quant.scheme_for(self.scheme, name), *shape)
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """Emits the scaled embeddings [n, hidden] of tokens int32 [n]."""
+        """Emits the embedding lookup of tokens int32 [n], with the model's scale and norm, and returns
+        float32 [n, hidden].
+        """
         config = self.config
         rows = self.table.apply(tokens, weights["embed.weight"])
         if config.embedding_scale != 1.0:
@@ -129,8 +131,8 @@ class Parts:
         return self._normed_rows(config.embedding_norm, rows, norm_weights(weights, "embed_norm"))
 
     def add_positions(self, x: Tensor, positions: Tensor, table: Sequence[Tensor]) -> Tensor:
-        """Emits a copy of x plus rows of the table of learned positions, and returns it. positions: int32
-        [n].
+        """Emits a copy of x float32 [n, hidden] plus the learned embeddings of positions int32 [n], and
+        returns it. table: the stored tensors of the position embeddings.
         """
         config, storage = self.config, quant.scheme_for(self.scheme, "position.weight")
         lookup = embedding(self.isa, storage, config.learned_positions, config.hidden_size)
@@ -148,7 +150,7 @@ class Parts:
         return _call(activation.copied(self.isa, self.config.hidden_size), [x], float_rows(*x.shape))
 
     def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-        """Emits a copy of rows of x into `out`, and returns it. rows: their indices, int32 [q]."""
+        """Emits a copy of the rows of x with the indices `rows`, int32 [q], into `out`, and returns `out`."""
         return _into(activation.gathered(self.isa, int(x.shape[1])), [x, rows], out)
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor:
@@ -159,18 +161,16 @@ class Parts:
         return _call(func, [x, *weights], float_rows(*x.shape))
 
     def select_rows(self, x: Tensor, rows: Tensor, weights: Weights) -> Tensor:
-        """Emits the model's last norm for some rows of x, and returns them. rows: their indices,
-        int32 [q].
+        """Emits the model's last norm for the rows of x with the indices `rows`, int32 [q], and returns
+        float32 [q, hidden].
         """
         weights_of_norm = norm_weights(weights, "norm")
         func = norm.gather_norm(self.norm_of(self.config.norm, x.shape[1], weights_of_norm))
         return _call(func, [x, rows, *weights_of_norm], float_rows(rows.shape[0], x.shape[1]))
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Emits the rotation of queries, in place in qkv, and of keys, which are written to the cache
-        together with values.
-
-        Returns qkv and the cache.
+        """Emits the kernel between the qkv product and attention: it normalizes and rotates queries, in place
+        in qkv, and writes rotated keys and values to the KV cache. Returns (qkv, cache).
         """
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
@@ -211,8 +211,8 @@ class Parts:
         return query, key
 
     def paged_attention(self, spec: Mixer, qkv: Tensor, pages: Tensor, layer: Layer, out: Tensor) -> Tensor:
-        """Emits attention into `out`, and returns it. If `out` has more columns than the result needs, rows
-        of prompts may be stored packed; see amx_tile_columns.
+        """Emits the attention kernel, which writes its result to `out`, and returns `out`. If `out` has more
+        columns than the result needs, prompt rows may be stored packed for AMX.
         """
         batch, kernel = layer.batch, self.attending(spec)
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
@@ -230,8 +230,8 @@ class Parts:
         return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
-        """Returns the number of columns of the tensor for gates and ups, if attention can store rows of
-        prompts in it as AMX tiles for the product `output` that follows; otherwise 0.
+        """Returns the number of columns of the scratch tensor "pair" if attention can store prompt rows in it
+        packed for AMX, as the product `output` reads them; 0 if it cannot.
         """
         columns = self.pair_columns(spec.feed_forward)
         able = (
@@ -242,20 +242,20 @@ class Parts:
         return columns if able and columns >= 2 * output.k else 0
 
     def feed_forward_columns(self, spec: Dense | Experts) -> dict[str, int]:
-        """Returns scratch tensor name -> number of float32 columns that a feed-forward needs in it."""
+        """Returns scratch tensor name -> number of float32 columns that a feed-forward half needs in it."""
         return mixture_columns(spec) if isinstance(spec, Experts) else {"pair": self.pair_columns(spec)}
 
     def pair_columns(self, spec: Dense | Experts) -> int:
-        """Returns the number of columns of the result of a feed-forward's first product: gates and ups, or
-        ups only.
+        """Returns the number of columns of the result of a feed-forward's first product: both gates and ups,
+        or ups only.
         """
         return spec.size if isinstance(spec, Dense) and not spec.gated else 2 * spec.size
 
     def add(
         self, spec: LayerSpec, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]
     ) -> Tensor:
-        """Emits x += [scale *] [post norm of] (delta + bias), in place, and returns x. bias, post: their
-        stored tensors, empty if there are none.
+        """Emits x += scale * norm(delta + bias), in place, and returns x; scale, norm and bias are left out
+        where the layer has none. bias, post: the stored tensors of bias and norm, empty if there are none.
         """
         width = int(x.shape[1])
         after = None if spec.norms.after is None else self.norm_of(spec.norms.after, width, post)
@@ -263,36 +263,38 @@ class Parts:
         return _into(func, [delta, *bias, *post], x)
 
     def normed(self, spec: Norm, width: int, weights: Sequence[Tensor]) -> Normed:
-        """Returns the row source of a matrix product that normalizes rows of `width` values."""
+        """Returns the prologue of a matrix product that normalizes rows of `width` values. weights: the
+        tensors of the norm.
+        """
         return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
-        """Returns the gated activation act(gate) * up of a feed-forward."""
+        """Returns the description of the gated activation act(gate) * up of a feed-forward."""
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
-        """Returns the row source of a matrix product that computes act(gate) * up. packed: True if the tensor
-        already holds these values as tiles.
+        """Returns the prologue of a matrix product that computes act(gate) * up from rows of gates and ups.
+        packed: True if the input already holds these values, packed for AMX.
         """
         return Gated(self.gate(spec), _dtype(bias), packed)
 
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
-        """Returns the row source of a matrix product that computes act(up). scalars: the activation's
-        parameters, if it has any.
+        """Returns the prologue of a matrix product that computes act(up). scalars: the stored tensor of the
+        activation's parameters, if it has any.
         """
         return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
-        """Returns True if the first of two matrix products writes gated rows of prompts in the packed form
-        that the second reads.
+        """Returns True if the first product of a gated feed-forward writes act(gate) * up of prompt rows
+        packed for AMX, as the second product reads them. bias: the tensors of the gates' bias, if any.
         """
         return (
             first.has_prompt_variant and second.has_prompt_variant and not bias and amx.Packed.fits(second.k)
         )
 
     def gated_fallback(self, first: Linear, second: Linear, bias: bool) -> str | None:
-        """Returns the reason why gated rows of prompts are not packed although tile registers multiply them;
-        None if they are packed.
+        """Returns the reason why act(gate) * up of prompt rows is not packed although both products use AMX;
+        None if it is packed or AMX is not used. bias: True if gates have a bias.
         """
         if not (first.has_prompt_variant and second.has_prompt_variant) or (
             not bias and amx.Packed.fits(second.k)
@@ -302,7 +304,9 @@ class Parts:
         return f"{why}: rows of prompts go through float32 before this product"
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
-        """Emits the logits [q, vocab] of normalized rows x [q, hidden]."""
+        """Emits the logits of normalized rows x float32 [q, hidden], with bias, scale and soft cap, and
+        returns float32 [q, vocab].
+        """
         config = self.config
         name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
         logits = self.linear(name, (config.vocab_size, config.hidden_size)).apply(x, weights[name])
@@ -317,14 +321,14 @@ class Parts:
         return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], logits)
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
-        """Emits a mask on logits [q, vocab], in place, and returns them. The logits of tokens that a mask
-        excludes become minus infinity.
+        """Emits the kernel that sets the logits of excluded tokens to minus infinity, in place, and returns
+        the logits [q, vocab]. masks: int32 [m, 1 + w], row index and allowed bits.
         """
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
-        """Emits the sampling of a token for each row of logits [1, q, vocab] into `out`, and returns the
-        logits. params: sampling parameters of each row.
+        """Emits the kernel that samples a token from each row of logits [1, q, vocab] into `out`, int32 [q],
+        and returns the logits. params: sampling parameters, float64 [q, 5].
         """
         func = sampling.sample(self.isa)
         shapes = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(out.shape, "int32")]
@@ -334,7 +338,7 @@ class Parts:
 
 
 def norm_weights(weights: Weights, name: str) -> list[Tensor]:
-    """Returns the stored weight and bias of the norm `name`, or the one of them that it has."""
+    """Returns the stored tensors of the norm `name`: weight, then bias, without those that the norm lacks."""
     return [tensor for kind in ("weight", "bias") for tensor in weights.get(f"{name}.{kind}", ())]
 
 

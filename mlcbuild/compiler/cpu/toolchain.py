@@ -1,4 +1,5 @@
-"""Links objects to a library or to one object without a C library, with the same bytes on every run.
+"""Links object files to a shared library, or to one object, without a C library and with the same bytes on
+every run.
 
 A library needs only symbols of the TVM runtime and a few of the C and mathematics libraries, which every
 process has, so a bare linker is enough. The linker is part of a library's cache key.
@@ -33,11 +34,11 @@ ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Linker:
-    """A linker program that links libraries for one target."""
+    """A linker program of this machine, and the style of its options."""
 
     command: tuple[str, ...]
     flavour: str
-    """The kind of command line: "gnu" for the options of GNU ld, "lld-macho" for those of Apple's ld,
+    """The style of the command line: "gnu" for the options of GNU ld, "lld-macho" for those of Apple's ld,
     "clang-macho" for a compiler driver.
     """
     name: str
@@ -45,19 +46,19 @@ class Linker:
 
 
 def linker_identity(target: Target) -> str:
-    """Returns name and version of the linker for a target, for the cache key of its libraries. Raises
-    SetupError if this machine has no linker for it.
+    """Returns the name and version of the linker for a target as one text, for the cache key of libraries.
+    Raises SetupError if this machine has no linker for the target.
     """
     linker = _linker(target)
     return f"{linker.name}: {_version(linker.command)}"
 
 
 def link(objects: Sequence[Path], out: Path, target: Target) -> None:
-    """Links objects, all in one directory, to the file `out`: a shared library, or one object if the target's
-    output is "object".
+    """Links object files, all in one directory, to the file `out`: a shared library, or one object if the
+    target's output is "object".
 
-    Raises SetupError if there is no linker for the target, CompileError if linking fails or if the library
-    would need symbols that a serving process may not have.
+    Raises SetupError if this machine has no linker for the target, CompileError if linking fails or if the
+    library would need symbols that a serving process may not have.
     """
     linker = _linker(target)
     where = objects[0].parent
@@ -113,8 +114,8 @@ def _options(linker: Linker, target: Target) -> list[str]:
 
 
 def _macos_version(target: Target) -> str:
-    """Returns the system version at the end of the target triple, such as 11.0 in
-    arm64-apple-macosx11.0.0.
+    """Returns the macOS version at the end of the target's triple, such as 11.0 for arm64-apple-macosx11.0.0;
+    11.0 if the triple has none.
     """
     digits = target.triple.rpartition("macosx")[2].split(".")
     return ".".join([*digits, "0"][:2]) if digits[0].isdigit() else "11.0"
@@ -129,7 +130,9 @@ def _linker(target: Target) -> Linker:
 
 
 def _candidates(target: Target) -> Iterator[Linker]:
-    """Yields possible linkers, best first: small ones before compiler drivers, local ones before ziglang."""
+    """Yields the linkers for a target that are installed on this machine, best first: small programs before
+    compiler drivers, local ones before ziglang.
+    """
     if target.system == "macos":
         yield from _macho_candidates(target)
         return
@@ -141,7 +144,7 @@ def _candidates(target: Target) -> Iterator[Linker]:
 
 
 def programs(target: Target) -> tuple[str, ...]:
-    """Returns the names of all programs that mlcbuild tries as linkers for a target."""
+    """Returns the names of all programs on PATH that mlcbuild tries as linkers for a target."""
     if target.system == "macos":
         return ("clang", "ld64.lld")
     if target.system == "windows":
@@ -161,7 +164,7 @@ def _macho_candidates(target: Target) -> Iterator[Linker]:
 
 
 def forget() -> None:
-    """Clears the cache of linkers that were searched; called when this process's PATH has changed."""
+    """Clears the cached linkers and their versions. It is called when this process's PATH has changed."""
     _linker.cache_clear()
     _version.cache_clear()
 
@@ -173,7 +176,9 @@ def _zig() -> tuple[str, ...] | None:
 
 
 def _works(linker: Linker, target: Target) -> bool:
-    """Returns True if a linker supports a target; GNU ld is built for some architectures only."""
+    """Returns True if a linker supports a target's processor. Only GNU ld is run to find out, since it is
+    built for some architectures only.
+    """
     if linker.name != "ld":
         return True
     emulation = _GNU_EMULATION.get(target.architecture)

@@ -1,5 +1,6 @@
-"""Computes the memory that a library needs beside weights and KV cache: planned buffers, and the scratch
-buffers of kernels."""
+"""Computes the memory that a compiled library needs beside weights and KV cache: planned buffers, and the
+scratch buffers of kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ STACK = 1024
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the number of bytes of scratch memory that a module needs, with buffers planned for the
-    library's limits.
+    """Returns the number of bytes that calls of a library take at most, beside weights and KV cache. mod: the
+    library's module after memory planning.
     """
     return _workspace(limits, vocab_size, mod) + _kernels(limits, vocab_size, mod)
 
@@ -35,11 +36,11 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the number of bytes in the memory pool's blocks: for each block size, the largest number in use
-    at one time.
+    """Returns the number of bytes of the planned buffers of all functions: for each block size, the largest
+    number of blocks in use at one time.
 
-    A step uses the embeddings, then the blocks of the trunk together with those of one layer, then those of
-    the functions around.
+    A step uses the embeddings, then the blocks of all layers' function together with those of one layer, then
+    those of the exported function.
     """
     planned = {
         str(name.name_hint): _blocks(function)
@@ -64,8 +65,9 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 
 def _touched(limits: Limits, vocab_size: int, blocks: Counter[int]) -> Counter[int]:
-    """Returns size in bytes -> number of memory blocks of this size that serving touches. Logits count for
-    max_batch rows only: TVM plans them for every row of a chunk, but serving never writes more.
+    """Returns block size in bytes -> number of memory blocks of this size that serving touches. Logits count
+    for max_batch rows only: TVM plans them for every row of a prefill chunk, but serving never writes more.
+    blocks: the planned blocks, in the same form.
     """
     row = vocab_size * 4
     planned, used = (_rounded(count * row) for count in (limits.rows, limits.max_batch))
@@ -93,8 +95,8 @@ def _rounded(size: int) -> int:
 
 
 def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the largest number of bytes that any kernel allocates from the pool of its thread, which keeps
-    them.
+    """Returns the largest number of bytes of scratch arrays that any kernel of the module allocates on one
+    thread; the thread's memory pool keeps them.
     """
     largest = {**bounds(limits), "v": vocab_size}
     kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
@@ -102,8 +104,9 @@ def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
-    """Returns the maximum number of bytes of the arrays that a kernel holds at one time, on one thread.
-    bounds: dimension name -> largest value; other: the largest value of all other dimensions.
+    """Returns the maximum number of bytes of scratch arrays that a kernel holds at one time, on one thread.
+    bounds: name of a symbolic dimension -> its largest value; other: the largest value of all other
+    dimensions.
     """
     analyzer = Analyzer()
     for param in kernel.params:
@@ -115,8 +118,8 @@ def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
 
 
 def _held(statement: Stmt, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that the arrays allocated in a statement take at one time. The
-    arrays of a sequence of statements live to the end of their scope; the largest inner scope is added.
+    """Returns the maximum number of bytes that the arrays allocated inside a statement take at one time.
+    Arrays live to the end of their scope, so those of a sequence add up, with the largest inner scope.
     """
     allocated = inner = 0
     for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:
@@ -132,8 +135,8 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that a buffer of a kernel takes from the thread's memory pool;
-    small arrays of constant size lie on the stack and take 0.
+    """Returns the maximum number of bytes that an array of a kernel takes from the thread's memory pool;
+    small arrays of constant size lie on the stack and count as 0.
     """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))

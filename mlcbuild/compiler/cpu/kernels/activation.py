@@ -1,5 +1,6 @@
-"""Kernels that work element by element: the gated activation of the MLP, scaling, and the soft cap of
-logits."""
+"""Emits kernels that work element by element: activation functions, bias, scale, soft cap, and copies of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ class Gate:
     inner: int
 
     def row(self, pair: Buffer, bias: Buffer | None, row: Expr, out: tuple[Buffer, Expr]) -> None:
-        """Emits code that computes the gated activation of one row. pair: the buffer [.., 2 * inner] of gates
-        and ups; bias: [2 * inner], added first, or None; out: (buffer float32 [.., inner], index of its row).
+        """Emits code that computes act(gate) * up for one row. pair: buffer [.., 2 * inner] of gates, then
+        ups; bias: [2 * inner], added first, or None; row: index of the row of `pair`; out: (buffer float32
+        [.., inner], index of the result's row).
         """
         floats = Floats.dividing(self.isa, self.inner)
 
@@ -44,7 +46,7 @@ class Gate:
 
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
-    """Emits an activation function of x, a float32 vector, and returns its value. silu(x) = x sigmoid(x);
+    """Emits an activation function of a float32 vector x, and returns its value. silu(x) = x sigmoid(x);
     gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x
     + 0.044715 x^3))) (Hendrycks and Gimpel, 2016).
     """
@@ -90,8 +92,8 @@ SCALARS = 4
 
 
 def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
-    """Emits the factors of the activation xIELU and returns them: softplus(alpha_p), beta +
-    softplus(alpha_n), beta, eps.
+    """Emits the constants of the activation xIELU as float32 vectors and returns them: softplus(alpha_p),
+    beta + softplus(alpha_n), beta, eps. scalars: buffer with alpha_p, alpha_n, beta, eps.
     """
     one = floats.scalar
     alpha_p, alpha_n, beta, eps = (T.bind(one.load(scalars, i)) for i in range(SCALARS))
@@ -105,8 +107,8 @@ def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
 
 
 def xielu(floats: Floats, factors: tuple[Expr, ...], x: Expr) -> Expr:
-    """Emits the activation xIELU of x (Huang and Schlag, 2024) and returns its value. factors: the result of
-    xielu_factors. See models.param.Activation.
+    """Emits the activation xIELU (Huang and Schlag, 2024) of a float32 vector x and returns its value.
+    factors: the result of xielu_factors.
     """
     above, below, beta, eps = factors
     left = floats.exp(T.min(x, eps)) - floats.constant(1.0) - x
@@ -138,7 +140,7 @@ def biased(isa: ISA, width: int, dtype: str) -> PrimFunc:
 
 
 def shifted(shift: int) -> PrimFunc:
-    """Returns the kernel that adds a constant to positions, int32 [n]."""
+    """Returns the kernel (positions int32 [n], out int32 [n]) that writes positions + shift."""
     with kernel("shift") as emitter:
         rows = size_var("n")
         positions = emitter.tensor("positions", (rows,), "int32")

@@ -44,8 +44,8 @@ def before_others() -> AbstractContextManager[None]:
 
 
 def counter() -> Buffer:
-    """Emits a counter with the value zero, from which cores take the iterations of one parallel loop, and
-    returns its buffer. It must be created before the cores are launched.
+    """Emits a shared counter with the value zero, from which cores take the iterations of one parallel loop,
+    and returns its buffer, int64. It must be created before the cores are launched.
     """
     values = T.alloc_buffer((2 * _AWAY + 1,), "int64")
     T.buffer_store(values, i64(0), [_AWAY])
@@ -53,12 +53,13 @@ def counter() -> Buffer:
 
 
 def shared(count: Expr, counter: Buffer, emit: Callable[[Expr], None], fixed: Expr | None = None) -> None:
-    """Emits a loop in `one_launch` that calls `emit` for 0 .. count - 1, divided among all cores. counter: a
-    new counter.
+    """Emits a loop whose iterations are divided among all cores; it must be inside `one_launch`. emit:
+    function that emits the body for an index from 0 to count - 1; counter: an unused counter.
 
-    `fixed` percent of the iterations are assigned statically, consecutive ones to one core, which hardware
-    prefetching needs. The others are assigned dynamically, so that no core waits for a slower or interrupted
-    one. Fully dynamic sharing is up to a fifth slower where memory bandwidth is the limit.
+    `fixed` percent of the iterations (FIXED by default) are assigned statically, consecutive ones to one
+    core, which hardware prefetching needs. The others are assigned dynamically, so that no core waits for a
+    slower or interrupted one. Fully dynamic sharing is up to a fifth slower where memory bandwidth is the
+    limit.
     """
 
     def take() -> Expr:

@@ -1,4 +1,4 @@
-"""Reads matrices that are stored unquantized, as float32 or float16 [n, k]."""
+"""Emits reads of matrices that are stored unquantized, as float32 or float16 [n, k]."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, fetch_rows, i64, loa
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Reads the rows of an unquantized float32 or float16 matrix [n, k] in blocks, as the RowFormat of
-    float_product.py. A block is 1, 2 or 4 vectors of consecutive values: the largest of these numbers that
-    divides a row.
+    """Emits reads of the rows of an unquantized float32 or float16 matrix [n, k] in blocks; an implementation
+    of RowFormat in float_product.py. A block is 1, 2 or 4 vectors of consecutive values: the largest of these
+    numbers that divides a row.
     """
 
     isa: ISA
@@ -33,8 +33,8 @@ class DenseRows:
 
     @property
     def lanes(self) -> int:
-        """Returns the number of values in a vector: the largest power of two that fits a register and divides
-        a row.
+        """Returns the number of values in a vector: that of a register, or less if a row of the matrix is
+        shorter (a power of two).
         """
         return min(self.isa.lanes, 1 << (self.k.bit_length() - 1))
 

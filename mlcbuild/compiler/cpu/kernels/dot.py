@@ -1,4 +1,5 @@
-"""Products of 4- to 8-bit weights with 8-bit activations, one group of 32 at a time, for any instruction set.
+"""Emits products of 4- to 8-bit weights with 8-bit activations, one group of 32 at a time, for any
+instruction set.
 
 A *quad* is four consecutive k. The weights of a quad are the four bytes of an int32 lane, one lane for each
 row of a tile. The activations of a quad are one int32, or two (`parts`) if the instruction set has no byte
@@ -40,13 +41,13 @@ class Products:
     bits: int
     """Number of bits of a weight: 4, 5, 6 or 8."""
     signed: bool = True
-    """True if weights may be negative, in which case stored weights are too large by `offset`."""
+    """True if weights may be negative; their stored codes are then too large by `offset`."""
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
-        """Returns the name of the instruction that multiplies weights with activations: that of the
-        instruction set, unless its int16 sums are too narrow for 8-bit weights. Then `pmaddwd` adds pairs of
-        int16 products to int32 lanes, or `widening` adds them one by one.
+        """Returns the name of the instruction that multiplies weights with activations. It is that of the
+        instruction set, unless its int16 sums are too narrow for weights of more than 4 bits. Then `pmaddwd`
+        adds pairs of int16 products to int32 lanes, or `widening` adds them one by one.
         """
         if self.bits == 4:
             return self.isa.dot
@@ -55,8 +56,8 @@ class Products:
 
     @property
     def parts(self) -> int:
-        """Returns the number of int32 values that hold the activations of one quad: 1, or 2 if one holds k 0
-        and 2, the other 1 and 3.
+        """Returns the number of int32 values that hold the activations of four consecutive k: 1, or 2 if the
+        first holds k 0 and 2 as int16, the second 1 and 3.
         """
         return 2 if self.way in ("pmaddwd", "mul16", "widening") else 1
 
@@ -69,8 +70,8 @@ class Products:
 
     @property
     def offset(self) -> int:
-        """Returns the number by which stored codes of weights exceed the integers that they stand for, 0 if
-        they are the same.
+        """Returns the number that is subtracted from the codes, as the instruction reads them, to get the
+        weights; 0 if they are the same.
         """
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0
@@ -78,7 +79,9 @@ class Products:
 
     @property
     def row_pairs(self) -> bool:
-        """Returns True if `pair_step` multiplies two rows of x at once; their sums are the same."""
+        """Returns True if one instruction (Arm's smmla) multiplies two rows of x at once; the sums are the
+        same.
+        """
         return self.isa.smmla and self.way == "sdot"
 
     @property
@@ -90,14 +93,15 @@ class Products:
 
     @property
     def fields(self) -> int:
-        """Returns the number of quads in 4 * lanes bytes of the x16 layout: two (j and 4 + j, in the low and
-        high half of each byte), or one with 8 bits.
+        """Returns the number of quads (four consecutive weights) of each row in a run of 4 * lanes bytes of
+        the x16 layout: two (j and 4 + j, in the low and high half of each byte), or one with 8 bits.
         """
         return 1 if self.bits == 8 else 2
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits code that unpacks weights, and returns for each quad its operands in int32 lanes. packed: the
-        j-th run of 4 * lanes bytes of a group in the x16 layout; high: the runs with the bits above four.
+        """Emits code that unpacks weights, and returns for each quad (four consecutive weights) in `packed`
+        its operands of the dot-product instruction, int32 vectors. packed: the j-th run of 4 * lanes bytes of
+        a group in the x16 layout; high: the runs with the bits above four.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
@@ -118,33 +122,35 @@ class Products:
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 
     def paired(self, operands: Sequence[list[Expr]]) -> list[list[Expr]]:
-        """Emits code that rearranges the weights of a group as `pair_step` requires, and returns them.
-        operands: one vector for each quad (four consecutive k). Two neighbouring quads of four rows of
-        weights become eight k of rows 0 and 1, and of rows 2 and 3.
+        """Emits code that rearranges the weights of a group for the smmla instruction, and returns the
+        vectors, two for each pair of quads (four consecutive k): eight k of weight rows 0 and 1, and of rows
+        2 and 3. operands: one vector for each quad.
         """
         pairs = [(low[0], high[0]) for low, high in zip(operands[::2], operands[1::2], strict=True)]
         orders = ([0, 4, 1, 5], [2, 6, 3, 7])
         return [[T.bind(shuffle(pair, order))] for pair in pairs for order in orders]
 
     def pair_step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """Returns `total` plus the products of two rows of x and two rows of weights, int32 [2, 2].
+        """Returns `total` plus the products, over eight k, of two rows of x and two rows of weights: int32
+        [2, 2].
 
-        weights: an operand of `paired`; activations: two neighbouring quads of two rows of x, int32 [2, 2].
+        weights: a vector that `paired` returns; activations: the same eight k of two rows of x, int32 [2, 2].
         """
         bytes_of = [T.reinterpret("int8x16", operand) for operand in (activations, weights)]
         return intrinsic("int32x4", "llvm.aarch64.neon.smmla", total, *bytes_of)
 
     def start(self, correction: Expr) -> Expr:
-        """Returns the initial sum for a group of 32 weights: the correction, or 0 in int16 lanes, which have
-        space for the products of a group (at most 16 * 15 * 127 = 30480) and get the correction at the end.
+        """Returns the initial sum for a group of 32 weights: the correction, or 0 in int16 lanes, which are
+        just wide enough for the products of a group (at most 16 * 15 * 127 = 30480) and get the correction at
+        the end.
         """
         if self.narrow:
             return splat(T.int16(0), 2 * self.isa.lanes)
         return splat(correction, self.isa.lanes)
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """Returns `total`, int32 lanes, plus the products of one vector of weights (four consecutive k for
-        each row) with the int32 that holds the four activations of the same k.
+        """Returns `total`, a vector of sums, plus the products of one vector of weights (four consecutive k
+        for each row) with the int32 that holds the four activations of the same k.
         """
         lanes = self.isa.lanes
         both = (weights, splat(activations, lanes))
@@ -160,8 +166,9 @@ class Products:
         return intrinsic(typed("int32", lanes), _QUADS_OF_BYTES[self.way, lanes], total, w, a)
 
     def finish(self, total: Expr, correction: Expr) -> Expr:
-        """Returns the finished sums of a group of 32 weights as int32 lanes, one for each row of weights,
-        from the lanes in which they were summed.
+        """Returns the finished sums of a group of 32 weights, an int32 vector with a lane for each row of
+        weights. total: the vector in which they were summed; correction: int32 that is added if the sums did
+        not start with it.
         """
         lanes = self.isa.lanes
         if self.way == "pmaddubsw":
@@ -173,7 +180,7 @@ class Products:
         return total
 
     def _pair_sums(self, words: Expr) -> Expr:
-        """Returns the sums of neighbouring int16 lanes as int32 lanes."""
+        """Returns the sums of neighbouring int16 lanes of `words` as int32 lanes, half as many."""
         lanes = self.isa.lanes
         pairs = T.bind(T.reinterpret(typed("int32", lanes), words))
         return ((pairs << i32(16, lanes)) >> i32(16, lanes)) + (pairs >> i32(16, lanes))

@@ -1,4 +1,4 @@
-"""Kernels that look up and dequantize rows of an embedding table, for every stored format."""
+"""Emits kernels that look up and dequantize rows of an embedding table, for every stored format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlcbuild.quant import Storage, stored
 
 @dataclass(frozen=True)
 class Embedding:
-    """The lookup of tokens' rows in one stored embedding table [vocab, hidden]."""
+    """The lookup of rows of a stored embedding table [vocab, hidden] by token."""
 
     isa: ISA
     scheme: Storage
@@ -36,8 +36,8 @@ class Embedding:
         return f"embedding.{kind}.{self.isa.name}"
 
     def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Emits the lookup of tokens, int32 [n], each in 0 .. vocab - 1 (not checked), and returns float32
-        [n, hidden]. weights: the table's tensors in stored order.
+        """Emits the lookup of tokens, int32 [n], and returns their embeddings float32 [n, hidden]. Tokens
+        must be in 0 .. vocab - 1, which is not checked. weights: the table's tensors in stored order.
         """
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
         lookup = kernel(self)

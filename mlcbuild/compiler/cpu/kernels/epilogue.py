@@ -1,5 +1,4 @@
-"""Stores the results of a product in a row-major output, with the remainder of its width and an optional
-bias.
+"""Emits stores of the results of a matrix product in a row-major tensor of any width, with an optional bias.
 """
 
 from __future__ import annotations
@@ -16,36 +15,38 @@ from mlcbuild.compiler.cpu.kernels.vectors import shuffle, span
 
 
 class Stores(Protocol):
-    """The interface of objects that emit stores of the results of a matrix product: to a tensor, or wherever
-    the next kernel reads them.
+    """The interface of objects that emit stores of the results of a matrix product, to a tensor or in another
+    form.
     """
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the store of `lanes` results of a row from `column` on. Results beyond the end of the row are
-        left out. first: True for the first part of the sums over K.
+        """Emits the store of a vector of `lanes` results of a row, starting at `column`. Results beyond the
+        end of the row are left out. first: True if they are complete or the first part of sums that are
+        computed in parts of k.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Output:
-    """Output of a product in a buffer float32 [m, n], stored in vectors whose columns start at multiples of
-    their length."""
+    """The output of a product: a buffer float32 [m, n], stored in vectors whose columns start at multiples of
+    their length.
+    """
 
     buffer: Buffer
     n: int
     bias: Buffer | None
     step: int
     """Columns from n up to the next multiple of this number are also computed, and dropped. It is a multiple
-    of a vector's length.
+    of the length of the vectors that are stored.
     """
     residual: bool
     """True if results are added to the values that the buffer already holds."""
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the store of `lanes` results, or of as many as the row has left. With `first` the bias is
-        added to them; otherwise they are a later part of the sums over K and are added to the stored first
-        part.
+        """Emits the store of a vector of `lanes` results of a row, or of as many as the row has left. With
+        `first` the bias is added; otherwise the results are a later part of sums over k and are added to the
+        stored part.
         """
         if self.n % self.step == 0:
             self._put(row, column, values, lanes, first)
@@ -71,7 +72,7 @@ class Output:
 @contextmanager
 def once(rows: Sequence[Expr], i: int) -> Iterator[None]:
     """Returns a context manager: the code emitted inside it is skipped, when the kernel runs, if rows[i]
-    equals rows[i - 1], as for rows that pad a batch. Otherwise a residual would be added twice.
+    equals rows[i - 1], because repeated rows only pad a batch and a residual would be added twice.
     """
     if i == 0:
         yield

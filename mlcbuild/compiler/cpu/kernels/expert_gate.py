@@ -1,4 +1,6 @@
-"""The gates of experts that have biases or a clamp, and the biases that are added to the experts' results."""
+"""Emits the gated activation of experts that have biases or a clamp, and the addition of biases to experts'
+results.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from mlcbuild.models import Clamp, Experts
 
 @dataclass(frozen=True)
 class ExpertGate:
-    """The input rows of an expert's second product: the gated values of pairs float32 [pairs, 2 * size],
-    gates first.
+    """The prologue of the experts' second product, which computes act(gate) * up, perhaps biased and clamped,
+    from pairs float32 [pairs, 2 * size], gates first.
 
     If there are biases, of type `dtype` and shape [experts, 2 * size], the kernel also takes the choices of
     experts, float32 [n, 2 * chosen].
@@ -31,13 +33,13 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the first part of the kernel's name in the library."""
+        """Returns the prefix of the kernel's name that stands for this prologue."""
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the arguments of the kernel that hold gates and ups of `m` rows of `k` values, and their
-        biases, and returns the buffers.
+        """Declares the kernel's arguments, gates and ups float32 [m, 2 * k] and, if there are biases, the
+        biases and the choices of experts, and returns the buffers.
         """
         pair = argument("gate_up", (m, 2 * k), "float32")
         if self.dtype is None:
@@ -46,8 +48,8 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes one gated row, the input of an expert's second product, and returns
-        (buffer that holds it as float32, index of its row there).
+        """Emits code that computes act(gate) * up of one row, and returns (buffer that holds it as float32,
+        index of its row there). row: index of the pair (row, chosen expert).
         """
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))
@@ -104,8 +106,8 @@ def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
 
 
 def gate_shared(isa: ISA, size: int) -> PrimFunc:
-    """Returns the kernel (logits float32 [n, 1], pair float32 [n, 2 * size] in place) that multiplies ups by
-    sigmoid(logit).
+    """Returns the kernel (logits float32 [n, 1], pair float32 [n, 2 * size] in place) that multiplies the ups
+    of the shared expert, the second half of a row, by sigmoid(logit).
 
     The following product is linear in the ups, so that its results are gated.
     """

@@ -1,7 +1,7 @@
-"""Loads the CPU kernels of each stored format, one file in mlcbuild/compiler/cpu/formats/, by the format's
+"""Loads the CPU kernels of each stored format, one module in mlcbuild/compiler/cpu/formats/, by the format's
 name.
 
-No import statement names such a file. A library step lists those of its scheme in `Step.code`, so that they
+No import statement names such a module. A library step lists those of its scheme in `Step.code`, so that they
 are in the keys of libraries with these formats, and in no others.
 """
 
@@ -20,19 +20,20 @@ from mlcbuild.errors import CompileError
 from mlcbuild.quant import Storage
 
 SUFFIX = "_kernel"
-"""Last part of the name of a format's module, after the name of the format."""
+"""Last part of the name of a module with a format's kernels, after the name of the format."""
 
 
 @dataclass(frozen=True)
 class FormatKernel:
-    """The functions with which CPU kernels read matrices of one format in one layout."""
+    """The functions by which CPU kernels read matrices of one stored format in one layout."""
 
     rows: Callable[[ISA, int, int], RowFormat] | None
     """Function of (instruction set, rows, columns) that returns a reader of such a matrix row by row, for
-    products in float32; None for tiles of the layout x16, which int8_product.py reads."""
+    products in float32; None for the layout x16, whose tiles int8_product.py reads.
+    """
     copy_row: Callable[[TableRow], None] | None = None
-    """Function that emits the copy of a row of an embedding table; None: the row is copied value by value, as
-    `rows` unpacks it.
+    """Function that emits the copy of a row of an embedding table in this format, as float32; None: the row
+    is copied value by value, as the reader from `rows` unpacks it.
     """
 
 
@@ -47,7 +48,8 @@ def kernels() -> dict[tuple[str, str], FormatKernel]:
 
 
 def kernel_for(scheme: Storage) -> FormatKernel:
-    """Returns the kernel that reads matrices under a scheme. Raises CompileError if there is none."""
+    """Returns the CPU kernels for the format and layout of a scheme. Raises CompileError if there are none.
+    """
     module = f"{formats.__name__}.{scheme.format}{SUFFIX}"
     try:
         kernel: FormatKernel | None = import_module(module).KERNELS.get(scheme.layout)

@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor [layers, pages, 2, kv_heads, 16 * head_dim], laid out for the kernels.
+"""Defines the layout of the paged KV cache: one tensor [layers, pages, 2, kv_heads, 16 * head_dim].
 
 A page holds 16 tokens of one sequence. Keys (index 0) are stored dimension by dimension, [head_dim][16
 tokens], so that the scores of 16 tokens are sums of vectors; values (index 1) token by token, [16][head_dim].
@@ -15,7 +15,7 @@ from tvm.tirx import Expr
 
 @dataclass(frozen=True)
 class Heads:
-    """The number and size of heads, on which attention and the KV cache depend."""
+    """The numbers and sizes of attention heads, by which attention kernels and the KV cache are laid out."""
 
     layers: int
     query: int

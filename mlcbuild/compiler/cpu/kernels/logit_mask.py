@@ -12,15 +12,16 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import BLOCK, TASK, infinity
 from mlcbuild.compiler.cpu.kernels.vectors import i32, span, splat
 
 PART = BLOCK * TASK
-"""Number of tokens in one parallel task. Even a single row is masked by all threads, each about the part that
-it has computed and will read next: fetching a row from another core's caches takes longer than computing it.
+"""Number of tokens in one parallel task. Even a single row is masked by all threads, each about the part
+whose logits it has computed and will read next: fetching a row from another core's caches takes longer than
+computing it.
 """
 
 
 def masked(isa: ISA) -> PrimFunc:
-    """Returns the kernel (masks int32 [m, 1 + w], logits float32 [q, v] in place) that masks logits. A mask
-    is the index of its row, followed by at least v bits, lowest token first, which are set for allowed
-    tokens.
+    """Returns the kernel (masks int32 [m, 1 + w], logits float32 [q, v] in place) that sets the logits of
+    excluded tokens to minus infinity. A mask is the index of a row of logits, followed by at least v bits,
+    lowest token first, which are set for allowed tokens.
     """
     floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
     lanes = floats.lanes

@@ -1,7 +1,8 @@
-"""Emits the kernel that prepares the next decode step, in which each sequence again has one token.
+"""Emits the kernel that turns the arguments of a decode step into those of the next step, in which each
+sequence again has one token.
 
-With it, several steps are one call of a library. The caller's work is then done once for all of them, and the
-caller's code and data, which the model's weights have evicted from the caches, are fetched once.
+With it, several steps are one call of the library. The caller's work is then done once for all of them, and
+the caller's code and data, which the model's weights have evicted from the caches, are fetched once.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ def follow() -> PrimFunc:
 
     Its arguments are: tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], random_numbers
     float64 [k, n], stops_at_eos int32 [n], eos_tokens int32 [e], interrupt int32 [1]; and, changed in place,
-    positions, slots, lengths int32 [n], sampling_params float64 [n, SAMPLING_COLUMNS], sampled_tokens int32
-    [k, n], state int32 [3], continues bool [].
+    positions, slots, lengths int32 [n], sampling_params float64 [n, 5], sampled_tokens int32 [k, n], state
+    int32 [3], continues bool [].
 
-    `tokens` are those that the step has drawn. They are copied to `sampled_tokens`, and the other arguments
-    become those of the next step, whose random numbers are the next row of `random_numbers`. No step follows
-    the last token of a sequence, which is one of `eos_tokens` where the sequence `stops_at_eos`, or invalid;
-    nor `state[STEP_LIMIT]` steps. `continues`: the next step must follow at once. It need not after
-    `state[PAUSE_AFTER]` steps, nor when `interrupt` is not 0, which any thread may write at any time.
+    `tokens` are those that the step has sampled. They are copied to row i of `sampled_tokens`, i being the
+    number of steps done, and the step's random numbers are replaced by row i + 1 of `random_numbers`. No step
+    follows if a sampled token is invalid, or is one of `eos_tokens` in a sequence with `stops_at_eos`, or
+    after state[STEP_LIMIT] steps. `continues` is True if the next step must follow in the same call: it need
+    not after state[PAUSE_AFTER] steps, or when any thread has set `interrupt`.
     """
     with kernel("follow") as building:
         n, many = size_var("n"), size_var("k")

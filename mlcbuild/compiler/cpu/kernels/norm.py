@@ -1,4 +1,4 @@
-"""Kernels for RMSNorm, LayerNorm and the residual stream, all in float32.
+"""Emits kernels for RMSNorm, LayerNorm and additions to the residual stream, all in float32.
 
 The residual stream `x` [n, hidden] is one float32 tensor that every layer adds to in place.
 """
@@ -21,7 +21,7 @@ longer; `ci/bench/kernels --threads 2` prints what that takes."""
 Read = Callable[[Expr], Expr]
 Write = Callable[[Expr, Expr], None]
 Weights = tuple[Buffer | None, Buffer | None]
-"""(weights, biases): the buffers of a norm, each None if the norm lacks it."""
+"""(weights, biases) of a norm, as buffers; each is None if the norm lacks it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Norm:
         return "layer_norm" if self.centered else "rms_norm"
 
     def tensors(self, declare: Callable[[str, str], Buffer], name: str = "") -> Weights:
-        """Declares the weights and biases that the norm has, and returns them. declare: function of (name,
-        type) that declares a buffer; name: the first part of the names.
+        """Declares buffers for the weights and biases that the norm has, and returns (weights, biases), None
+        for a missing one. declare: function of (buffer name, dtype) that declares and returns a buffer; name:
+        prefix of the buffers' names.
         """
         weight = declare(f"{name}weight", self.weight) if self.weight else None
         return weight, declare(f"{name}bias", self.bias) if self.bias else None
@@ -85,8 +86,9 @@ class Norm:
         return T.bind(T.float32(1.0) / T.sqrt(mean + one.scalar.constant(self.eps)))
 
     def row(self, read: Read, weights: Weights, write: Write, first: Expr | int = 0) -> None:
-        """Emits the norm of one row. read: function from an index to the vector that starts there; write:
-        function that stores a vector at an index; first: index of the row's first weight and bias.
+        """Emits the norm of one row. read: function from an index to the vector of values that starts there;
+        weights: buffers of weights and biases; write: function that stores a vector at an index; first: index
+        of the row's first weight and bias.
         """
         floats = self.floats
         if self.centered:
@@ -105,8 +107,8 @@ class Norm:
 
 
 def all_rows(norm: Norm) -> PrimFunc:
-    """Returns the kernel (x float32 [n, size], weight [size]?, bias [size]?, out float32 [n, size]) that
-    normalizes every row. A question mark means: if the norm has it.
+    """Returns the kernel (x float32 [n, size], weight [size], bias [size], out float32 [n, size]) that
+    normalizes every row. It lacks the arguments weight and bias if the norm does.
     """
     with kernel(norm.name) as function:
         rows = size_var("n")
@@ -119,8 +121,9 @@ def all_rows(norm: Norm) -> PrimFunc:
 
 
 def gather_norm(norm: Norm) -> PrimFunc:
-    """Returns the kernel (x float32 [n, size], rows int32 [q], weight [size]?, bias [size]?, out float32 [q,
-    size]) that normalizes the rows with these indices. A question mark means: if the norm has it.
+    """Returns the kernel (x float32 [n, size], rows int32 [q], weight [size], bias [size], out float32 [q,
+    size]) that normalizes the rows of x with the indices `rows`. It lacks the arguments weight and bias if
+    the norm does.
     """
     with kernel(f"gather_{norm.name}") as function:
         total, count = size_var("n"), size_var("q")
@@ -141,8 +144,8 @@ def gather_norm(norm: Norm) -> PrimFunc:
 def _between(
     norm: Norm, source: tuple[Buffer, Expr], weights: Weights, target: tuple[Buffer, Expr]
 ) -> tuple[Read, Weights, Write]:
-    """Returns two functions as arguments for Norm.row: the first loads a vector of one row of a buffer, the
-    second stores a vector to a row of another buffer. source, target: (buffer, row).
+    """Returns the arguments (read, weights, write) of Norm.row: read loads a vector of the source row, write
+    stores one to the target row. source, target: (buffer, index of the row).
     """
     floats = norm.floats
     return (
@@ -154,8 +157,8 @@ def _between(
 
 @dataclass(frozen=True)
 class Residual:
-    """An addition to the residual stream that is not fused with a product: x += scale * [norm](delta [+
-    bias]).
+    """An addition to the residual stream x that is not fused with a product: x += scale * norm(delta + bias),
+    where norm and bias may be absent.
     """
 
     isa: ISA
@@ -163,9 +166,7 @@ class Residual:
     bias: str | None
     """Stored type of the bias that is added; None: there is none."""
     norm: Norm | None
-    """The norm that is applied to the values before they are added (Gemma 2); None: they are not
-    normalized.
-    """
+    """The norm that is applied to delta + bias before it is added (as in Gemma 2); None: there is no norm."""
     scale: float = 1.0
 
     @property
@@ -179,9 +180,9 @@ class Residual:
 
 
 def residual(spec: Residual) -> PrimFunc:
-    """Returns the kernel (delta float32 [n, size], bias [size]?, post weight [size]?, post bias [size]?, x
-    float32 [n, size] in place) that adds delta to the residual stream x. A question mark means: if it has
-    one.
+    """Returns the kernel (delta float32 [n, size], bias [size], post weight [size], post bias [size], x
+    float32 [n, size] in place) that adds delta to the residual stream x. It lacks the arguments that `spec`
+    does not have.
     """
     size, norm = spec.size, spec.norm
     with kernel(spec.name) as function:

@@ -1,4 +1,5 @@
-"""The prologue and epilogue of a matrix product: how rows of x are computed, and where results are stored.
+"""Describes what is fused with a matrix product: how rows of its input x are computed (prologue), and where
+results are stored (epilogue).
 
 The code that packs or quantizes a row of x computes the row immediately before, in a separate scratch buffer.
 Only the product reads the row, so no tensor holds it and no separate kernel computes it.
@@ -24,44 +25,43 @@ SERIAL_BYTES = 48 << 10
 """Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more.
 `ci/bench/kernels --threads 2` prints what waking costs."""
 SERIAL_ROWS = 4
-"""Maximum number of rows that are prepared on one core, since waking the other cores would take longer;
-`ci/bench/kernels --threads 2` prints what that takes."""
+"""Maximum number of rows of x that are packed or quantized on one core, since waking the other cores would
+take longer; `ci/bench/kernels --threads 2` prints what that takes.
+"""
 
 
 class RowSource(Protocol):
-    """The source of the rows of x [m, k] of a matrix product: code that is fused in front of it."""
+    """The interface of the prologue of a matrix product: code, fused in front of the product, that computes
+    the rows of its input x [m, k].
+    """
 
     @property
     def packed(self) -> bool:
-        """Returns True if the first argument holds rows that are already packed as tiles for tile
-        registers.
-        """
+        """Returns True if the prologue's first tensor already holds rows packed as tiles for AMX."""
         ...
 
     @property
     def name(self) -> str:
-        """Returns the prefix that names this source of rows in a kernel's name; "" for rows that are already
-        stored.
-        """
+        """Returns the prefix of the kernel's name that stands for this prologue; "" if x is simply read."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the arguments of the kernel from which rows of x [m, k] are computed, and returns their
+        """Declares the kernel's arguments from which rows of x [m, k] are computed, and returns their
         buffers.
         """
         ...
 
     def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes one row of x, and returns (buffer that holds it as float32, index of its
-        row there).
+        """Emits code that computes one row of x, and returns (buffer that holds the row as float32, index of
+        the row in it).
         """
         ...
 
 
 @dataclass(frozen=True)
 class Given:
-    """Input rows x of a product, float32 [m, k], that are already stored. With `columns` they are in the
-    first columns of a wider tensor, packed for tile registers.
+    """The prologue of a product that reads its input x, float32 [m, k]. With `columns`, x lies in the first
+    columns of a tensor with so many columns, packed for AMX.
     """
 
     columns: int = 0
@@ -83,8 +83,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Normed:
-    """Input rows of a product that are the norm of x, float32 [m, k]. The kernel takes x, the weight [k] and
-    the bias [k], if the norm has them.
+    """The prologue of a product that normalizes rows of x, float32 [m, k]. Its tensors are x and the norm's
+    weight [k] and bias [k], if it has them.
     """
 
     norm: Norm
@@ -115,15 +115,15 @@ class Normed:
 
 @dataclass(frozen=True)
 class Gated:
-    """Input rows of a product that are act(gate) * up, computed from gate_up, float32 [m, 2 * k], after
-    adding a bias [2 * k] if there is one.
+    """The prologue of a product that computes act(gate) * up from gate_up, float32 [m, 2 * k], after adding a
+    bias [2 * k] if there is one.
     """
 
     gate: Gate
     dtype: str | None
     """Stored type of the bias that is added to gates and ups; None if there is none."""
     packed: bool = False
-    """True if the tensor already holds act(gate) * up, packed for tile registers: see Fusion.gate."""
+    """True if the tensor already holds act(gate) * up, packed for AMX by the product before."""
 
     @property
     def name(self) -> str:
@@ -142,8 +142,8 @@ class Gated:
 
 @dataclass(frozen=True)
 class Activated:
-    """Input rows of a product that are act(up), computed from up, float32 [m, k], after adding a bias [k] if
-    there is one. The scalars of an activation that has some (xIELU) are the last argument.
+    """The prologue of a product that computes act(up) from up, float32 [m, k], after adding a bias [k] if
+    there is one. The parameters of an activation that has some (xIELU) are the last tensor.
     """
 
     isa: ISA
@@ -199,14 +199,14 @@ class Fusion:
     residual: bool = False
     """True if the results are added to the values that the output already holds."""
     gate: Gate | None = None
-    """The gate that turns results, which are pairs of gate and up, into act(gate) * up; None for other
-    products. Kernels for tile registers then write the gated values, packed for the next product; other
-    kernels write the results unchanged.
+    """The activation that turns results, pairs of gate and up, into act(gate) * up; None for other products.
+    AMX kernels then write the gated values, packed for the next product; other kernels write the results
+    unchanged.
     """
 
     def named(self, product: str) -> str:
-        """Returns the name of the kernel that computes a product with this fusion. product: the name of the
-        product alone.
+        """Returns the name of the kernel that computes a product with this prologue and epilogue. product:
+        the kernel's name without them.
         """
         gate = f"_{self.gate.activation}" if self.gate else ""
         return self.source.name + product + "_bias" * self.bias + "_add" * self.residual + gate

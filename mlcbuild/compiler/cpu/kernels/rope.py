@@ -1,5 +1,5 @@
-"""Kernels that rotate queries and keys (rotary position embedding) and write new keys and values into the
-cache.
+"""Emits kernels that rotate queries and keys (rotary position embedding) and write new keys and values into
+the KV cache.
 
 Angles: Su et al., RoFormer (2021), in the half-split form that checkpoints of the Llama line use: the pair
 (i, i + dim/2) is rotated by position * inv_freq[i].
@@ -28,10 +28,10 @@ longer; `ci/bench/kernels --threads 2` prints what that takes."""
 
 def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = None) -> PrimFunc:
     """Returns the kernel (positions int32 [n], inv_freq float32 [dim/2], out float32 [n, dim]) that writes
-    cosines and sines times `factor`. With a query scale, which depends on the position alone, `out` has one
-    more column.
+    the cosines of position * inv_freq, then the sines, times `factor`. With `query_scale`, `out` has one more
+    column, the scale of queries at this position.
 
-    The product is computed in float32, as checkpoints' own code does, so long contexts agree with it.
+    The angle is computed in float32, as checkpoints' own code does, so long contexts agree with it.
     """
     half, scalar = dim // 2, Floats(isa, 1)
     with kernel("rope_angles") as emitter:
@@ -57,7 +57,9 @@ def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = N
 
 @dataclass(frozen=True)
 class Append:
-    """The computations on a token's query, key and value after their product and before attention."""
+    """The computations on a token's query, key and value between the qkv product and attention: bias,
+    clipping, norms and rotation.
+    """
 
     isa: ISA
     heads: Heads
@@ -70,7 +72,7 @@ class Append:
     normalized.
     """
     own_weights: bool = False
-    """True if the norm has separate weights for each head."""
+    """True if each head has its own weights in the norms of queries and keys."""
     norm_last: bool = False
     """True if queries and keys are normalized after the rotation."""
     clip: float | None = None
@@ -85,9 +87,7 @@ class Append:
 
 @dataclass(frozen=True)
 class _Row:
-    """The tensors of one token that attention prepares: its query, key and value, and the weights that apply
-    to them.
-    """
+    """The buffers of one token's query, key and value and of the weights that apply to them."""
 
     qkv: Buffer
     row: Expr
@@ -98,12 +98,12 @@ class _Row:
 
 
 def rope_append(spec: Append) -> PrimFunc:
-    """Returns the kernel that adds the bias to queries, keys and values, normalizes and rotates. Queries are
-    changed in place, keys and values are written to the cache.
+    """Returns the kernel that adds the bias to queries, keys and values, then normalizes and rotates queries
+    and keys. Queries are changed in place in qkv; keys and values are written to the KV cache.
 
     Its arguments are: angles float32 [n, rope_dim]?, slots int32 [n], forks int32 [f, 3], bias [width]?,
     q_norm weight?, bias?, k_norm weight?, bias?, qkv float32 [n, width] in place, pages in place, layer
-    int64. A question mark means: if there is one.
+    int64. A question mark means that the argument exists only if the model has it.
 
     Each fork is (source page, destination page, tokens): after all rows, one fork after the other, the first
     `tokens` keys and values of a page are copied to another one. So each branch of a tree of draft tokens has
@@ -147,7 +147,9 @@ def rope_append(spec: Append) -> PrimFunc:
 
 
 def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
-    """Declares and returns the weights of the norm of queries (kind 0) or keys (kind 1)."""
+    """Declares the kernel's arguments for the norm of queries (kind 0) or of keys (kind 1), and returns its
+    (weights, biases), None for what is missing.
+    """
     if spec.norms is None:
         return None, None
     norm, name = spec.norms[kind], "qk"[kind]
@@ -158,8 +160,8 @@ def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
 
 
 def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: Expr) -> None:
-    """Emits the copy of the first `tokens` keys and values of a page to another one; the other tokens of that
-    page stay. place: (layer, source page, destination page).
+    """Emits the copy of the first `tokens` keys and values of a page of the KV cache to another page, whose
+    other tokens stay. place: (layer, source page, destination page).
     """
     (layer, source, target), heads = place, spec.heads
     by_token = math.gcd(PAGE, spec.isa.lanes)
@@ -189,9 +191,8 @@ def _normalize_all(spec: Append, token: _Row) -> None:
 
 
 def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0) -> None:
-    """Emits the norm of some values of a token's row of queries, keys and values, in place, from column
-    `start` on. weights: buffers of the norm's weight and bias; first: index of the first element of them that
-    applies.
+    """Emits the norm of a token's values from column `start` of qkv on, in place. weights: buffers of the
+    norm's weights and biases; first: index of the first element of them that applies.
     """
     norm_floats = norm.floats
     norm.row(
@@ -203,8 +204,9 @@ def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, fir
 
 
 def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
-    """Emits code that adds the bias to one query or key head of a token, normalizes it and rotates it. kind:
-    0 for queries, 1 for keys; place: (index of the head, its column).
+    """Emits code that adds the bias to one query or key head of a token in qkv, normalizes it and rotates it.
+    kind: 0 for queries, 1 for keys; place: (index of the head among those of its kind, its first column in
+    qkv).
     """
     head, start = place
     norm = None if spec.norms is None or spec.joint else spec.norms[kind]
@@ -237,8 +239,8 @@ def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
 
 
 def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
-    """Emits code that adds the bias to `size` values of a token's row, from column `start` on, and clips the
-    sums.
+    """Emits code that adds the bias to `size` values of a token's row of qkv, from column `start` on, and
+    clips the sums to -spec.clip .. spec.clip, in place. Each of both is left out if the model lacks it.
     """
     if token.bias is None and spec.clip is None:
         return

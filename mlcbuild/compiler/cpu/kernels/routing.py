@@ -1,8 +1,8 @@
-"""Kernels that choose experts: from a logit for each expert to the chosen experts and their weights.
+"""Emits the kernel that chooses experts in a mixture-of-experts layer, from the router's logits.
 
-The choices of a row are 2 * c float32 values: the numbers of its c experts, ascending, then their weights. A
-float32 represents numbers of experts exactly. Results are added in this order, so that a sum depends only on
-its own row. Of equal scores the lowest number is chosen.
+The choices of a row with c experts are 2 * c float32 values: the numbers of the experts, ascending, then
+their weights. A float32 represents numbers of experts exactly. Results are added in this order, so that a sum
+depends only on its own row. Of equal scores the lowest number is chosen.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ SERIAL_ROWS = 4
 longer; `ci/bench/kernels --threads 2` prints what that takes."""
 _LEAST = float("-inf")
 _SMALLEST_SUM = 1e-20
-"""Lower bound of the sums of scores by which weights are divided, since sigmoids may all be 0."""
+"""Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
+may all be 0.
+"""
 
 
 def route(isa: ISA, spec: Experts) -> PrimFunc:
     """Returns the kernel (logits float32 [n, experts], bias [experts]?, correction [experts]?, choices
-    float32 [n, 2 * chosen] out) that chooses experts for each row. Logits are overwritten; a question mark
-    means: if the router has it.
+    float32 [n, 2 * chosen] out) that chooses experts for each row. It overwrites logits and writes, for each
+    row, the chosen experts' numbers, then their weights. A question mark means: if the router has it.
     """
     router = spec.router
     with kernel(f"route_{router.scores}") as built:
@@ -59,14 +61,14 @@ def _each(count: Expr | int, emit: Callable[[Expr], None]) -> None:
 
 
 class _Picks:
-    """Emits the choice of experts for one row: their numbers and weights, in the order in which they are
-    chosen.
+    """Emits the choice of experts for one row of router logits into a scratch buffer, in the order in which
+    they are chosen.
     """
 
     def __init__(self, spec: Experts, floats: Floats, left: Buffer, picked: Buffer) -> None:
-        """Prepares the choice of experts for one row. left: float32 [experts], the scores to choose by, -inf
-        for an expert that has been chosen. picked: float32 [2 * chosen], the numbers and weights of the
-        chosen experts.
+        """Stores the buffers. left: scratch float32 [experts], the scores by which the next expert is chosen,
+        -inf for an expert that has been chosen. picked: scratch float32 [2 * chosen], numbers of the chosen
+        experts, then their weights.
         """
         self.spec = spec
         self.floats = floats
@@ -74,9 +76,9 @@ class _Picks:
         self.picked = picked
 
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
-        """Emits code that chooses experts by the largest scores, which are computed from the router's logits
-        and overwrite them. row: the row of logits; correction: float32 [experts] that is added to scores for
-        choosing only, or None.
+        """Emits code that chooses the experts with the largest scores, sigmoid or softmax of the logits, and
+        writes their numbers and weights to self.picked. Scores overwrite the logits. row: index of the row of
+        logits; correction: float32 [experts] that is added to scores for choosing only, or None.
         """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)
@@ -124,8 +126,8 @@ class _Picks:
         _each(spec.count, lambda e: T.buffer_store(logits, logits[row, e] * inverse_total, [row, e]))
 
     def _drop_groups(self) -> None:
-        """Emits code that excludes all experts from the choice except those of the groups with the largest
-        scores.
+        """Emits code that keeps only experts of the best groups: it sets self.left to -inf for all others. A
+        group's score is its largest score, or the sum of its two largest.
         """
         router = self.spec.router
         size = self.spec.count // router.groups
@@ -158,8 +160,9 @@ class _Picks:
         _each(self.spec.count, drop)
 
     def sparsemixer(self, logits: Buffer, row: Expr) -> None:
-        """Emits code that chooses two experts by the sparsemixer rule of Phi-3.5-MoE; see
-        models.experts.Router. The weight of the largest logit is 1 / the sum of exponentials.
+        """Emits code that chooses experts by the sparsemixer rule of Phi-3.5-MoE and writes their numbers and
+        weights to self.picked. An expert's weight is 1 / the sum of exp(logit - its logit) over the experts
+        not yet chosen whose logits are near its own. row: index of the row of logits.
         """
         spec, floats = self.spec, self.floats
         assert spec.router.jitter is not None
@@ -182,8 +185,8 @@ class _Picks:
         _each(spec.chosen, choose)
 
     def _largest(self, values: Buffer, count: int) -> Expr:
-        """Emits a search for the largest of `count` values and returns its index; 0 if all values
-        are -inf.
+        """Emits a search for the largest of the first `count` values of a buffer, and returns its index, the
+        lowest of equal ones; 0 if all values are -inf.
         """
         best, place = register(f32(_LEAST), 1), register(i64(0), 1, "int64")
 
@@ -205,7 +208,9 @@ class _Picks:
         T.buffer_store(self.picked, weight, [self.spec.chosen + number])
 
     def store(self, choices: Buffer, row: Expr) -> None:
-        """Emits stores of the choices into row `row` of `choices`, by ascending expert number."""
+        """Emits stores of the chosen experts into row `row` of `choices`, float32 [n, 2 * chosen]: numbers in
+        ascending order, then weights in the same order.
+        """
         count = self.spec.chosen
 
         def place(number: Expr) -> None:

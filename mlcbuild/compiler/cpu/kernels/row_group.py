@@ -1,5 +1,6 @@
-"""Reads matrices of 4- or 8-bit weights stored row by row, with a scale for each group of 32 (weight-only
-quantization)."""
+"""Emits reads of matrices of 4- or 8-bit weights stored row by row, with a scale for each group of 32, for
+products in float32.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Reads the rows of a quantized matrix [n, k] in blocks, as the RowFormat of float_product.py; a block is
-    one vector of uint32 words. Plane p of a block is the p-th code (of `bits` bits) of each word, masked but
-    not shifted: its value is 2**(bits * p) times too large, for which x is divided beforehand, exactly. Only
-    the last field is shifted down, because at the top of a word it would include the sign bit.
+    """Emits reads of the rows of a quantized matrix [n, k] in blocks; an implementation of RowFormat in
+    float_product.py. A block is one vector of uint32 words. Plane p of a block is the p-th code (of `bits`
+    bits) of each word, masked but not shifted: its value is 2**(bits * p) times too large, for which x is
+    divided beforehand, exactly. Only the last code is shifted down, because at the top of a word it would
+    include the sign bit.
     """
 
     isa: ISA
@@ -49,15 +51,15 @@ class GroupRows:
 
     @property
     def words(self) -> int:
-        """Returns the number of uint32 words in a row of the quantized matrix; each group of 32 weights takes
+        """Returns the number of uint32 words of codes in a row of the matrix; each group of 32 weights takes
         `bits` words.
         """
         return self.groups * self.bits
 
     @property
     def lanes(self) -> int:
-        """Returns the number of uint32 words in a vector: the largest power of two that fits a register and
-        divides a row.
+        """Returns the number of uint32 words in a vector: that of a register, or less if a row of the matrix
+        is shorter (a power of two).
         """
         return min(self.isa.lanes, 1 << (self.words.bit_length() - 1))
 
@@ -104,8 +106,8 @@ class GroupRows:
         return self._word(block) * self.planes
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
-        """Emits loads of a block's words and of the scale of each word, and returns both vectors. row: index
-        of the row of the matrix.
+        """Emits loads of a block of a matrix row, and returns (vector of uint32 words, float32 vector with
+        the scale of each word).
         """
         words = T.bind(weights[0][row, span(self._word(block), self.lanes)])
         count = max(1, self.lanes // self.bits)

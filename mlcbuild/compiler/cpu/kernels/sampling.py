@@ -1,4 +1,5 @@
-"""The kernel that samples one token from each row of logits, with a random number that the caller passes.
+"""Emits the kernel that samples one token from each row of logits, with a random number that the caller
+passes.
 
 A token's weight is exp((logit - largest) / temperature) in float32; sums of many weights are float64. A row's
 token depends only on the row's own logits and parameters: not on other rows or on the number of threads.
@@ -27,11 +28,12 @@ from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
 
 
 def sample(isa: ISA) -> PrimFunc:
-    """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, SAMPLING_COLUMNS],
-    tokens int32 [q]) that samples a token from each row.
+    """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, 5], tokens int32 [q]
+    out) that samples a token from each row of logits.
 
-    Tokens may be NO_TOKEN or INVALID_TOKEN. Of equally likely tokens the first one counts as the most likely;
-    top_k and top_p keep all of them.
+    It writes NO_TOKEN for a row whose inverse temperature is negative, INVALID_TOKEN if the largest logit is
+    infinite or NaN. Of equally likely tokens the first one counts as the most likely; top_k and top_p keep
+    all of them.
     """
     with kernel("sample") as function:
         rows, width = size_var("q"), size_var("v")
@@ -73,9 +75,9 @@ def sample(isa: ISA) -> PrimFunc:
 
 
 def _look(row: Row, first: Expr) -> None:
-    """Emits the sampling kernel's first pass over a row of logits, for the blocks of one task: it stores the
-    largest logit of each block and, if nothing is filtered, each block's weight relative to its largest
-    logit. first: the first block.
+    """Emits the sampling kernel's first pass over a row, for one task of blocks of logits: it stores the
+    largest logit of each block and, unless filters are set, the sum of weights of each block relative to its
+    largest logit. first: index of the first block.
     """
     row.fill_tail()
     is_unfiltered = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
@@ -94,8 +96,8 @@ def _weighed(row: Row, source: LogitBlock, at: Expr, highest: Expr) -> Expr:
 
 
 def _peak(row: Row, block: Expr, source: LogitBlock) -> None:
-    """Emits code that computes the largest logit of a block of a row and stores it. `max` drops NaN, so the
-    bit patterns without sign are compared instead.
+    """Emits code that computes the largest logit of a block of a row and stores it, infinite if the block has
+    a NaN. `max` drops NaN, so the bit patterns without sign are compared, too.
     """
     floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
     most = [register(infinity(-1, lanes), lanes) for _ in range(4)]
@@ -136,7 +138,9 @@ def _token(row: Row) -> Expr:
 
 
 def _first(row: Row, most: Expr) -> Expr:
-    """Emits a search for the first token whose logit is the largest, `most`, and returns the token."""
+    """Emits a search for the first token of a row whose logit equals the largest one, `most`, and returns the
+    token.
+    """
     block, place = (register(T.int64(0), 1, "int64") for _ in range(2))
     with T.serial(row.blocks) as back:
         each = T.bind(row.blocks - 1 - back)
@@ -152,8 +156,8 @@ def _first(row: Row, most: Expr) -> Expr:
 
 
 def _drawn(row: Row, least: Expr) -> Expr:
-    """Emits the sampling of a token and returns the token: the one into whose part of the total weight the
-    row's random number falls. least: the smallest logit that may be sampled.
+    """Emits the random choice of a token and returns it: the one into whose part of the row's total weight
+    the row's random number falls. least: the smallest logit that may be sampled.
     """
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))

@@ -1,4 +1,4 @@
-"""The top_k, top_p and min_p filters of the sampling kernel, without sorting.
+"""Emits the top_k, top_p and min_p filters of the sampling kernel, without sorting.
 
 Every filter is a threshold on logits: min_p's is computed directly, and those of top_k and top_p are the
 largest thresholds that keep the requested number or weight of tokens. They are searched by bisection: over
@@ -63,8 +63,8 @@ class _Bounds:
 
 def set_filters(row: Row, most: Expr, least: Register) -> None:
     """Emits code that applies top_k, top_p and min_p to a row: it writes the smallest logit that may be
-    sampled to `least`, and for each block of the row the sum of weights of the tokens that may be sampled.
-    most: the row's largest logit.
+    sampled to the register `least`, and the sum of weights of the allowed tokens of each block to the row's
+    buffer of sums. most: the row's largest logit.
     """
     room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
     floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))
@@ -88,7 +88,9 @@ def set_filters(row: Row, most: Expr, least: Register) -> None:
 
 
 def _log(value: Expr) -> Expr:
-    """Emits the natural logarithm, up to 0.06 too small, from the bits of a float32, and returns it."""
+    """Emits a fast natural logarithm of a positive float32, from its bits, and returns it; the result is up
+    to 0.06 too small.
+    """
     bits = T.Cast("float32", T.reinterpret("int32", value))
     return (bits * T.float32(2.0**-23) - T.float32(127.0)) * T.float32(math.log(2.0))
 
@@ -116,8 +118,8 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
 
 
 def _restrict(row: Row, least: Expr, room: Buffer) -> None:
-    """Emits code that subtracts the weights of logits below `least` from the stored sums of weights of the
-    blocks. room: scratch memory.
+    """Emits code that recomputes the sum of weights of each block without logits below `least`. room: buffer
+    with the weights of all tokens of the row.
     """
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
@@ -137,9 +139,9 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 
 
 def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
-    """Emits a search that raises the first element of `start` to the largest logit from which on `goal` is
-    kept: a number of tokens, or their weight if `room` is passed, scratch memory for weights. start:
-    (threshold, the row's largest logit, a guess).
+    """Emits a search for the largest threshold on logits that keeps `goal`, a number of tokens, or their
+    weight if `room`, a buffer with the weights of all tokens, is passed. start: (register of the threshold,
+    which is raised; the row's largest logit; a guess).
     """
     least, most, guess = start
     bounds = _Bounds.of(least, most)
@@ -171,10 +173,10 @@ def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, g
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Emits code that chooses the two logits that bisection tries next, and writes them to `tried`. They lie
-    on either side of where linear interpolation puts the goal; every few turns at two thirds, in case the
-    curve is far from linear. share: the position of the goal between the bounds, 0 to 1; turn: number of the
-    iteration.
+    """Emits code that chooses the two thresholds that the search tries next, and writes them to `tried`. They
+    lie on either side of where linear interpolation puts the goal; in every third iteration, at one and two
+    thirds, in case the curve is far from linear. share: the position of the goal between the bounds, 0 to 1;
+    turn: number of the iteration.
     """
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
@@ -186,8 +188,8 @@ def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> Non
 
 
 def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
-    """Emits code that counts, for each of two logits, the lower one first, the tokens with this logit or a
-    larger one, or their weight if there is `room`, and returns both.
+    """Emits code that counts, for each of two thresholds, the lower one first, the tokens whose logits reach
+    it, or sums their weights if the buffer `room` has them, and returns both results as float64.
     """
     floats, lanes = row.floats, row.floats.lanes
     totals = [register(T.float64(0), 1, "float64") for _ in mids]
@@ -217,8 +219,8 @@ def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
 
 
 def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer]) -> Expr:
-    """Emits the copy of the first FEW logits between two bounds, and of their weights, to `lists`; returns
-    their number.
+    """Emits the copy of the first FEW logits between two bounds to lists[0], and of their weights in `room`
+    to lists[1]; returns the number of logits between the bounds, which may be larger than FEW.
     """
     floats, scalar, lanes = row.floats, row.floats.scalar, row.floats.lanes
     low, high = T.bind(bounds.low.value), T.bind(bounds.high.value)
@@ -257,9 +259,9 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """Emits a bisection for a sampling threshold, like that of `_select`, over the first `count` logits of a
-    buffer that is padded to full vectors. values: (buffer, index of the first logit); aim: (bounds of the
-    threshold, number or weight of tokens to keep).
+    """Emits a bisection for a threshold over the first `count` logits of a buffer, which it pads to full
+    vectors. values: (buffer, index of its row); weights: [buffer with the logits' weights], or empty to count
+    tokens; aim: (bounds of the threshold, number or weight of tokens to keep).
     """
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)

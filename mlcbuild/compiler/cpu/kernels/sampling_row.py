@@ -1,5 +1,5 @@
-"""One row of logits as the sampling kernel reads it: in blocks, whose maxima and sums of weights
-are stored.
+"""Emits reads of one row of logits for the sampling kernel, in blocks of 256 tokens whose maxima and sums of
+weights are stored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LogitBlock:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of logits, with its sampling parameters and the sums of its blocks."""
+    """One row of logits, with its sampling parameters and the stored maxima and sums of its blocks."""
 
     floats: Floats
     row: Expr
@@ -92,9 +92,9 @@ class Row:
                 T.buffer_store(self.tail, self.logits[0, self.row, full_width + at], [at])
 
     def each(self, block: Expr, emit: Callable[[LogitBlock], None]) -> None:
-        """Emits code for one block of a row of logits, whose index is `block`. It calls `emit` twice, once
-        for a full block in the row and once for the padded copy of the last block, under a condition that
-        selects one of them.
+        """Emits code for the block with the index `block` of a row of logits. It calls `emit` twice, once for
+        a full block in the row and once for the padded copy of the last block, under a condition that selects
+        one of them.
         """
         start = T.bind(block * BLOCK)
         with T.If(start + BLOCK <= self.width):
@@ -109,9 +109,11 @@ class Row:
             emit(T.bind(k * self.floats.lanes))
 
     def weight(self, floats: Floats, logit: Expr, highest: Expr) -> Expr:
-        """Emits e^((logit - highest) * scale), 0 if the logit is not finite, and returns it. The integer part
-        of the base-2 exponent goes into the exponent bits, and a polynomial of the rest, from -1/2 to 1/2,
-        into the others; error 1e-7.
+        """Emits the weight e^((logit - highest) * scale) of a vector of logits and returns it; 0 if a logit
+        is more than 87 temperatures below `highest`.
+
+        The integer part of the base-2 exponent goes into the exponent bits, and a polynomial of the rest,
+        from -1/2 to 1/2, into the others; error 1e-7.
         """
         dtype, ints = typed("float32", floats.lanes), typed("int32", floats.lanes)
         scale = T.bind(self.scale * T.float32(1 / math.log(2)))
@@ -134,8 +136,8 @@ def infinity(sign: int, lanes: int = 1) -> Expr:
 
 
 def sum_block(row: Row, block: Expr, value: Read) -> None:
-    """Emits the sum of `value(at)` over the vectors of a block, and stores it as the block's weight. value:
-    function from an index to a vector of weights.
+    """Emits the sum of the weights of a block of a row, and stores it in the row's buffer of sums. value:
+    function from an index in the block to the vector of weights that starts there.
     """
     floats = row.floats
     total = register(f32(0, floats.lanes), floats.lanes)

@@ -1,6 +1,4 @@
-"""Emits code that copies one row of a stored embedding table as float32, for each form in which matrices are
-stored.
-"""
+"""Emits code that copies one row of a stored embedding table as float32, for each layout of matrices."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ class TableRow:
         return self.scheme.bits
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
-        """Emits the store of `lanes` values of the copied row from `column` on, leaving out those beyond the
-        table's width.
+        """Emits the store of a vector of `lanes` values of the copied row, starting at `column`, without
+        those beyond the table's width.
         """
         if self.hidden % GROUP == 0:
             T.buffer_store(self.out, values, [self.row, span(column, lanes)])
@@ -50,7 +48,7 @@ class TableRow:
 
 
 def copy_plain(lookup: TableRow) -> None:
-    """Emits the copy of a row of floating point numbers, value by value."""
+    """Emits the copy of a row of an unquantized embedding table, value by value."""
     with T.serial(0, i64(lookup.hidden)) as k:
         T.buffer_store(
             lookup.out, load_f32(lookup.isa, lookup.weights[0], (lookup.token, k), 1), [lookup.row, k]
@@ -58,8 +56,9 @@ def copy_plain(lookup: TableRow) -> None:
 
 
 def copy_grouped_row(lookup: TableRow) -> None:
-    """Emits the copy of a row word by word: the 8 values (4 bits) or 4 values (8 bits) of a word are the
-    lanes of one vector."""
+    """Emits the copy of a row of an embedding table with 4- or 8-bit codes stored by rows. The 8 or 4 codes
+    of a uint32 word become one vector.
+    """
     words, scales = lookup.weights
     bits = lookup.bits
     lanes = 32 // bits
@@ -73,9 +72,9 @@ def copy_grouped_row(lookup: TableRow) -> None:
 
 
 def copy_tiled_row(lookup: TableRow) -> None:
-    """Emits the copy of a row that is stored in tiles, four bytes of a group at a time. With 8 bits these are
-    values 4j to 4j + 3. With fewer bits the low halves are values from 4j on, the high halves values from 16
-    + 4j on, and the bits above four are in the bytes that follow.
+    """Emits the copy of a row of an embedding table in the x16 layout, four bytes of a group at a time. With
+    8 bits these are values 4j to 4j + 3. With fewer bits the low halves are values from 4j on, the high
+    halves values from 16 + 4j on, and the bits above four are in the bytes that follow.
     """
     bits, matrix = lookup.bits, TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
     width, halves = (8, 1) if bits == 8 else (4, 2)
@@ -111,8 +110,8 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
 
 def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
-    """Returns the scale or minimum that applies to one half of a group of 32 values. half: 0 or 1; None: the
-    half in which the quad (four consecutive values) with index `quad` lies.
+    """Returns the number, of two for the halves of a group of 32 values, that applies to one half. half: 0 or
+    1; None: the half in which the quad (four consecutive values) with index `quad` lies.
     """
     return numbers[half] if half is not None else T.Select(quad < QUADS // 2, numbers[0], numbers[1])
 
