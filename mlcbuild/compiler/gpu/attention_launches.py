@@ -1,4 +1,5 @@
-"""Translates the mixers of layers into kernel launches: grouped-query attention, and latent attention."""
+"""Translates attention into kernel launches for a GPU: grouped-query attention, and latent attention (MLA).
+"""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Number of tokens of the context window per split: decoding divides the keys of a row among one workgroup
-for each such number of tokens.
+"""Number of tokens of the context window per split: in decoding, so many workgroups share the keys of a row
+as the window has splits.
 """
 _MAX_SPLITS = 8
 
 
 def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> AttentionSpec:
-    """Returns the description of a layer's attention from which kernels are built. index: the
-    layer's number.
+    """Returns the description of the attention of the layer with the number `index`, from which its kernels
+    are built.
     """
     mixer, is_half = layer.mixer, build.scheme.dtype == "float16"
     reach = min(build.limits.context_window, mixer.window or NO_WINDOW)
@@ -46,7 +47,8 @@ def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> Attent
 
 
 def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dict[str, int]:
-    """Returns workspace buffer name -> number of columns per row that a layer's mixer needs in it."""
+    """Returns workspace buffer name -> number of 32-bit columns per row that a layer's attention needs in it.
+    """
     mixer, cache = layer.mixer, attention_spec(build, index, layer).cache
     needed = {"query": cache.heads * cache.head_dim, "attended": cache.heads * cache.value_dim}
     if not isinstance(mixer, LatentAttention):
@@ -65,9 +67,9 @@ def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dic
 def attention_launches(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns two lists of kernel launches for a layer's attention: those that compute its output, and those
-    that add the output to the residual stream. rows: number of rows of x per workgroup for the GEMVs of
-    decoding; None: launches for prompts.
+    """Returns two lists of kernel launches for the attention of the layer with the number `index`: those that
+    compute its output, and those that add the output to the residual stream. rows: rows of x per workgroup
+    for the matrix-vector products of decoding; None: launches for prompts.
     """
     if isinstance(layer.mixer, LatentAttention):
         return _latent_attention(build, index, layer, rows)
@@ -81,8 +83,8 @@ def attention_launches(
 
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the kernel launches that compute attention's result vectors from rotated queries and the KV
-    cache.
+    """Returns the kernel launches that compute attention's results from rotated queries and the KV cache.
+    rows: None for prompts.
     """
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
@@ -131,8 +133,9 @@ def _prepare_heads(build: LaunchBuilder, index: int, mixer: Attention) -> list[L
 def _latent_attention(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns, for latent attention, the two lists of launches that `attention_launches` returns. Each head
-    multiplies its queries and its results by matrices of its own.
+    """Returns two lists of kernel launches for a layer's latent attention: those that compute its output, and
+    those that add the output to the residual stream. Each head multiplies its queries and its results by
+    matrices of its own.
     """
     base, mixer, places = f"layers.{index}.attn", layer.mixer, build.calls.places
     assert isinstance(mixer, LatentAttention)
@@ -161,8 +164,8 @@ def _latent_attention(
 
 
 def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the kernel launches that compute the queries of all heads of latent attention. base: prefix of
-    the names of the layer's parameters.
+    """Returns the kernel launches that compute the queries of latent attention, before rotation, in the
+    buffer `queries`. base: prefix of the names of the attention's parameters.
     """
     mixer, norm_name = layer.mixer, f"{base}_norm"
     assert isinstance(mixer, LatentAttention)
@@ -187,8 +190,9 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
 def _head_product(
     build: LaunchBuilder, name: str, rows: int | None, places: tuple[str, str], stride: int
 ) -> Launch:
-    """Returns the launch that multiplies the vector of each head by the head's matrix. places: (buffer to
-    read, buffer to write); stride: columns per head in the latter, if more than the matrix has.
+    """Returns the launch that multiplies the vector of each head by the head's matrix in the stack `name`.
+    places: (buffer to read, buffer to write); stride: columns per head in the latter, if more than the matrix
+    has, else 0.
     """
     count, (source, out) = build.params[name].count, places
     spec = build.product(name, stride=stride)

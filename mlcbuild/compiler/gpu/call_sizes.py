@@ -1,4 +1,6 @@
-"""The sizes of calls of a GPU program, and the sections of the buffer that holds a call's inputs."""
+"""Computes the maximum sizes of calls of a GPU program, and the layout of the buffer that holds a call's
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,20 @@ from mlcbuild.compiler.gpu.kernels import prompt_attention
 from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
 
 DRAFT_ROWS = 16
-"""Minimum number of rows that every library allows in a decoding step, so that few sequences can have draft
-tokens.
+"""Minimum of the maximum number of rows in a decoding step: libraries for few sequences allow as many, so
+that these can have draft tokens.
 """
 STEPS = 16
-"""Number of decoding steps whose tokens the buffer `history` can hold."""
+"""Number of decoding steps whose sampled tokens the GPU program's buffer `history` can hold."""
 FORKS = 256
 """Maximum number of KV cache pages that are copied in one call."""
 _LOGITS_BYTES = 32 << 20
-"""Maximum bytes of the logits of one call, unless a single row has more."""
+"""Limit on the bytes of the logits of one call, which always has at least one row."""
 
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The maximum sizes of a call, for a model with this number of tokens in its vocabulary."""
+    """The maximum sizes of a call of a GPU program, for a model's vocabulary and the library's limits."""
 
     vocab_size: int
     limits: Limits
@@ -37,13 +39,13 @@ class CallSizes:
 
     @property
     def logit_rows(self) -> int:
-        """Returns the number of rows of logits that one call computes."""
+        """Returns the maximum number of rows whose logits one call computes."""
         return max(1, min(self.limits.rows, _LOGITS_BYTES // (4 * self.vocab_size)))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns name of a size, such as the number of rows -> its maximum in one call of the GPU
-        program.
+        """Returns name of a size -> its maximum in one call: n rows, q rows of logits, t tiles of prompts, f
+        forks, m logit masks, and pages of the KV cache.
         """
         return {
             "n": max(self.limits.rows, self.decode_rows),
@@ -61,7 +63,9 @@ class CallSizes:
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Returns name of an input that every call has -> section of the buffer that holds it."""
+        """Returns input name, such as tokens or positions -> its section, in int32 words, of the buffer that
+        holds the inputs of a call.
+        """
         sizes: dict[str, Expression] = {
             "count": 1,
             "tokens": "n",

@@ -20,7 +20,7 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder
 from mlcbuild.errors import CompileError
 
 Make = Callable[..., KernelBuilder]
-"""Function of (name of a kernel, further arguments) that builds the kernel and returns its finished
+"""Function of (name of a kernel, further arguments) that builds a GPU kernel and returns its finished
 KernelBuilder.
 """
 
@@ -38,8 +38,8 @@ class Emitter:
     _names: dict[object, str] = field(default_factory=dict)
 
     def kernel(self, make: Make, *arguments: object) -> str:
-        """Adds the kernel that `make(name, *arguments)` builds to the program, and returns its name. Equal
-        arguments give the same kernel, which is built and lowered once.
+        """Adds the kernel that `make(name, *arguments)` builds to the program, and returns the name that it
+        was given. Equal arguments give the same kernel, which is built and lowered once.
         """
         case = (make.__name__, arguments)
         if case not in self._names:
@@ -54,8 +54,9 @@ class Emitter:
         return name
 
     def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
-        """Adds a function to the GPU program. variants: any number -> (maximum sizes of a call, launches), in
-        the order in which variants are tried: a call uses the first one whose sizes suffice.
+        """Adds a function in several variants to the GPU program. variants: key -> (name of a size -> its
+        maximum in a call, launches of kernels), in the order in which they are tried: a call uses the first
+        variant whose maxima suffice. Keys are not used.
         """
         ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
         self.functions[name] = tuple(ordered)
@@ -63,7 +64,8 @@ class Emitter:
     def launch(
         self, kernel: str, scalars: Mapping[str, Expression], buffers: Mapping[str, str | BoundBuffer]
     ) -> Launch:
-        """Returns a launch of a kernel. scalars, buffers: name in the kernel -> value.
+        """Returns a launch of the kernel with the name `kernel`. scalars: name in the kernel -> value;
+        buffers: name in the kernel -> name, or part, of a buffer of the program.
 
         Raises CompileError if the names differ from those that the kernel declares.
         """

@@ -1,4 +1,4 @@
-"""Translates a mixture of experts into kernel launches.
+"""Translates a mixture-of-experts layer into kernel launches for a GPU.
 
 In decoding these are the router's product, the choice, one product for the gates of all choices, and one for
 their weighted sum. Prompts order their choices by expert first, multiply tiles of rows of one expert, and add
@@ -28,7 +28,9 @@ _ALIGNMENT = 256
 
 
 def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
-    """Returns workspace buffer name -> number of columns per row that the experts of a layer need in it."""
+    """Returns workspace buffer name -> number of 32-bit columns per row that a mixture-of-experts layer needs
+    in it.
+    """
     columns = {
         "router": block.count,
         "routes": block.chosen,
@@ -46,8 +48,8 @@ def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
 
 
 def most_tiles(block: Experts, rows: Expression) -> Expression:
-    """Returns the maximum number of tiles into which the choices of experts of `rows` rows are divided; a
-    tile has choices of one expert only.
+    """Returns an expression for the maximum number of tiles into which the expert choices of `rows` rows are
+    divided; a tile has choices of one expert only.
     """
     return ("add", ("div", ("mul", rows, block.chosen), TILE), block.count)
 
@@ -55,10 +57,10 @@ def most_tiles(block: Experts, rows: Expression) -> Expression:
 def expert_launches(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns two lists of kernel launches for a mixture of experts: those that compute its output, and those
-    that add the output to the residual stream. base: prefix of the feed-forward's parameter names; norm_name:
-    the norm before it; rows: number of rows of x per workgroup for the GEMVs of decoding; None: launches for
-    prompts.
+    """Returns two lists of kernel launches for a mixture-of-experts layer: those that compute its output, and
+    those that add the output to the residual stream. base: prefix of the feed-forward's parameter names;
+    norm_name: the norm before it; rows: rows of x per workgroup for the matrix-vector products of decoding;
+    None: launches for prompts.
     """
     block = layer.feed_forward
     assert isinstance(block, Experts)
@@ -74,7 +76,7 @@ def expert_launches(
 
 
 class _Mixture:
-    """Builds the launches of the experts of one layer."""
+    """Builds the kernel launches of one mixture-of-experts layer."""
 
     def __init__(
         self, build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
@@ -90,8 +92,8 @@ class _Mixture:
         self._scale = layer.residual_scale if layer.norms.after is None else 1.0
 
     def decode(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the kernel launches of the experts for decoding in two lists: those that compute the
-        experts' output, and those that add it to the residual stream.
+        """Returns two lists of kernel launches of the chosen experts for decoding: those that compute their
+        gated values, and those that add their weighted outputs to the residual stream.
         """
         block, layer, norm_name = self._block, self._layer, self._norm_name
         source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
@@ -110,8 +112,8 @@ class _Mixture:
         return first, second
 
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the kernel launches of the experts for prompts in two lists: those that compute the
-        experts' output, and those that add it to the residual stream.
+        """Returns two lists of kernel launches of the chosen experts for prompts: those that compute their
+        outputs, and the one that adds their weighted sum to the residual stream.
         """
         block, hidden = self._block, self._build.config.hidden_size
         sorted_sizes: dict[str, Expression] = {
@@ -142,9 +144,10 @@ class _Mixture:
         sizes: Mapping[str, Expression],
         buffers: Buffers,
     ) -> list[Launch]:
-        """Returns the launches of a product with a stack of experts' matrices, one for each part of the stack
-        that a device can bind. make: builds the kernel; product: (name of the stack, fields of its
-        ProductSpec, further arguments of `make`); sizes, buffers: scalars and buffers that every launch has.
+        """Returns the kernel launches of a product with a stack of experts' matrices, one for each part of
+        the stack that a device can bind. make: builds the kernel; product: (name of the stack, such as
+        gate_up; fields of its ProductSpec; further arguments of `make`); sizes, buffers: scalars and buffers
+        that every launch has.
         """
         part, fields, more = product
         name, launches = f"{self._base}.experts.{part}.weight", []
@@ -161,8 +164,8 @@ class _Mixture:
         return launches
 
     def _parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first expert, number of experts) of each part of the stack `name` that is bound in one
-        launch.
+        """Returns (first expert, number of experts) of each part of the parameter `name`, a stack of
+        matrices, that is bound in one launch.
         """
         each, count = self._build.params[name].shape[1], self._block.count
         sizes = [each * row for row in self._build.row_bytes(name)]
@@ -173,8 +176,9 @@ class _Mixture:
         return [(first, min(most, count - first)) for first in range(0, count, most)]
 
     def shared(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the kernel launches of the shared feed-forward, which every token uses, in two lists: those
-        that compute its output, and those that add it to the residual stream.
+        """Returns two lists of kernel launches of the shared feed-forward, which every token uses: those that
+        compute its gated values, and those that add its output to the residual stream. Both are empty if the
+        layer has none.
         """
         build, block, base, rows = self._build, self._block, f"{self._base}.shared", self._rows
         if not block.shared_size:

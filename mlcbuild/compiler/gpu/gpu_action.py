@@ -15,16 +15,15 @@ from mlcbuild.targets.target import Target
 
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Compiles a GPU program, as the action of a build step: writes program.json, kernels/*.wgsl and
-    library.json into `out`. params, inputs and exceptions are those of
-    mlcbuild.compiler.action.compile_library.
+    """Compiles a GPU program and writes program.json, kernels/*.wgsl and library.json into the directory
+    `out`. Arguments and errors are those of mlcbuild.compiler.action.compile_library.
     """
     action.compile_library(params, inputs, out, action.Toolchain(gpu_child.__name__, _needs_nothing, _place))
 
 
 def tools(target: Target) -> dict[str, str]:
-    """Returns program -> version of every tool that determines a GPU program, for its cache key. Raises
-    SetupError if a tool is missing.
+    """Returns program name -> version of TVM and its LLVM, which determine a GPU program, for its cache key.
+    Raises SetupError if TVM is not installed.
     """
     return versions.compiler()
 
@@ -34,8 +33,8 @@ def _needs_nothing(target: Target) -> None:
 
 
 def _place(files: Sequence[Path], library: Path, target: Target) -> None:
-    """Copies program.json, and the directory with the kernels' texts, into a step's output. library: the path
-    at which a CPU's library would be; the kernels lie beside it.
+    """Copies program.json and the kernels' source files into the output directory of a build step. files: the
+    files to copy; library: the path at which a CPU's library would be, whose directory is used.
     """
     base = next(path.parent for path in files if path.name == PROGRAM)
     for path in files:

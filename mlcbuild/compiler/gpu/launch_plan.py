@@ -1,4 +1,6 @@
-"""Translates a model into a GPU program: from tokens to the residual stream, to logits, to tokens."""
+"""Translates a model into a GPU program: launches of kernels from tokens to the residual stream, to logits,
+to sampled tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ from mlcbuild.models import Experts, frequencies, parameters
 
 @dataclass(frozen=True)
 class GpuDecoder:
-    """Builds the GPU program of one model."""
+    """Builds the GPU program of one model, with all functions, buffers and kernels."""
 
     build: LaunchBuilder
 
     def emit(self) -> Program:
-        """Returns the GPU program of the model. The emitter holds the source texts of its kernels."""
+        """Builds and returns the GPU program of the model. Afterwards self.build.emitter holds the source
+        texts of its kernels.
+        """
         build = self.build
         calls, emitter, config = build.calls, build.emitter, build.config
         self._buffers()
@@ -112,8 +116,9 @@ class GpuDecoder:
             emitter.buffer(f"rope.{index}", rounded(table.rows * 8 * len(table.inv_freq)), "rope")
 
     def _trunk(self, rows: int | None) -> list[Launch]:
-        """Returns the launches of kernels from tokens to the residual stream after all layers. rows: number
-        of rows of x per workgroup for GEMVs; None: GEMMs are used.
+        """Returns the kernel launches from tokens to the residual stream after all layers. rows: rows of x
+        per workgroup for the matrix-vector products (GEMVs) of decoding; None: matrix products (GEMMs) for
+        prompts.
         """
         launches = self._embedding()
         for index, layer in enumerate(self.build.config.layers):
@@ -176,8 +181,8 @@ class GpuDecoder:
         return launches
 
     def emit_choice(self) -> None:
-        """Adds two kinds of functions to the GPU program: those that choose tokens from logits, and the one
-        that makes the chosen tokens the inputs of the next step.
+        """Adds the functions of the GPU program that choose tokens from logits, and the one that makes the
+        chosen tokens the inputs of the next step.
         """
         build = self.build
         vocab, most = build.config.vocab_size, {"q": build.calls.logit_rows}

@@ -1,4 +1,6 @@
-"""Builds the launches that make up layers: norms, products, and products after norms."""
+"""Builds the kernel launches of which layers consist on a GPU: norms, matrix products, and products after
+norms.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,20 @@ from mlcbuild.quant import Storage
 
 Buffers = Mapping[str, str | BoundBuffer]
 PLAIN = {"float32": stored_as("f32"), "float16": stored_as("f16")}
-"""Type of a matrix without quantization -> how kernels read it."""
+"""Dtype of an unquantized matrix -> its description for GPU kernels."""
 
 
 @dataclass(frozen=True)
 class LaunchBuilder:
-    """Builds launches for one model's program. The emitter collects their kernels."""
+    """Builds kernel launches for one model's GPU program, and tracks the buffer that holds the residual
+    stream. The emitter collects the kernels.
+    """
 
     config: ModelConfig
     scheme: Storage
     limits: Limits
     binding_bytes: int = GUARANTEED.binding_bytes
-    """Maximum bytes of a buffer that a kernel may bind; larger tables are bound in parts."""
+    """Maximum bytes of a buffer that a kernel may bind; larger matrices are bound in parts."""
     emitter: Emitter = field(default_factory=Emitter)
     stream: ResidualStream = field(default_factory=ResidualStream)
 
@@ -50,8 +54,8 @@ class LaunchBuilder:
     def launch(
         self, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, Expression], buffers: Buffers
     ) -> Launch:
-        """Returns a launch of the kernel that `make(name, *arguments)` builds. scalars, buffers: name in the
-        kernel -> value.
+        """Returns a launch of the kernel that `make(name, *arguments)` builds. scalars: name in the kernel ->
+        value; buffers: name in the kernel -> name, or part, of a buffer of the program.
         """
         return self.emitter.launch(self.emitter.kernel(make, *arguments), scalars, buffers)
 
@@ -60,8 +64,8 @@ class LaunchBuilder:
         return quant.plain_dtype(self.params[name], quant.scheme_for(self.scheme, name)) == "float16"
 
     def norm(self, name: str, spec: Norm, columns: int) -> NormSpec:
-        """Returns the description of a norm with the parameters `<name>.weight` and `<name>.bias`. columns:
-        values in a row.
+        """Returns the description of the norm of rows with `columns` values whose parameters are
+        `<name>.weight` and `<name>.bias`.
         """
         weight = f"{name}.weight"
         return NormSpec(columns, spec, weight in self.params and self.is_half(weight))
@@ -69,8 +73,8 @@ class LaunchBuilder:
     def norm_buffers(
         self, name: str, spec: NormSpec, bindings: tuple[str, str] = ("weight", "shift")
     ) -> dict[str, str | BoundBuffer]:
-        """Returns, for the parameters of a norm, name of the buffer in the kernel -> parameter. bindings: the
-        names in the kernel of (weight, bias).
+        """Returns buffer name in the kernel -> parameter name, for the weight and the bias that a norm has.
+        bindings: the names in the kernel of (weight, bias).
         """
         buffers: dict[str, str | BoundBuffer] = {}
         if spec.has_weight:
@@ -80,8 +84,8 @@ class LaunchBuilder:
         return buffers
 
     def matrix(self, name: str, first: int = 0) -> dict[str, BoundBuffer]:
-        """Returns, for the tensors of a stored matrix from row `first` on, name of the buffer in the kernel
-        -> part of the stored tensor.
+        """Returns buffer name in the kernel -> part of a stored tensor, for the tensors of the matrix `name`
+        from row `first` on.
         """
         rows = self.rows(name)
         stored = quant.stored(self.params[name], self.scheme)
@@ -91,7 +95,8 @@ class LaunchBuilder:
         }
 
     def rows(self, name: str) -> int:
-        """Returns the number of rows of the parameter's matrix, or of all matrices of a stack together."""
+        """Returns the number of rows of the matrix parameter `name`, or of all matrices of a stack together.
+        """
         *rows, _ = self.params[name].shape
         return rows[0] if len(rows) == 1 else rows[0] * rows[1]
 
@@ -103,8 +108,8 @@ class LaunchBuilder:
         return [tensor.size // self.rows(name) for tensor in stored]
 
     def parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first row, number of rows) of each part of a matrix that kernels bind separately; there is
-        one part unless the matrix is larger than a device can bind.
+        """Returns (first row, number of rows) of each part of the matrix `name` that kernels bind separately;
+        there is one part unless the matrix is larger than a device can bind.
         """
         rows = self.rows(name)
         row = max(self.row_bytes(name))
@@ -115,8 +120,8 @@ class LaunchBuilder:
         return [(first, min(count, rows - first)) for first in range(0, rows, count)]
 
     def product(self, name: str, bias: str | None = None, **options: Any) -> ProductSpec:
-        """Returns the description of the product with the parameter `name`. bias: the parameter that holds
-        its bias, if it is not named like the weight; options: further fields of the ProductSpec.
+        """Returns the description of the product with the matrix `name`. bias: the parameter that holds its
+        bias, by default the one named like the matrix; options: further fields of the ProductSpec.
         """
         storage, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
@@ -130,8 +135,9 @@ class LaunchBuilder:
     def multiply(
         self, name: str, spec: ProductSpec, rows: int | None, buffers: Buffers, size: Expression = "n"
     ) -> Launch:
-        """Returns the launch of a product. rows: number of rows of x per workgroup for a GEMV; None: a GEMM.
-        size: number of rows of x in all.
+        """Returns the launch of a product with the matrix `name`. rows: rows of x per workgroup for a
+        matrix-vector kernel (GEMV); None: a GEMM; size: number of rows of x; buffers: those of x, y and what
+        is fused, by name in the kernel.
         """
         bound: dict[str, str | BoundBuffer] = {**self.matrix(name, spec.first), **buffers}
         if spec.half_bias is not None:
@@ -143,8 +149,8 @@ class LaunchBuilder:
         return self.launch(make, arguments, {"n": size}, bound)
 
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for normed = norm(x) in prompts, and no launch in decoding, where products
-        normalize x themselves.
+        """Returns the launch for normed = norm(x) in prompts (rows is None), and no launch in decoding, where
+        products normalize x themselves.
         """
         if rows is not None or layer.norms.before is None:
             return []
@@ -156,7 +162,7 @@ class LaunchBuilder:
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
         """Returns the input of a product that follows a norm: (buffer that the product reads, norm that the
-        product must compute itself or None, buffers of that norm's parameters).
+        product must compute itself or None, buffers of that norm's parameters). rows: None for prompts.
         """
         if layer.norms.before is None:
             return "x" if rows is None else self.stream.buffer, None, {}
@@ -168,8 +174,9 @@ class LaunchBuilder:
     def normed_product(
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
     ) -> list[Launch]:
-        """Returns the launches for out = norm(x) W^T, after a pending sum is added to x. In prompts they read
-        the buffer that the launch of `normed` has written. options: fields of the ProductSpec.
+        """Returns the launches for out = norm(x) W^T, after a pending sum is added to x. name: the matrix W;
+        rows: rows of x per workgroup, None for prompts, whose norm has been launched by `normed`; options:
+        fields of the ProductSpec.
         """
         _, norm, _ = self.normed_source(norm_name, layer, rows)
         spec, first = self.product(name, norm=norm, **options), list[Launch]()
@@ -188,8 +195,9 @@ class LaunchBuilder:
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
-        """Returns the launches for x += source W^T, with a norm in between if the layer has one. post_name:
-        that norm. In decoding a later launch may add the normalized sum.
+        """Returns the launches for x += source W^T, with a norm before the addition if the layer has one.
+        name: the matrix W; post_name: that norm; rows: rows of x per workgroup, None for prompts. In decoding
+        a later product may add the normalized sum.
         """
         if layer.norms.after is None:
             spec = self.product(name, residual=True, scale=layer.residual_scale)
@@ -199,9 +207,8 @@ class LaunchBuilder:
         return [first, *self.add_normed(post_name, layer, rows)]
 
     def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for x += norm(delta), the norm after a half of a layer. In decoding it returns
-        no launch, since the next matrix product adds the sum, unless both halves of the layer read the same
-        x.
+        """Returns the launch for x += norm(delta), the norm after a half of a layer. In decoding (rows is not
+        None) it returns no launch if the halves run in sequence, since the next matrix product adds the sum.
         """
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)
@@ -215,7 +222,7 @@ class LaunchBuilder:
 
     def settle(self) -> list[Launch]:
         """Returns the launches that add the pending sum, if there is one, and leave the residual stream in
-        the buffer x.
+        the buffer `x`; [] if it is there already.
         """
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None

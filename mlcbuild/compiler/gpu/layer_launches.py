@@ -1,4 +1,4 @@
-"""Translates the two halves of a layer, attention and feed-forward, into launches.
+"""Translates the two halves of a layer, attention and feed-forward, into kernel launches for a GPU.
 
 In decoding a dense layer is seven launches: product for queries, keys and values; heads with appending;
 attention; combination of its splits; output product; normalized and gated product; the last product. A norm
@@ -21,8 +21,8 @@ from mlcbuild.models import Dense, Experts, LayerSpec
 
 @dataclass(frozen=True)
 class LayerHalf:
-    """The launches of one half of a layer (attention or feed-forward): those that compute the sum for the
-    residual stream, and those that add it.
+    """The kernel launches of one half of a layer: those that compute its result, and those that add it to the
+    residual stream.
     """
 
     before: list[Launch]
@@ -30,8 +30,8 @@ class LayerHalf:
 
 
 def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the kernel launches of one layer, attention and feed-forward. rows: number of rows of x per
-    workgroup for the GEMVs of decoding; None: launches for prompts.
+    """Returns the kernel launches of the layer with the number `index`. rows: rows of x per workgroup for the
+    matrix-vector products of decoding; None: launches for prompts.
     """
     mixer = LayerHalf(*attention_launches(build, index, layer, rows))
     feed_forward = _feed_forward(build, index, layer, rows)
@@ -42,7 +42,7 @@ def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int
 
 
 def columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dict[str, int]:
-    """Returns workspace buffer name -> number of columns per row that a layer needs in it."""
+    """Returns workspace buffer name -> number of 32-bit columns per row that a layer needs in it."""
     block, needed = layer.feed_forward, attention_columns(build, index, layer)
     if isinstance(block, Experts):
         needed |= expert_columns(block, build.config.hidden_size)
@@ -73,7 +73,8 @@ def _dense(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> list[Launch]:
     """Returns the kernel launches of a dense feed-forward up to its hidden units, act(gate) * up or act(up).
-    base: prefix of the names of its parameters; norm_name: name of the norm before it.
+    base: prefix of its parameters' names; norm_name: name of the norm before it; rows: rows of x per
+    workgroup, None for prompts.
     """
     block = layer.feed_forward
     assert isinstance(block, Dense), "support.py refuses others"

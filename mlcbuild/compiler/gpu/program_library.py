@@ -1,4 +1,4 @@
-"""Builds the library of a GPU: its program, the text of its kernels, and its metadata."""
+"""Builds the library for a GPU: its program, the source texts of its kernels, and its metadata."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from mlcbuild.errors import CompileError
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]) -> list[Path]:
-    """Writes program.json, kernels and library.json into `directory`, and returns the paths of the first two.
-    data: config, scheme, target and limits as JSON; mark: called with the name of each phase. Raises
-    CompileError if no device with WebGPU's guaranteed limits could run the program, or a kernel cannot be
-    compiled.
+    """Compiles a request for a GPU, writes program.json, kernels and library.json into `directory`, and
+    returns the paths of program.json and the kernels.
+
+    data: a CompileRequest as JSON; mark: callback that receives the name of each phase. Raises CompileError
+    if the model has blocks without GPU kernels, if no device with WebGPU's guaranteed limits could run the
+    program, or if a kernel cannot be compiled.
     """
     versions.check()
     request = CompileRequest.from_json(data)
@@ -48,8 +50,8 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
 
 
 def check_guaranteed(program: Program, limits: Limits) -> None:
-    """Raises CompileError unless every device with WebGPU's guaranteed limits can run the program, with pages
-    for one sequence.
+    """Raises CompileError unless every device with WebGPU's guaranteed limits can run the program with a KV
+    cache for one sequence.
     """
     try:
         check(program_json.parse(program_json.to_json(program)), min(limits.pages, limits.sequence_pages))
@@ -61,7 +63,7 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
 
 
 def memory(program: Program, limits: Limits) -> LibraryMemory:
-    """Returns how much memory a GPU program's buffers take on a device, for each kind of buffer."""
+    """Returns the memory that a GPU program needs on a device, in bytes by purpose."""
     buffers = program.buffer_bytes(limits.pages)
     cache = sum(buffers[name] for name, buffer in program.buffers.items() if buffer.kind == "cache")
     return LibraryMemory(

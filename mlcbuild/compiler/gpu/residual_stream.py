@@ -1,4 +1,5 @@
-"""The residual stream of a decoding step: the buffer that holds it, and a sum that is still to be added.
+"""Tracks the residual stream of a decoding step on a GPU: the buffer that holds it, and a sum that is still
+to be added.
 
 A layer with norms after its halves adds norm(delta) to the stream. Decoding leaves that to the next product:
 each workgroup adds while it reads, and one of them writes the new stream to the other of two buffers, since
@@ -14,18 +15,17 @@ from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.models import LayerNorm
 
 OTHER = {"x": "x_next", "x_next": "x"}
-"""Name of a buffer for the residual stream -> the one that takes its place."""
+"""Name of one of the two buffers of the residual stream -> name of the other."""
 _BUFFERS = 8
 """Number of storage buffers that every device can bind to a kernel."""
 
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum in the buffer `delta` that is to be added to the residual stream."""
+    """A sum, scale * norm(delta) of the buffer `delta`, that is still to be added to the residual stream."""
 
     name: str
-    """Name of the parameter group of the norm that is applied to the sum of residual stream and added rows.
-    """
+    """Prefix of the names of the norm's parameters, such as layers.0.attn_post_norm."""
     norm: NormSpec
     scale: float
     """Factor by which the normalized sum is multiplied."""
@@ -33,8 +33,8 @@ class PendingSum:
 
 @dataclass
 class ResidualStream:
-    """The state of the residual stream while the launches of a call are built: the buffer that holds it at
-    that point, and a sum that is still to be added.
+    """The state of the residual stream while launches are built in order: the buffer that holds it, and a sum
+    that is still to be added.
     """
 
     buffer: str = "x"

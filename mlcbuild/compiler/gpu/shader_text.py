@@ -1,7 +1,7 @@
-"""Translates kernels in TensorIR to the source text that a device's driver compiles, with TVM's code
+"""Translates kernels from TensorIR to the source text that a device's driver compiles, with TVM's code
 generators.
 
-All text targets have the same order of parameters, so one program serves them all.
+All languages have the same order of parameters, so one GPU program serves them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ discarded.
 
 @dataclass(frozen=True)
 class Dialect:
-    """A language in which GPU kernels are written, such as WGSL."""
+    """A language of GPU kernels, such as WGSL, and what TVM's code generator for it lacks."""
 
     kind: str
     """TVM's name of the kind of target."""
@@ -66,16 +66,16 @@ float either(bool c, float a, float b) { return c ? a : b; }
 """,
     prelude_last=False,
 )
-"""The language of the tests, as a second way to execute kernels."""
+"""The OpenCL dialect, in which tests execute the same kernels a second way."""
 _RESERVED = frozenset(
     {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
 )
-"""Reserved words of WGSL that no scalar may be called although Python allows them."""
+"""Reserved words of WGSL that are valid Python names but must not name a scalar of a kernel."""
 
 
 def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]:
-    """Returns (description of a kernel for programs, its source text). Raises CompileError if TVM cannot
-    translate the kernel.
+    """Translates a finished kernel and returns (its description for the GPU program, its source text). Raises
+    CompileError if a scalar has a reserved name, or a buffer is not used.
     """
     reserved = _RESERVED.intersection(builder.scalars)
     if reserved:

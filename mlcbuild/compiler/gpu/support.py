@@ -1,5 +1,5 @@
-"""Lists the blocks of a layer that GPU kernels can compute. It imports no TVM, because planning a build
-imports it.
+"""Lists the building blocks of models for which GPU kernels exist. It imports no TVM, because planning a
+build imports it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "RmsNorm": ("eps", "offset"),
     "LayerNorm": ("eps", "offset", "weight", "bias"),
 }
-"""Class of a block -> names of its fields that GPU kernels support. All other fields must have
-their default.
+"""Name of a class in mlcbuild.models -> names of its fields that GPU kernels support. All other fields must
+have their default value.
 """
 _MAX_HEAD_DIM = 256
 
 
 def unsupported(config: ModelConfig) -> list[str]:
-    """Returns an error message for each kind of block in a model that GPUs cannot compute, naming block and
-    device.
+    """Returns an error message for each kind of building block of a model that has no GPU kernels; [] if the
+    model can run on a GPU.
     """
     blocks: dict[str, None] = {}
     for part in (config, *config.ropes, config.norm, config.embedding_norm):

@@ -1,8 +1,8 @@
-"""Functions for writing GPU kernels in TensorIR: explicit threads, buffers, barriers.
+"""Emits the building blocks of GPU kernels in TensorIR: explicit threads, buffers, barriers.
 
-They avoid traps of TVM 0.27: shared memory must be allocated inside the launch, or it becomes a storage
-buffer; one condition may hold one statement that touches shared memory, and no loop; constants are printed
-with 7 digits, so `exact` passes them as bits; only scalars may be passed to functions of a prelude.
+The functions avoid traps of TVM 0.27: shared memory must be allocated inside the launch, or it becomes a
+storage buffer; one condition may hold one statement that touches shared memory, and no loop; constants are
+printed with 7 digits, so `exact` passes them as bits; only scalars may be passed to functions of a prelude.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc, Shuffle, Var
 
 Value = Any
-"""An expression or a buffer of TensorIR, for which no type information exists."""
+"""A TensorIR expression or buffer, for which no type information exists."""
 WORKGROUP = 64
 """Number of threads in a workgroup of most kernels: two warps of NVIDIA's, one wave of AMD's."""
 ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
@@ -30,8 +30,8 @@ LOWEST = -1e30
 
 @dataclass
 class KernelBuilder:
-    """A GPU kernel under construction: its arguments are declared and its body is emitted through this
-    object, and `function` exists once construction ends.
+    """A GPU kernel under construction. Its methods declare arguments and emit the launch; `function` is set
+    when construction ends.
     """
 
     name: str
@@ -45,8 +45,8 @@ class KernelBuilder:
     _sizes: dict[str, Var] = field(default_factory=dict)
 
     def size(self, name: str) -> Var:
-        """Declares a scalar argument of the kernel that is a dimension of one of its buffers, and
-        returns it.
+        """Declares an int32 scalar argument of the kernel that is a dimension of its buffers, unless it is
+        declared already, and returns its variable.
         """
         if name not in self._sizes:
             self._sizes[name] = Var(name, "int32")
@@ -55,7 +55,7 @@ class KernelBuilder:
 
     def scalar(self, name: str) -> Value:
         """Declares an int32 scalar argument of the kernel that is not the dimension of a buffer, and returns
-        it.
+        its variable.
         """
         self.scalars.append(name)
         self._sizes[name] = T.arg(name, T.int32())
@@ -74,8 +74,8 @@ class KernelBuilder:
 
     @contextmanager
     def launch(self, threads: int, x: Expression, y: Expression = 1) -> Iterator[tuple[Value, Value, Value]]:
-        """Opens the grid of `x` times `y` workgroups of `threads` threads each. Yields (index of the
-        workgroup in x, in y, index of the thread in the workgroup).
+        """Begins the kernel's body, as a context manager: a grid of `x` times `y` workgroups of `threads`
+        threads each. It yields (index of the workgroup in x, in y, index of the thread in the workgroup).
         """
         self.threads, self.grid = threads, (x, y)
         with (
@@ -97,8 +97,8 @@ class KernelBuilder:
         return {"add": a + b, "mul": a * b, "min": tirx.min(a, b), "max": tirx.max(a, b)}[name]
 
     def shared(self, count: int, dtype: str = "float32") -> Value:
-        """Allocates an array in shared memory, for all threads of a workgroup, and returns it. Must be called
-        inside `launch`.
+        """Allocates an array in shared memory, which all threads of a workgroup access, and returns it. It
+        must be called inside `launch`.
         """
         self.shared_bytes += count * ITEM_BYTES[dtype]
         return T.alloc_buffer((count,), dtype, scope="shared")
@@ -106,7 +106,9 @@ class KernelBuilder:
 
 @contextmanager
 def kernel(name: str) -> Iterator[KernelBuilder]:
-    """Yields the builder of a kernel. When the `with` block ends, the builder has the kernel's function."""
+    """Begins a GPU kernel, as a context manager that yields its KernelBuilder. When the `with` block ends,
+    the builder's `function` is set.
+    """
     builder = KernelBuilder(name)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -123,7 +125,7 @@ def product(left: Expression, right: Expression) -> Expression:
 
 
 def local(count: int, dtype: str = "float32") -> Value:
-    """Allocates an array in the registers of a thread, and returns it."""
+    """Emits the allocation of an array in the registers of each thread, and returns it."""
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
@@ -150,12 +152,12 @@ def lane(vector: Value, index: int) -> Value:
 
 
 def number(value: float) -> Value:
-    """Returns a float32 constant that seven printed digits represent exactly, such as 0 or 1."""
+    """Returns a float32 constant for a value that seven printed digits represent exactly, such as 0 or 1."""
     return T.float32(value)
 
 
 def exact(value: float) -> Value:
-    """Returns a float32 constant that is passed by its bits, because TVM prints 7 digits."""
+    """Returns a float32 constant of any value. It is emitted by its bits, because TVM prints 7 digits."""
     return T.reinterpret("float32", T.uint32(struct.unpack("<I", struct.pack("<f", value))[0]))
 
 
@@ -182,15 +184,15 @@ def pack_halves(first: Value, second: Value) -> Value:
 
 
 def either(condition: Value, value: Value, other: Value) -> Value:
-    """Returns `value` if the condition holds, else `other`; both are computed. TVM writes a Select as a
-    branch, and SwiftShader took minutes to compile the 16 branches of a prompt's attention.
+    """Returns `value` if the condition holds, else `other`, as an expression that computes both. TVM writes a
+    Select as a branch, and SwiftShader took minutes to compile the 16 branches of a prompt's attention.
     """
     return T.call_pure_extern("float32", "either", condition, value, other)
 
 
 def reduce_tree(buffer: Value, thread: Value, count: int, combine: Callable[[Value, Value], Value]) -> None:
-    """Emits code that combines every run of `count` values, a power of two, and stores the result at the
-    start of the run. It begins and ends with a barrier. thread: the index of the thread.
+    """Emits the reduction by `combine` of every run of `count` values, a power of two, in a shared array with
+    one value per thread; the result is stored at the start of the run. It begins and ends with a barrier.
     """
     barrier()
     step = count // 2
@@ -202,7 +204,9 @@ def reduce_tree(buffer: Value, thread: Value, count: int, combine: Callable[[Val
 
 
 def strided(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
-    """Emits a loop that runs `body` for each index below `count`, divided among `threads` threads."""
+    """Emits a loop over the indices 0 .. count - 1, divided among the threads of a workgroup. thread: index
+    of the running thread; threads: their number; body: emits the loop's body for an index.
+    """
     with T.serial(-(-count // threads)) as index:
         place = bind(index * threads + thread)
         if count % threads:
@@ -213,8 +217,9 @@ def strided(count: int, thread: Value, threads: int, body: Callable[[Value], Non
 
 
 def covering(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
-    """Emits a loop like `strided`, but without conditions, which TVM does not allow around loops over shared
-    memory. Some threads repeat the last index, so `body` must give the same result each time.
+    """Emits a loop over the indices 0 .. count - 1, divided among the threads of a workgroup, without
+    conditions, which TVM does not allow around loops over shared memory. Some threads repeat the last index,
+    so `body` must give the same result each time.
     """
     with T.serial(-(-count // threads)) as index:
         body(bind(T.min(index * threads + thread, count - 1)))

@@ -75,9 +75,8 @@ class Shape:
 
     @property
     def passes(self) -> int:
-        """Returns the number of passes over parts of k, the summed dimension, that a product takes. Sums are
-        kept in memory from one pass to the next.
-        """
+        """Returns the number of passes into which a product divides k, the summed dimension. Sums are kept in
+        memory from one pass to the next."""
         return -(-self.steps // PASS_STEPS)
 
     @property
@@ -192,8 +191,8 @@ class GatedOutput:
 
 
 def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
-    """Emits output = x [m, k] @ W.T on AMX tile registers, in chunks of rows and panels of columns that are
-    divided among the threads. unpack: emits code that converts one tile of weights to bfloat16."""
+    """Emits output = x @ W.T on AMX tile registers, in chunks of rows and panels of columns that are divided
+    among the threads. x: packed [m, k]; unpack: emits the conversion of one tile of weights to bfloat16."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
     all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
@@ -354,8 +353,8 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into tiles, and returns their location. ready: emits a row of x.
-    Rows that pad the last tile repeat the last row; their results are dropped."""
+    """Emits code that packs x float32 [m, k] into bfloat16 tiles, and returns their location. ready: emits a
+    row of x. Rows that pad the last tile repeat the last row; their results are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:
@@ -374,7 +373,8 @@ def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
 
 
 def rounded(low: Expr, high: Expr) -> Expr:
-    """Returns int32 lanes whose low and high halves hold two float32 vectors, rounded to bfloat16."""
+    """Returns int32 lanes whose low and high halves hold the vectors `low` and `high`, rounded to bfloat16.
+    """
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
     first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))

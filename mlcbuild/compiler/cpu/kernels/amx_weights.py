@@ -1,5 +1,5 @@
-"""Unpacks 4-, 5- and 8-bit weights to bfloat16 tiles for the products of amx.py, in a few instructions for 32
-weights.
+"""Emits code that unpacks 4-, 5- and 8-bit weights to bfloat16 tiles for the products of amx.py, in a few
+instructions for 32 weights.
 
 A table maps a code to a float16, which is multiplied by its scale. The bits of the product, shifted into the
 position of a bfloat16, represent 2**-112 of its value; 112 = 104 + 8, the exponents of the powers of two by
@@ -18,13 +18,14 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, moved, sp
 
 SCALE_EXPONENT = 8
 _CUT = 1.0 + 0.7213 * (7 / 16) / 128
-"""Factor that compensates for cutting three bits off a float16, which loses 7/16 of the last kept place on
-average; that place is 1 / (2 ln 2) times 2**-7 of the value, averaged over logarithms."""
+"""Factor of the scales that compensates for cutting three bits off a float16, which loses 7/16 of the last
+kept place on average; that place is 1 / (2 ln 2) times 2**-7 of the value, averaged over logarithms.
+"""
 
 
 def pair_scales(scales: Expr) -> Expr:
-    """Returns the scales of 16 columns, float16x16, as float16x32 with each scale twice, which is the form
-    that `scaled` requires.
+    """Returns the scales of 16 columns, passed as float16x16, times 2**8 as float16x32 with each scale twice,
+    the form that `scaled` takes.
     """
     wide = T.Cast(typed("float32", LANES), scales) * f32(_CUT * 2**SCALE_EXPONENT, LANES)
     bits = T.reinterpret(typed("int16", LANES), T.Cast(typed("float16", LANES), wide))
@@ -33,9 +34,9 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of an AMX weight tile as pairs of float16, decoded from `lines`, the int32x16 vectors
-    that hold the codes of a group of 32 columns. A quad is four consecutive columns, one byte each. The line
-    has the weights in byte `byte` of quads j and 4 + j: their codes minus 2**(bits - 1).
+    """Returns one line of an AMX weight tile, a float16x32 with two weights of each of 16 columns: codes
+    minus 2**(bits - 1), in byte `byte` of quads j and 4 + j. A quad is four consecutive codes, one byte each.
+    lines: the int32x16 vectors that hold the codes of a group of 32.
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)
@@ -67,8 +68,8 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns one line of an AMX weight tile: pairs of float16 weights, multiplied by the scales of their
-    columns. The scales have the form that `pair_scales` returns.
+    """Returns one line of an AMX weight tile, int32x16: pairs of weights as bfloat16, which are float16x32
+    `levels` times `scales`, the result of pair_scales.
     """
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)

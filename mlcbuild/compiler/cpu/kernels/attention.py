@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV cache: one kernel for decoding, prefilling, and both in one batch.
+"""Emits causal attention over the paged KV cache: one kernel for decoding, prefilling, and both in one batch.
 
 The rows of a sequence are divided into blocks. A task is (block, kv head) and computes the block's rows for
 every query head that shares the kv head, so that a key or value is read once for all of them. Pages are
@@ -10,8 +10,7 @@ keep all cores busy. Parts start at fixed positions, so the result of a row depe
 The parts' sums are combined at the end, as in flash decoding (Dao et al., 2023).
 
 Prompts may use tile registers instead (attention_amx.py), which round to bfloat16. The caller passes whether
-rows belong to prompts, as for products.
-"""
+rows belong to prompts, as for products."""
 
 from __future__ import annotations
 
@@ -128,9 +127,10 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (line of the table of tasks, kv head) of a task. If there are many parts of sequences with few
-    rows, the tasks of all heads of a part follow each other, as their keys and values do in a page. Otherwise
-    the tasks of a head follow each other, in the order of `_folded`."""
+    """Returns (row of the table of tasks, kv head) of task `index`. If there are many parts of sequences with
+    few rows, the tasks of all heads of a part follow each other, as their keys and values do in a page.
+    Otherwise the tasks of a head follow each other, early and late blocks in turn. total: number of tasks per
+    head."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -146,8 +146,8 @@ def _folded(index: Expr, blocks: Expr) -> Expr:
 
 
 def _task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over one part of the pages that the rows see, or over all of these
-    pages if there are many rows. number: index of the task; head: kv head."""
+    """Emits attention of one block of rows over one part of the pages that they attend to, or over all of
+    these pages if there are many rows. number: row of the table of tasks; head: kv head."""
     spec = call.spec
     sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
     task = _start(call, (first, count, head))
@@ -175,7 +175,7 @@ def _tiles(spec: AttentionKernel, count: Expr) -> Expr:
 
 def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
     """Emits code that fills the scratch buffers of a task with the scaled queries of its rows, and returns
-    them. The last query pads the last tile. block: (sequence, first row, number of rows)."""
+    them. The last query pads the last tile. block: (first row, number of rows, kv head)."""
     spec, qkv, (first, count, head) = call.spec, call.qkv, block
     heads, wide, narrow, room = spec.heads, spec.values, spec.scores, spec.capacity
     task = _Task(
@@ -211,9 +211,9 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
 
 
 def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Expr, int]) -> None:
-    """Emits prefetches of the next page's elements. Pages lie anywhere in memory, so the hardware cannot
-    predict them. kind: 0 for keys, 1 for values; span: (first element, number of elements); only the first
-    tile prefetches."""
+    """Emits prefetches of some elements of the page `ahead`. Pages lie anywhere in memory, so the hardware
+    cannot predict them. place: where the current page is; kind: 0 for keys, 1 for values; span: (first
+    element, number of elements)."""
     pages, layer, _, head = place
     condition, page = ahead
     start, count = span
@@ -224,9 +224,8 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
 
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits the attention scores, query . key, of a register tile of query vectors for the 16 tokens of a
-    page. ahead: the page to prefetch meanwhile.
-    """
+    """Emits the products query . key of a register tile of query vectors with the 16 keys of a page, and
+    their stores in scratch memory. ahead: the page to prefetch meanwhile."""
     if task.spec.heads.latent:
         _latent_scores(task, place, tile, ahead)
         return
@@ -260,7 +259,8 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
 
 
 def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits the scores of one tile of query vectors with a page whose keys are stored token by token."""
+    """Emits the products query . key of a register tile of query vectors with a page whose keys are latents.
+    """
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     dim, rows = spec.heads.dim, [tile * spec.tile + row for row in range(spec.tile)]
     sums = [registers(1, floats.lanes)[0] for _ in rows]
@@ -280,8 +280,9 @@ def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> Non
 
 
 def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
-    """Emits code that replaces scores by exp(score - maximum), and updates maximum, denominator and shrink
-    factor. base: position of the page's first token; window: tokens that a query sees."""
+    """Emits code that replaces the scores of a page by weights exp(score - maximum), and updates maximum,
+    denominator and shrink factor. base: position of the page's first token; window: tokens that a query sees.
+    """
     spec, floats = task.spec, task.spec.scores
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)
@@ -369,9 +370,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
-    """Emits code that stores the partial result of one part of a sequence's pages, from which `join` computes
-    the result. line: its first row in scratch memory; part: (index of the part, number of parts).
-    """
+    """Emits code that stores the partial results of one part of a sequence's pages, which `join` combines.
+    line: first row in the tables of partial results; part: (number of rows, kv head)."""
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group
@@ -383,9 +383,8 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 
 
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
-    """Emits out = total / denominator, the attention output, for the rows of a block. block: (sequence, first
-    row, number of rows).
-    """
+    """Emits out = total / denominator, the attention output, for the rows of a block. block: (first row,
+    number of rows, kv head)."""
     first, count, head = block
     spec, wide, heads = task.spec, task.spec.values, task.spec.heads
     with T.serial(count * heads.group) as vector:

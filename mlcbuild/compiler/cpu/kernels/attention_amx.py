@@ -1,5 +1,4 @@
-"""Attention of prompts on x86 tile registers (see amx.py): the task that attention.py runs for rows of
-prompts.
+"""Emits attention of prompts on x86 tile registers (AMX): the task that attention.py runs for prompt rows.
 
 Four pages, 64 tokens, are one step. Their keys and values are converted to tiles of bfloat16 once for all
 query vectors of the task. Then, for 32 vectors at a time, tiles compute scores, vectors compute exponentials,
@@ -43,7 +42,7 @@ _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 @dataclass(frozen=True)
 class _Sums:
-    """The softmax of a task's vectors so far, as each step of the kernel updates it."""
+    """The running softmax of a task's query vectors: sums and maxima that each step of the kernel updates."""
 
     total: Buffer  # float32 [capacity, dim], weighted sums of values so far
     denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
@@ -97,7 +96,9 @@ class _Task:
 
     @property
     def capped_unit(self) -> float:
-        """Returns the factor `unit` for scores after soft-capping, which already includes it."""
+        """Returns the factor that turns a score into the true score after soft-capping, which already applies
+        it.
+        """
         return self.unit if self.call.spec.softcap is None else 1.0
 
 
@@ -123,8 +124,8 @@ class _Step:
 
 
 def task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over all pages that they see. number: index of the task; head: kv
-    head.
+    """Emits attention of one block of rows over all pages that they attend to. number: row of the table of
+    tasks; head: kv head.
     """
     sequence, first, count, begin, stop, end = (T.bind(call.plan[number, i]) for i in range(6))
     entries = T.bind(call.page_indptr[sequence])
@@ -149,7 +150,8 @@ def task(call: Call, number: Expr, head: Expr) -> None:
 
 def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
     """Emits code that fills the scratch buffers of a task with the queries of its rows, and returns them.
-    Vectors that pad the last pair repeat the last one; their results are not stored.
+    Vectors that pad the last pair repeat the last one; their results are not stored. block: (first row,
+    number of rows, kv head).
     """
     (first, count, head), spec, heads = block, call.spec, call.spec.heads
     room, dim = spec.prompt_capacity, heads.dim
@@ -195,7 +197,9 @@ def _packed(call: Call) -> amx.Packed | None:
 
 
 def _read_keys(task: _Task, step: _Step) -> None:
-    """Emits code that converts the keys of a step to tiles, with a column for each token."""
+    """Emits code that converts the keys of a step of 64 tokens to bfloat16 tiles, with a column for each
+    token.
+    """
     call = task.call
     with T.serial(PAGES) as i:
         page, after = step.page(call, i), step.page(call, i + PAGES)
@@ -208,8 +212,9 @@ def _read_keys(task: _Task, step: _Step) -> None:
 
 
 def _read_values(task: _Task, step: _Step) -> None:
-    """Emits code that converts the values of a step to tiles, with a column for each element. Values of
-    tokens that were never written may be NaN, which would survive a weight of zero, so zeros replace them.
+    """Emits code that converts the values of a step of 64 tokens to bfloat16 tiles, with a column for each
+    element. Values of tokens that were never written may be NaN, which would survive a weight of zero, so
+    zeros replace them.
     """
     call = task.call
     with T.serial(PAGES // 2) as pair:
@@ -244,7 +249,9 @@ def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | N
 
 
 def _scores(task: _Task, pair: Expr) -> None:
-    """Emits the attention scores, queries . keys, of 32 query vectors. pair: index of these vectors."""
+    """Emits the products query . key of 32 query vectors with the 64 keys of a step, and their stores in
+    scratch memory. pair: index of these vectors.
+    """
     with T.serial(PAGES // 2) as pages:
         for number in range(4):
             amx.instruction("tilezero", T.int8(number))
@@ -262,8 +269,8 @@ def _scores(task: _Task, pair: Expr) -> None:
 
 
 def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
-    """Emits the soft cap of scores, and masks tokens that are later than the query or have left its window.
-    first: position of the first token; last: position of the latest query.
+    """Emits the soft cap of the scores of 32 query vectors, and masks tokens that are later than the query or
+    have left its window. first: position of the step's first token; last: position of the latest query.
     """
     floats, softcap, window = task.floats, task.call.spec.softcap, task.call.window
     if softcap is not None:
@@ -284,8 +291,8 @@ def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
 
 
 def _weigh(task: _Task, pair: Expr) -> None:
-    """Emits code that replaces the scores of 32 vectors by the weights exp(score - maximum), and updates
-    denominators and totals.
+    """Emits code that replaces the scores of 32 query vectors by the weights exp(score - maximum), and
+    updates their denominators and totals. pair: index of these vectors.
     """
     floats = task.floats
     slope = f32(math.log2(math.e) * task.capped_unit, LANES)
@@ -312,8 +319,9 @@ def _weigh(task: _Task, pair: Expr) -> None:
 
 
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
-    """Emits a new running maximum for those of 16 vectors whose scores exceed it by far. Sums allow weights
-    up to 2**SLACK, so this is rare; it depends only on a vector's own scores.
+    """Emits code that raises the running maximum of those of 16 query vectors whose scores exceed it by far,
+    and rescales their sums. Sums allow weights up to 2**SLACK, so this is rare; it depends only on a vector's
+    own scores. half: 0 or 1, the half of 32 vectors; first: index of the first vector.
     """
     floats = task.floats
     tops = []
@@ -343,7 +351,9 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
 
 
 def _add_values(task: _Task, pair: Expr) -> None:
-    """Emits code that adds attention weights times values to the running totals of a task."""
+    """Emits code that adds attention weights times values of a step to the totals of 32 query vectors. pair:
+    index of these vectors.
+    """
     with T.serial(task.dim // STEP) as part:
         corners = [(pair * PAIR + i * LANES, part * STEP + j * LANES) for i in range(2) for j in range(2)]
         for number, corner in enumerate(corners):
@@ -360,7 +370,9 @@ def _add_values(task: _Task, pair: Expr) -> None:
 
 
 def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
-    """Emits out = total / denominator, the attention output, for the rows of a block."""
+    """Emits out = total / denominator, the attention output, for the rows of a block. block: (first row,
+    number of rows).
+    """
     (first, count), heads, floats = block, task.call.spec.heads, task.floats
     factor = T.float32(2.0**112 if task.shifted else 1.0)
     with T.serial(count * heads.group) as vector:

@@ -1,4 +1,4 @@
-"""Divides attention into tasks, and combines the results of the parts of a sequence."""
+"""Emits the division of attention into tasks, and the combination of the partial results of a sequence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ two threads of a processor with AMX).
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The shapes of an attention kernel: how many query vectors it keeps in registers and in caches."""
+    """The parameters of an attention kernel: heads and scores, and how many query vectors it keeps in
+    registers and in caches. A query vector is one head of one row.
+    """
 
     isa: ISA
     heads: Heads
@@ -50,8 +52,8 @@ class AttentionKernel:
     rounded: bool = False
     """True if prompt rows may be computed with queries, keys, values and weights rounded to bfloat16."""
     columns: int = 0
-    """Number of columns of the result tensor if it has more than the heads need, else 0. Rows of prompts are
-    then stored as tiles, the layout that the following matrix product reads.
+    """Number of columns of the result tensor if it has more than the heads need, else 0. Prompt rows are then
+    stored packed as AMX tiles, which the following matrix product reads.
     """
     alibi: Alibi | None = None
     sinks: str | None = None
@@ -59,14 +61,14 @@ class AttentionKernel:
 
     @property
     def has_prompt_variant(self) -> bool:
-        """Returns True if the kernel has a variant for rows of prompts, which rounds to bfloat16."""
+        """Returns True if the kernel has a variant for prompt rows on AMX, which rounds to bfloat16."""
         has_plain_scores = not (self.alibi or self.sinks or self.heads.latent)
         return self.rounded and self.isa.amx and self.heads.dim % 32 == 0 and has_plain_scores
 
     @property
     def fallback(self) -> str | None:
-        """Returns the reason why prompts are computed more slowly than the processor allows; None if they are
-        not.
+        """Returns the reason why prompts are computed without AMX although the processor has it; None if
+        there is no such reason.
         """
         if not self.rounded or not self.isa.amx or self.has_prompt_variant:
             return None
@@ -91,17 +93,17 @@ class AttentionKernel:
 
     @property
     def tile(self) -> int:
-        """Returns the number of query vectors that are computed together, such that their scores for one page
-        fill at most half of the registers. It is three instead of four if the heads of a group then fill
-        their last tile better, since decoding has no other vectors.
+        """Returns the number of query vectors whose scores are computed together, such that their scores for
+        one page fill at most half of the registers. It is three instead of four if the heads that share a kv
+        head then fill their last tile better, since decoding has no other vectors.
         """
         most, group = max(1, min(4, self.registers * self.scores.lanes // (2 * PAGE))), self.heads.group
         return 3 if most == 4 and group > 2 and -group % 3 < -group % 4 else most
 
     @property
     def value_vectors(self) -> int:
-        """Returns the number of vectors of an output row that are kept in registers at a time; it divides a
-        row.
+        """Returns the number of vectors of an output row that are kept in registers at a time; it divides the
+        number of vectors of a row.
         """
         limit = max(1, self.registers // (2 * self.tile))
         vectors = self.heads.value_dim // self.values.lanes
@@ -116,8 +118,8 @@ class AttentionKernel:
 
     @property
     def capacity(self) -> int:
-        """Returns the number of query vectors for which an attention task has memory, a multiple of the
-        register tile.
+        """Returns the number of query vectors (one head of one row) for which a task has memory: a multiple
+        of the vectors that are computed together.
         """
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
@@ -133,8 +135,8 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of the attention kernel, and the scratch memory for partial results: one line for each
-    part of a sequence, row and query head.
+    """The buffers of the attention kernel's arguments, and the scratch memory for partial results: one line
+    for each part of a sequence, row and query head.
     """
 
     spec: AttentionKernel
@@ -186,17 +188,17 @@ class Call:
         return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
-        """Returns the number of parts into which attention divides the pages that a block of rows sees; 1 if
-        the sequence has many rows.
+        """Returns the number of parts into which attention divides the pages that `count` rows of a sequence
+        attend to, 1 if there are many rows. first: index of the first row.
         """
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
         return T.bind(T.Select(self.few(count), stop // PART - start // PART + 1, 1))
 
 
 def plan(call: Call) -> Expr:
-    """Emits code that divides the attention of a batch into tasks, writes them to tables in memory, and
-    returns their number. The tables are in memory because LLVM would otherwise take many seconds to analyse
-    which pages a task reads.
+    """Emits code that divides the attention of a batch into tasks per kv head, writes them to the tables
+    call.plan and call.lines, and returns their number. The tables are in memory because LLVM would otherwise
+    take many seconds to analyse which pages a task reads.
     """
     at = registers(1, 2, "int32")[0]
     for i in range(2):
@@ -229,8 +231,9 @@ def plan(call: Call) -> Expr:
 
 
 def join(call: Call, sequence: Expr) -> None:
-    """Emits the combination of partial attention results: out = sum of totals / sum of denominators over the
-    parts of a sequence, after scaling each part to the common maximum.
+    """Emits the combination of the partial attention results of one sequence: out = sum of totals / sum of
+    denominators over the parts, after scaling each part to the common maximum. Sequences without parts are
+    skipped.
     """
     first = T.bind(call.q_indptr[sequence])
     count = T.bind(call.q_indptr[sequence + 1] - first)

@@ -1,4 +1,5 @@
-"""Products of rows with the matrices of the experts that each row has chosen: rows are grouped by expert.
+"""Emits products of rows with the matrices of the experts that each row has chosen: rows are grouped by
+expert.
 
 The pairs (row, choice) are sorted by expert, so that an expert's weights are read once, for all of its rows;
 experts without rows are not read. Three kinds, each one launch:
@@ -40,7 +41,7 @@ class ExpertMatrices:
     """The matrices of all experts of a layer, and the number of experts that a row uses."""
 
     linear: Linear
-    """Description of the matrix product (layout, shape, epilogue) with the weights of one expert."""
+    """Description of the matrix product with one expert's matrix: instruction set, scheme and shape."""
     count: int
     chosen: int
 
@@ -65,12 +66,11 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Part:
-    """The code generator of the product of a tile of one expert's weights with all rows that have chosen this
-    expert.
-    """
+    """The code generator for the product of one tile of an expert's weights with some rows of x."""
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
-    """Function of (expert, tile, rows of x, output rows) that emits code which computes one tile of results.
+    """Function of (expert, tile of its matrix, rows of x, output rows) that emits the code which computes and
+    stores one tile of results.
     """
     tiles: int
     width: int
@@ -83,12 +83,12 @@ class _Part:
 def kernel(
     stack: ExpertMatrices, source: RowSource, scatter: bool, fresh: bool = False, pairs: bool = False
 ) -> PrimFunc:
-    """Returns the kernel (choices float32 [m, 2 * chosen], arguments of the source, stored tensors, out) that
-    multiplies rows with the matrices of their experts.
+    """Returns the kernel (choices float32 [m, 2 * chosen], tensors of the prologue, stored tensors, out) that
+    multiplies rows with the matrices of their chosen experts.
 
-    source: emits the rows x [m, k]. scatter: True if results are added to the rows of `out`, by weight; False
-    if each pair has a row of results. fresh: True if `out` starts with zeros. pairs: True if x has one row
-    for each pair.
+    source: the prologue that computes rows of x. scatter: True if a row's results are added to row i of
+    `out`, times the experts' weights; False if each pair (row, choice) has a row of results. fresh: True if
+    `out` is first set to zero. pairs: True if x has one row for each pair.
     """
     linear = stack.linear
     kind, by_pair = "scatter" if scatter else "pairs" if pairs else "gather", pairs
@@ -152,8 +152,8 @@ class _Weighted:
     chosen: int
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the addition of `lanes` results of a pair to the pair's row from `column` on. row: the number
-        of the pair.
+        """Emits the addition of a vector of results, times the pair's weight, to the pair's row of the output
+        from `column` on. row: the number of the pair, row * chosen + choice.
         """
         target_row, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
         weight = T.bind(self.choices[target_row, self.chosen + choice])
@@ -161,7 +161,9 @@ class _Weighted:
 
 
 def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
-    """Emits a counting sort of the pairs (row, choice) by expert, and returns the sorted pairs."""
+    """Emits a counting sort of the pairs (row, choice) by expert, and returns the buffers with the sorted
+    pairs. pairs: their number.
+    """
     count, chosen = stack.count, stack.chosen
     experts, starts, nexts = (T.alloc_buffer((size,), "int32") for size in (count, count + 1, count))
     order = T.alloc_buffer((pairs,), "int32")
@@ -202,8 +204,9 @@ def _product(
     output: Stores,
     rows: Expr,
 ) -> tuple[Make, _Part]:
-    """Returns two functions: one emits a row of x in the form that the product reads, the other multiplies
-    tiles. ready: emits a row of x as float32; output: stores results; rows: number of rows.
+    """Returns (function that emits the packing of a row of x for the product, generator of the product of a
+    tile of weights). ready: emits a row of x as float32; output: emits stores of results; rows: number of
+    rows of x.
     """
     linear = stack.linear
     form = row_format(linear)
@@ -229,8 +232,8 @@ def _product(
 
 
 def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by_pair: bool) -> None:
-    """Emits the product of the rows of each expert with each tile of the expert's matrix. by_pair: True if x
-    has one row for each pair (row, chosen expert).
+    """Emits the products that have a row of results for each pair (row, choice), divided among cores by
+    expert and tile. by_pair: True if x has one row for each pair.
     """
 
     def unit(number: Expr) -> None:
@@ -241,8 +244,8 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of the loop's iterations that are assigned to cores statically; the others are
-    taken by cores that are free. It is 100 if every expert has one row.
+    """Returns the percentage of a loop's iterations that are assigned to cores statically: 100 if no more
+    experts are used than one row chooses, else FIXED.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 
@@ -250,8 +253,8 @@ def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
 def _scatter(
     stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, out: tuple[Buffer, Expr, bool]
 ) -> None:
-    """Emits the products of all experts, a part of the columns at a time, and adds their results to the rows
-    of `out`. out: (buffer, number of its rows, True if it starts with zeros).
+    """Emits the products whose results are added to the rows of `out`, divided among cores by columns. out:
+    (buffer, number of its rows, True if it is first set to zero).
     """
     threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
     parts = T.Select(plan.used <= stack.chosen, threads, threads * CHUNKS)

@@ -1,4 +1,4 @@
-"""The product x @ W.T in float32 with weights stored row by row, for any row format.
+"""Emits the product x @ W.T in float32 with weights stored row by row, for any row format.
 
 Vectors run along K, so neither x nor the weights are transposed: lanes are summed once at the end of a row. A
 row is read in blocks of `planes` vectors. x is first packed into the order in which a block's vectors appear;
@@ -81,12 +81,12 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the number by which streamed weights are too large before they are multiplied by their
-        scale; 0 if they are exact."""
+        """Returns the number that must be subtracted from streamed weights before they are multiplied by
+        their scale; 0 if none."""
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two by which weights are too large as they are read from one plane (vector) of
-        a block; x is divided by it beforehand."""
+        """Returns the factor, a power of two, by which the weights in one plane (vector) of a block are too
+        large as they are read; x is divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares and returns the stored tensors as the next arguments of the kernel."""
@@ -109,13 +109,14 @@ class RowFormat(Protocol):
         with offset and scale applied."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        """Emits prefetches of the cache lines of weights that will be read after this block of a row."""
+        """Emits prefetches of the weights that a loop will read after this block of a row."""
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The order of the values in a packed row of x. A block has `planes` vectors and, if weights have an
-    offset, one more vector: minus the offset times the sum of x over the planes."""
+    """The order of the values in a packed row of x, the left factor of a product. A block has `planes`
+    vectors and, if weights have an offset, one more vector: minus the offset times the sum of x over the
+    planes."""
 
     lanes: int
     planes: int
@@ -139,21 +140,20 @@ def packed(form: RowFormat) -> PackedRow:
 
 
 def block_rows(n: int) -> int:
-    """Returns the number of weight rows that are unpacked at a time: 256 KiB, which fits the L2 cache, but
-    less if a few threads would otherwise have no block."""
+    """Returns the number of weight rows that are unpacked at a time, which fit the L2 cache (256 KiB): 64, or
+    32 if a matrix has few rows `n`, since threads would otherwise have no block."""
     return 64 if n >= 1024 else 32
 
 
 def streamed_batch(form: RowFormat) -> int:
-    """Returns the number of rows of x that share one pass over weights that stream from memory; fewer with an
-    offset, since a sum then takes two registers."""
+    """Returns the number of rows of x that share one pass over weights that stream from memory; it is smaller
+    with an offset, since a sum then takes two registers."""
     return 2 if form.offset else form.isa.batch
 
 
 def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
-    """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]).
-
-    exact: True if weights are streamed for any number of rows, so that a row's results never depend on it."""
+    """Returns the kernel (tensors of the prologue, stored tensors, bias float32 [n] if fused, out float32 [m,
+    n]) of a product. exact: True if a row's result must have the same bits for any number of rows m."""
     name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
     def body() -> None:
@@ -182,7 +182,7 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
 
 @dataclass(frozen=True)
 class FloatCall:
-    """The operands that all code paths of one float32 product kernel share."""
+    """The operands that all code paths of one float32 product share while its kernel is emitted."""
 
     form: RowFormat
     weights: tuple[Buffer, ...]
@@ -192,8 +192,8 @@ class FloatCall:
     """First row of the matrix if `weights` hold a stack of matrices; None if they hold one."""
 
     def row(self, row: Expr) -> Expr:
-        """Returns the index of a weight row. A row beyond the end is replaced by the last one, and its
-        results are not stored."""
+        """Returns the index of a weight row in the stored tensors. A row beyond the end is replaced by the
+        last one; its results are not stored."""
         bounded = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
         return bounded if self.first is None else self.first + bounded
 
@@ -226,8 +226,8 @@ def _several_rows(call: FloatCall, lines: Buffer, exact: bool) -> None:
 
 
 def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
-    """Emits code that packs a row of x into row `row` of `lines`, in the order of `PackedRow`. source:
-    (buffer, row of x)."""
+    """Emits code that packs a row of x into row `row` of the buffer `lines`, in the order of `PackedRow`.
+    source: (buffer float32 [.., k], index of the row in it)."""
     x, line = source
     order = packed(form)
     full_blocks = form.k // (form.lanes * form.planes)
@@ -259,11 +259,9 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
 def stream_tile(
     call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits the results of a few rows of x with a few rows of weights, which stream from memory through
-    registers.
-
-    lines: packed rows of x. places: the output rows, by default `rows`; a row that repeats the one before it
-    is not stored."""
+    """Emits the products of a few rows of x, whose indices are `rows`, with one tile of weight rows, which
+    stream from memory through registers. lines: packed rows of x; places: the output rows, by default `rows`;
+    a row that repeats the one before it is not stored."""
     places = rows if places is None else places
     form = call.form
     wide = form.isa.stream_rows
@@ -295,8 +293,9 @@ class _XBlock:
 def _stream_block(
     form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += one block of row i of x times the same block of weight row c. Scales and offsets are
-    applied to the block's sum, which takes the fewest instructions per weight but twice the registers."""
+    """Emits acc[i][c] += one block of row i of x times the same block of weight row c, for each i and c.
+    Scales and offsets are applied to the block's sum, which takes the fewest instructions per weight but
+    twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
     totals = acc
@@ -328,8 +327,8 @@ class _Chunk:
 
 
 def _blocks_at_once(form: RowFormat) -> int:
-    """Returns the number of blocks in a chunk, the part of a weight row that is unpacked at a time. Chunks
-    have nearly equal sizes."""
+    """Returns the number of blocks in a chunk, the part of a weight row that is unpacked at a time. All
+    chunks of a row have nearly equal sizes."""
     most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
     chunks = -(-form.blocks // most)
     return -(-form.blocks // chunks)
@@ -340,7 +339,8 @@ def _scratch_stride(form: RowFormat) -> int:
 
 
 def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
-    """Emits the product of one block of weight rows, the one with number `index`, with all rows of x."""
+    """Emits the product of one block of weight rows with all rows of x: it unpacks the block, then computes
+    register tiles. index: number of the block."""
     form, m, high = call.form, call.m, block_rows(call.form.n)
     tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
     scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")
@@ -362,8 +362,8 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """Emits code that unpacks a chunk of weight row r of block `index` to float32, in the order of packed x
-    without offsets."""
+    """Emits code that unpacks a chunk of weight row r of block `index` to float32 in row r of `scratch`, in
+    the order of packed x."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:
@@ -376,8 +376,8 @@ def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _
 def _tile_product(
     call: FloatCall, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
 ) -> list[list[Register]]:
-    """Emits a register tile over one chunk and returns its accumulators. corner: (first row of x, first
-    unpacked weight row)."""
+    """Emits the products of a tile of rows of x and unpacked weight rows over one chunk of k, and returns the
+    accumulators. corner: (first row of x, first row of `scratch`)."""
     form, lanes = call.form, call.form.lanes
     acc = registers(form.isa.tile_rows, COLUMNS, lanes)
     rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]

@@ -1,4 +1,6 @@
-"""Emits float32 arithmetic on vectors of one length, and the loops that light kernels share."""
+"""Emits float32 arithmetic on vectors of one length, and the loops that kernels without matrix products
+share.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ have the same one.
 
 
 class Kernel:
-    """One TensorIR function under construction. `func` is the finished function once the `kernel` context has
-    ended.
+    """A kernel under construction, as a TensorIR function. `func` is the finished function once the `kernel`
+    context has ended.
     """
 
     func: PrimFunc
@@ -34,13 +36,13 @@ class Kernel:
     def tensor(
         self, name: str, shape: Sequence[Expr | int], dtype: str = "float32", align: int = -1
     ) -> Buffer:
-        """Declares the next argument, a tensor of this shape, and returns its buffer. align: the multiple of
-        bytes at which its data start; -1 for the default.
+        """Declares the next argument of the kernel, a tensor of this shape, and returns its buffer. align:
+        the multiple of bytes at which its data start; -1 means 64.
         """
         return vectors.argument(name, shape, dtype, align)
 
     def number(self, name: str) -> Var:
-        """Declares the next argument, an int64, and returns its variable."""
+        """Declares the next argument of the kernel, an int64, and returns its variable."""
         return T.arg(name, T.int64())
 
     @contextmanager
@@ -75,8 +77,8 @@ def size_var(name: str) -> Var:
 
 
 def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> None:
-    """Emits a loop that runs `emit(row)` for every row, on all cores if there are more than `serial_up_to`
-    rows.
+    """Emits a loop over rows 0 .. rows - 1, on all cores if there are more than `serial_up_to` rows. emit:
+    function that emits the loop's body for a row.
 
     Waking the other cores takes several microseconds, longer than a few rows of a light kernel.
     """
@@ -88,8 +90,8 @@ def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> No
 
 
 def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:
-    """Returns `count` arrays of `lanes` values that live in registers. Each must take less than 1024 bytes,
-    TVM's limit for the stack.
+    """Emits `count` arrays of `lanes` values that live in registers, and returns their buffers. Each must
+    take less than 1024 bytes, TVM's limit for the stack.
     """
     return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
 
@@ -121,14 +123,14 @@ _EXP = _exp_polynomial(6)
 
 @dataclass(frozen=True)
 class Floats:
-    """Operations on vectors of `lanes` float32 values for an instruction set. One lane is a scalar."""
+    """Emits operations on vectors of `lanes` float32 values for an instruction set. One lane is a scalar."""
 
     isa: ISA
     lanes: int
 
     @staticmethod
     def dividing(isa: ISA, extent: int) -> Floats:
-        """Returns operations on the longest vectors whose length divides `extent`, so that loops have no
+        """Returns a Floats for the longest vectors whose length divides `extent`, so that loops have no
         remainder.
         """
         return Floats(isa, math.gcd(extent, isa.lanes))
@@ -138,21 +140,21 @@ class Floats:
         return Floats(self.isa, 1)
 
     def load(self, buffer: Buffer, *index: Expr | int) -> Expr:
-        """Emits a load of consecutive float32 or float16 elements from `index` on, and returns them as
-        float32.
+        """Emits a load of `lanes` consecutive float32 or float16 elements, and returns them as a float32
+        vector. index: that of the first element, one number per dimension.
         """
         return vectors.load_f32(self.isa, buffer, index, self.lanes)
 
     def store(self, buffer: Buffer, value: Expr, *index: Expr | int) -> None:
-        """Emits a store of consecutive elements from `index` on, rounded to float16 if the buffer has that
-        type.
+        """Emits a store of a vector in consecutive elements, rounded to float16 if the buffer has that type.
+        index: that of the first element, one number per dimension.
         """
         if buffer.ty.dtype == "float16":
             value = self._half(value)
         T.buffer_store(buffer, value, [*index[:-1], vectors.span(index[-1], self.lanes)])
 
     def _half(self, value: Expr) -> Expr:
-        """Emits rounding of float32 to float16, to nearest even, and returns the result.
+        """Emits the rounding of a float32 vector to float16, to nearest even, and returns the result.
 
         Without an instruction it rounds the 13 excess bits with an integer addition, and lets the hardware's
         float addition round values that are subnormal in float16. Values that are too large become infinite.
@@ -192,9 +194,9 @@ class Floats:
         return vectors.intrinsic(vectors.typed("float32", self.lanes), "llvm.fabs", x)
 
     def fold(self, value: Expr, combine: Combine) -> Expr:
-        """Emits code that reduces a vector, whose number of lanes is a power of two, with `combine`, and
-        returns the scalar. It halves the vector in registers, because LLVM would take halves apart that are
-        read back from memory.
+        """Emits the reduction of a vector, whose number of lanes is a power of two, to a scalar with the
+        function `combine` of two vectors, and returns the scalar. It halves the vector in registers, because
+        LLVM would take halves apart that are read back from memory.
         """
         half = self.lanes // 2
         while half:
@@ -205,16 +207,17 @@ class Floats:
         return T.bind(value)
 
     def opaque(self, x: Expr) -> Expr:
-        """Returns x through a register, which costs nothing. It hides x from TVM's code generator, whose
-        simplification of nested variables takes time that doubles with every step in which each is used
-        twice.
+        """Emits a store of the vector x in a register and returns its reload, which costs nothing. It hides x
+        from TVM's code generator, whose simplification of nested variables takes time that doubles with every
+        step in which each is used twice.
         """
         place = registers(1, self.lanes)[0]
         self.store(place, x, 0)
         return T.bind(self.load(place, 0))
 
     def exp(self, x: Expr) -> Expr:
-        """Returns e^x within 2 units in the last place; at least 1e-38, at most 2e38, never infinite.
+        """Emits e^x for a vector and returns it, within 2 units in the last place; at least 1e-38, at most
+        2e38, never infinite.
 
         x = n ln 2 + r with ln 2 in two parts (Cody and Waite, 1980); a polynomial in r; then n is added to
         the bits of the exponent.

@@ -1,4 +1,5 @@
-"""The products of one group of 32 weights with some rows of x, added to a register tile of float32 sums.
+"""Emits the products of one group of 32 weights with some rows of x, added to a register tile of float32
+sums.
 
 Sums over a group are integers and exact, so it does not matter which instruction computes them: rows of x
 that are multiplied two at a time get the same bits as a row alone.
@@ -22,8 +23,8 @@ class Column:
     """The weights of one vector of rows in one group of 32 columns, with their scales and minima."""
 
     operands: list[list[Expr]]
-    """For each quad (four consecutive columns) of a group, the integer vectors to be multiplied with the
-    weights; if two rows of x are multiplied at a time, those that dot.Products.pair_step expects.
+    """For each quad (four consecutive columns) of a group, the vectors of weights that dot-product
+    instructions take; in another order if two rows of x are multiplied at a time.
     """
     scales: list[Expr]
     """float32 vectors with the scales of a group of 32 columns, one lane for each weight row: two vectors if
@@ -41,20 +42,22 @@ class ActivationRows:
 
     matrix: TiledMatrix
     records: Buffer
-    """Buffer of the quantized rows of x, each stored as the record that matrix.records describes."""
+    """Buffer of the quantized rows of x, laid out as quantize_activations.Records describes."""
     rows: Sequence[Expr]
     """Indices of the rows of x in `records`."""
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:
-    """Returns True if rows of x are multiplied two at a time. rows: number of rows of x."""
+    """Returns True if one instruction multiplies two rows of x at a time and their number `rows` is even."""
     return matrix.dot.row_pairs and rows % 2 == 0
 
 
 def add_group(
     x: ActivationRows, group: Expr, columns: Sequence[Column], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += the product of one group of row i of x with the weights columns[c]."""
+    """Emits acc[i][c] += the product of one group of 32 columns of row i of x with the weights columns[c],
+    for each i and c.
+    """
     isa, form, records = x.matrix.isa, x.matrix.records, x.records
     products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products
     for half in range(form.halves):
@@ -70,7 +73,9 @@ def add_group(
 
 
 def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the products of a group, or of one half of it, and returns int32 sums of [row][column]."""
+    """Emits the integer products of one half of a group, or of the whole group if it has one scale, and
+    returns int32 vectors of sums as [row of x][column of weights].
+    """
     isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
     corrections = [form.correction(x.records, row, group, half) for row in x.rows]
@@ -89,8 +94,8 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
 
 
 def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the products of a group, or of one half of it, for two rows of x at a time, and returns int32
-    sums of [row][column].
+    """Emits the integer products of one half of a group, or of the whole group if it has one scale, for two
+    rows of x at a time, and returns int32 vectors of sums as [row of x][column of weights].
 
     A register holds [row of x, row of weights], 2 x 2: rows 0 and 1 of the weights in the first of two
     registers, rows 2 and 3 in the second.

@@ -1,10 +1,10 @@
-"""The product x @ W.T with 4- to 8-bit weights in the x16 layout and activations quantized to 8 bits.
+"""Emits the product x @ W.T with 4- to 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
 Weights are stored in tiles of 16 rows, with a lane for each row, so sums need no reduction over lanes. There
 are three paths by the number of rows m of x. One row streams the weights. More rows go over a tile of weights
 in batches, the first of which loads the tile from memory while it computes. If there are few registers, many
 rows run register tiles over a block that is first unpacked into an L1-sized buffer. A fourth path is for
-prompts, on processors with tile registers.
+prompts, on processors with tile registers (AMX).
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class Int8Call:
     """The tensors that store the matrix, in order."""
     output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
-    """Function that emits the code which prepares one row of x, and returns (buffer that holds it, index of
-    its row there)."""
+    """Function that emits the code which computes one row of x, and returns (buffer that holds it as float32,
+    index of its row there).
+    """
     records: Buffer
     m: Expr
     first: Expr | None = None
@@ -80,9 +81,9 @@ class Int8Call:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
-        """Returns, for each quad (four consecutive columns) of a group of 32 columns, the integer operands
-        with the weights of one vector of rows. vector: index of the vector in the tile of 16 rows; paired:
-        True for the operands of dot.Products.pair_step.
+        """Emits loads of the weights of one vector of rows in a group of 32 columns, and returns for each
+        quad (four consecutive columns) the operands of dot products. vector: index of the vector in the tile
+        of 16 rows; paired: True for products of two rows of x at a time.
         """
         form = self.matrix.dot
         count = QUADS // form.fields
@@ -92,8 +93,8 @@ class Int8Call:
         return form.paired(quads) if paired else quads
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """Returns one vector of int32 lanes with the j-th line of a group of weights: one quad (four codes)
-        of each row of a tile.
+        """Emits a load of the j-th line of a group of weights, and returns int32 lanes: one quad (four codes)
+        for each row of the vector `vector` of a tile.
         """
         lanes = self.isa.lanes
         raw = self.weights[0][
@@ -102,13 +103,15 @@ class Int8Call:
         return T.reinterpret(typed("int32", lanes), raw)
 
     def column(self, tile: Expr, group: Expr, vector: int, paired: bool) -> Column:
-        """Returns the weights of one vector of rows in a group of 32 columns: the integer operands that the
-        method `operands` returns, with their scales and minima.
+        """Returns the weights of one vector of rows in a group of 32 columns, with their scales and minima.
+        paired: True for products of two rows of x at a time.
         """
         return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
-        """Returns (scales, minima) of one vector of rows in a group of weights, as float32 vectors."""
+        """Emits loads of the scales and minima of one vector of rows in a group of 32 columns, and returns
+        (scales, minima): lists of float32 vectors, one for each half of the group that has its own.
+        """
         matrix, halves = self.matrix, range(self.matrix.records.halves)
         place = self.stored(tile), group, vector
         scales = [matrix.scales(self.weights, place, half) for half in halves]
@@ -116,19 +119,19 @@ class Int8Call:
         return scales, minima
 
     def stored(self, tile: Expr) -> Expr:
-        """Returns the index of a tile of the matrix in the buffer `weights`, which may hold a stack of
+        """Returns the index, in the stored tensors, of a tile of the matrix; they may hold a stack of
         matrices.
         """
         return tile if self.first is None else self.first + tile
 
 
 def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
-    """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]) that
-    computes x @ W.T.
+    """Returns the kernel (tensors of the prologue, stored tensors, bias float32 [n] if fused, out float32 [m,
+    n]) that computes x @ W.T.
 
-    With tile registers there is also an int64 argument `prompt` before `out`. Tile registers multiply
-    bfloat16, so rows of prompts are not quantized; they compute all rows of prompts, however few. Other rows
-    get the same results with and without tile registers.
+    With AMX there is also an int64 argument `prompt` before `out`. If it is not 0, all rows are computed with
+    tile registers in bfloat16, without quantizing x, however few they are. Otherwise results have the same
+    bits with and without AMX.
     """
     isa, n, k = matrix.isa, matrix.n, matrix.k
     name = fusion.named(f"{matrix.name}_{n}x{k}")
@@ -161,8 +164,8 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
 
 def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
-    """Emits the product of all rows of x on AMX tile registers, in bfloat16. arguments: the buffers from
-    which rows of x are computed.
+    """Emits the product of all rows of x on AMX tile registers, in bfloat16. arguments: the prologue's
+    buffers.
     """
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
@@ -235,8 +238,8 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
-    """Emits code that unpacks one group of 32 columns of a tile of weights to bfloat16, for AMX tile
-    registers. place: index in `buffer` at which the unpacked tile is written.
+    """Emits code that unpacks one group of 32 columns of a tile of weights to bfloat16, for AMX. place: index
+    in `buffer` at which the unpacked tile is written.
     """
     scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
     bits = call.matrix.bits
@@ -248,8 +251,9 @@ def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile:
 
 
 def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
-    """Emits prefetches of weights that are needed later. alone: True if x has one row; prefetching into the
-    first-level cache would then only delay the row."""
+    """Emits prefetches of the weights that follow a group of a tile. alone: True if x has one row;
+    prefetching into the first-level cache would then only delay the row.
+    """
     for line in range(0, call.matrix.tile_bytes, 64):
         place = (call.stored(tile), group, line + FETCH_BYTES)
         prefetch(call.weights[0], place, locality=2 if alone else 3)
@@ -260,10 +264,11 @@ def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
 def stream_tile(
     call: Int8Call, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits the results of a few rows of x with one tile of 16 weight rows, which stream from memory through
+    """Emits the products of a few rows of x with one tile of 16 weight rows, which stream from memory through
     registers.
 
-    places: the output rows, by default `rows`; a row that repeats the one before it is not stored.
+    rows: indices of the rows of x; places: the output rows, by default `rows`; a row that repeats the one
+    before it is not stored.
     """
     places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
@@ -283,7 +288,9 @@ def stream_tile(
 
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
-    """Returns the float32 accumulators of a register tile, initialised for the first group of weights."""
+    """Emits the float32 accumulators of some rows of x and some vectors of weight rows, with their initial
+    values, and returns them as [row][vector].
+    """
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]
@@ -301,9 +308,8 @@ class _Scratch:
 
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
-    """Emits the product of one block of weight tiles, the one with number `block`, with all rows of x: it
-    unpacks the block, then computes register tiles. shape: (rows of x, vectors of weight rows) of a register
-    tile.
+    """Emits the product of one block of weight tiles with all rows of x: it unpacks the block, then computes
+    register tiles. block: number of the block; shape: (rows of x, vectors of weight rows) of a register tile.
     """
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS
@@ -348,8 +354,8 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr, paired:
 def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
-    """Emits the sums of one register tile (some rows of x, some vectors of weight rows) over the unpacked
-    groups, and returns its float32 accumulators. vectors: indices of the vectors of weight rows.
+    """Emits the products of some rows of x with some vectors of unpacked weight rows, and returns the float32
+    accumulators as [row][vector]. vectors: indices of the vectors of weight rows.
     """
     isa = call.isa
     acc = _sums(call, rows, len(vectors))

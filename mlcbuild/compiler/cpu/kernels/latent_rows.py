@@ -1,5 +1,5 @@
-"""Kernels around the products of latent attention: what is cached for a token, and queries in the space of
-latents.
+"""Emits the kernels around the products of latent attention (MLA): they write a token's latent to the KV
+cache and assemble queries in the space of latents.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ SERIAL_TOKENS = 4
 
 @dataclass(frozen=True)
 class Leading:
-    """The source of a product's input rows that takes the first columns of each row of x, float32 [m,
-    columns].
-    """
+    """The prologue of a product that reads the first k columns of each row of x, float32 [m, columns]."""
 
     columns: int
     packed = False
@@ -44,8 +42,8 @@ class Leading:
 
 
 def every_head(isa: ISA, heads: int) -> PrimFunc:
-    """Returns the kernel that writes choices float32 [n, 2 * heads], with which each row chooses the matrices
-    0 .. heads - 1 of a stack, each with weight 1.
+    """Returns the kernel that writes choices float32 [n, 2 * heads], by which each row multiplies all
+    matrices 0 .. heads - 1 of a stack, each with weight 1.
     """
     scalar = Floats(isa, 1)
     with kernel("every_head") as built:
@@ -59,7 +57,7 @@ def every_head(isa: ISA, heads: int) -> PrimFunc:
 
 @dataclass(frozen=True)
 class LatentAppend:
-    """The computations on a token after the products of latent attention and before attention itself."""
+    """The computations on a token between the input products of latent attention and attention itself."""
 
     isa: ISA
     spec: LatentAttention
@@ -84,12 +82,14 @@ class _Call:
 
 
 def latent_append(form: LatentAppend) -> PrimFunc:
-    """Returns the kernel (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [cached]?,
-    norm weight [latent], own float32 [n, heads * query_dim], absorbed float32 [n, heads * latent], tokens
-    float32 [n, cached], queries float32 [n, heads * cached] out, pages in place, layer int64).
+    """Returns the kernel (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [cached] if
+    there is one, norm weight [latent], own float32 [n, heads * query_dim], absorbed float32 [n, heads *
+    latent], tokens float32 [n, cached], queries float32 [n, heads * cached] out, pages in place, layer
+    int64).
 
-    A token's row is normalized, rotated and cached. The query of a head over cached rows is `absorbed`, then
-    the rotated end of `own`. Forks are those of rope_append.
+    A row of `tokens` is normalized, rotated and written to the KV cache. A head's query over cached rows, in
+    `queries`, is `absorbed` followed by the rotated end of `own`. Forks (source page, destination page,
+    tokens) copy the first tokens of pages afterwards.
     """
     spec, heads = form.spec, form.heads
     with kernel("latent_append") as built:
@@ -160,8 +160,8 @@ def _rotate(
     source: tuple[Buffer, Expr, Expr],
     target: tuple[Buffer, Expr, Expr],
 ) -> None:
-    """Emits the rotation of rope_dim values by the angles of a row. source, target: (buffer, row, first
-    column).
+    """Emits the rotary embedding of rope_dim values of one row. source, target: (buffer, row, first column)
+    of the values before and after.
     """
     half = form.spec.rope_dim // 2
     floats = Floats.dividing(form.isa, half)
@@ -175,8 +175,8 @@ def _rotate(
 
 
 def _fork(form: LatentAppend, call: _Call, places: tuple[Expr, Expr], count: Expr) -> None:
-    """Emits the copy of the first `count` tokens of one page to another one. places: (source page,
-    destination page).
+    """Emits the copy of the first `count` tokens of one page of the KV cache to another one. places: (source
+    page, destination page).
     """
     (source, target), floats = places, Floats.dividing(form.isa, form.spec.cached)
     with T.serial(count) as token, T.serial(form.spec.cached // floats.lanes) as k:

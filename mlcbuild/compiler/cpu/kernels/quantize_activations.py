@@ -1,8 +1,8 @@
-"""Quantizes activations to int8 with a scale for each group of 32 along K, in the form that int8 products
-read.
+"""Emits the quantization of activations to int8 with a scale for each group of 32 along K, in the form that
+int8 products read.
 
-A group is one record of int32: the activations of its quads (see dot), the scale, the correction. scale = max
-|x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
+A group is one record of int32: the activations of its quads (four consecutive values), the scale, the
+correction. scale = max |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
 
 For 4-bit weights the scale is rounded up to a power of two. It is stored as the integer that, added to the
 bits of a float32, multiplies it by the scale: an integer addition, for which processors have free units
@@ -57,8 +57,8 @@ class Records:
     dot: dot.Products
     k: int
     blocks: Blocks | None = None
-    """Description of the codes and scales of a format that keeps a checkpoint's values exactly; None for this
-    project's own formats.
+    """Description of the codes, scales and minima of the weights that are multiplied; None for formats with
+    one plain scale per group of 32.
     """
 
     @property
@@ -76,8 +76,8 @@ class Records:
 
     @property
     def numbers(self) -> int:
-        """Returns the number of int32 values at the end of a record of activations: the scale and, for each
-        half of the group that has a scale, a correction and, with `sums`, a sum.
+        """Returns the number of int32 values after the activations of a group's record: the scale and, for
+        each half of the group whose weights have their own scale, a correction and, with `sums`, a sum.
         """
         return 1 + self.halves * (1 + self.sums)
 
@@ -95,8 +95,8 @@ class Records:
 
     @property
     def sums(self) -> bool:
-        """Returns True if records of activations hold their sums, multiplied by their scale, which weights
-        with a minimum need.
+        """Returns True if records hold the sums of activations, times their scale, by which minima of weights
+        are multiplied.
         """
         return self.blocks is not None and self.blocks.minimum
 
@@ -109,19 +109,21 @@ class Records:
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
     def pair(self, records: Buffer, rows: tuple[Expr, Expr], group: Expr, number: int) -> Expr:
-        """Returns the int8 activations of two rows of x in quad 2 * number of a group and the next quad."""
+        """Returns the int8 activations of two rows of x in quads 2 * number and 2 * number + 1 of a group (a
+        quad is four consecutive values), as int32 lanes [row, quad].
+        """
         place = span(group * self.step + 2 * number, 2)
         return shuffle([records[row, place] for row in rows], range(4))
 
     def start(self, records: Buffer, row: Expr) -> Expr:
-        """Returns the initial sum of a row of results: 0, or NaN if the row of activations has a NaN, which
+        """Returns the initial value of a row's sums: 0, or NaN if the row of activations has a NaN, which
         power-of-two scales cannot represent.
         """
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
-        """Returns one float32 vector of weight scales, none of which may be 0, multiplied by the scale of a
-        row's activations in the same group.
+        """Returns the vector `scales`, float32 scales of weights of which none may be 0, multiplied by the
+        scale of a row's activations in the same group.
         """
         lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
         if not self.powers:
@@ -133,20 +135,22 @@ class Records:
         return records[row, self.place(group, 1 + half)]
 
     def place(self, group: Expr, number: int) -> Expr:
-        """Returns the index, in a row of records, of the value `number` among those at the end of a group's
-        record.
+        """Returns the index, in a row of records, of one of the values after a group's activations. number: 0
+        for the scale, then corrections, then sums.
         """
         return group * self.step + self.step - (self.numbers - number)
 
     def sum(self, records: Buffer, row: Expr, group: Expr, half: int) -> Expr:
-        """Returns the sum, in float32, of the activations of a row that share a minimum. half: 0 or 1, the
-        half of the group.
+        """Returns the float32 sum, times their scale, of a row's activations in one half of a group. half: 0
+        or 1.
         """
         return T.reinterpret("float32", records[row, self.place(group, 1 + self.halves + half)])
 
 
 def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, row: Expr) -> None:
-    """Emits code that quantizes a float32 row into row `row` of `records`. source: (buffer, row)."""
+    """Emits code that quantizes a float32 row into row `row` of the buffer `records`. source: (buffer float32
+    [.., k], index of the row in it).
+    """
     x, line = source
     lanes = form.isa.lanes
     full_groups = form.k // GROUP
@@ -175,8 +179,8 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
 def _quantize_group(
     form: Records, records: Buffer, row: Expr, group: Expr, read: Callable[[int], Expr]
 ) -> Expr:
-    """Emits code that quantizes one group of activations, and returns the bits of the largest |x|. read:
-    function from v to vector v of the group's values.
+    """Emits code that quantizes one group of 32 activations into a record, and returns the bits of the
+    largest |x| as an int32. read: function from v to the v-th vector of the group's values.
     """
     lanes = form.isa.lanes
     ints = typed("int32", lanes)

@@ -1,4 +1,4 @@
-"""Reads a matrix in the x16 layout, which consists of tiles of 16 rows and groups of 32 columns."""
+"""Emits reads of matrices in the x16 layout, which consists of tiles of 16 rows and groups of 32 columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ a core of Zen 5, 8 and 32 groups take the same time within 4 % (`ci/bench/consta
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """A stored matrix [n, k] in the x16 layout."""
+    """Emits reads of a stored matrix [n, k] in the x16 layout."""
 
     isa: ISA
     scheme: Storage
@@ -36,8 +36,8 @@ class TiledMatrix:
 
     @property
     def blocks(self) -> Blocks | None:
-        """Returns the description of a format's codes and scales if it keeps a checkpoint's values exactly;
-        None for formats of this project.
+        """Returns the description of the format's codes, scales and minima; None for formats with one plain
+        scale per group of 32.
         """
         return self.scheme.definition.blocks
 
@@ -51,21 +51,23 @@ class TiledMatrix:
         return f"w{self.bits}a8" if self.blocks is None else f"{self.scheme.format}a8"
 
     def arguments(self, count: int) -> tuple[Buffer, ...]:
-        """Declares the tensors that store a stack of `count` matrices, and returns them."""
+        """Declares the kernel's arguments for the tensors that store a stack of `count` such matrices, and
+        returns their buffers.
+        """
         tensors = ((item, item.shape(self.n, self.k)) for item in self.scheme.definition.tensors)
         return tuple(
             argument(item.suffix, (count * shape[0], *shape[1:]), item.dtype) for item, shape in tensors
         )
 
     def scales(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits the scales of one vector of rows for a half of a group, and returns them. place: (stored
-        tile, group, vector).
+        """Emits loads of the scales of some rows for one half of a group of 32 columns, and returns them as a
+        float32 vector. place: (stored tile, group, index of the vector of rows in the tile); half: 0 or 1.
         """
         return self._numbers(weights[1:], place, half, "int8")
 
     def minima(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits the minima of one vector of rows for a half of a group, and returns them. place: (stored
-        tile, group, vector).
+        """Emits loads of the minima of some rows for one half of a group of 32 columns, and returns them as a
+        float32 vector. place: (stored tile, group, index of the vector of rows in the tile); half: 0 or 1.
         """
         first = len(weights) // 2 + 1
         return self._numbers(weights[first:], place, half, "uint8")
@@ -80,8 +82,9 @@ class TiledMatrix:
     def row_numbers(
         self, weights: Sequence[Buffer], place: tuple[Expr, Expr, Expr]
     ) -> tuple[list[Expr], list[Expr]]:
-        """Emits the scales and minima of one row, and returns both. place: (stored tile, group, row of the
-        tile).
+        """Emits loads of the scales and minima of one row in one group of 32 columns, and returns (scales,
+        minima), each with one float32 per half of the group that has its own. place: (stored tile, group, row
+        of the tile).
         """
         halves, first = range(self.records.halves), len(weights) // 2 + 1
         minima = halves if self.records.sums else range(0)
@@ -100,7 +103,7 @@ class TiledMatrix:
     ) -> Expr:
         """Emits loads of the scales, or the minima, of one half of a group of 32 columns for `lanes` rows of
         a tile, and returns them as float32. tensors: the stored tensors that hold them; place: (stored tile,
-        group, first row or vector); steps: integer type of second-level scales.
+        group, first row); steps: type of the integer factors of two-level scales.
         """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":

@@ -1,8 +1,4 @@
-"""Building blocks of kernels: vectors, registers and reductions, emitted with TVM's IRBuilder.
-
-Loops over registers and unrolled steps are plain Python loops; loops that run on the target are `T.serial`
-and `T.parallel` frames. Vectors of one lane are scalars, so one kernel source serves every length.
-"""
+"""Emits the building blocks of CPU kernels with TVM's IRBuilder: vectors, registers and reductions."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
 
 
 def argument(name: str, shape: Sequence[Expr | int], dtype: str, align: int = -1) -> Buffer:
-    """Declares the next argument of the kernel, a dense row-major tensor, and returns its buffer. align: the
-    multiple of bytes at which its data start; -1 means 64.
+    """Declares the next argument of the kernel under construction, a dense row-major tensor, and returns its
+    buffer. align: the multiple of bytes at which its data start; -1 means 64.
     """
     return T.match_buffer(T.arg(name, T.handle()), tuple(shape), dtype, align=align)
 
@@ -56,7 +52,9 @@ def f32(value: float, lanes: int = 1) -> Expr:
 
 
 def i32(value: int, lanes: int = 1) -> Expr:
-    """Returns a 32-bit constant; values from 2**31 on stand for their two's complement."""
+    """Returns an int32 constant in every lane of a vector; values from 2**31 on stand for their two's
+    complement.
+    """
     return splat(T.int32(value - (1 << 32) if value >= 1 << 31 else value), lanes)
 
 
@@ -70,7 +68,7 @@ def intrinsic(dtype: str, name: str, *arguments: Expr) -> Expr:
 
 
 def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
-    """Returns a * b + c in float32, fused where the processor can; never a library call."""
+    """Returns a * b + c for float32 vectors, fused where the processor can; never a library call."""
     return intrinsic(typed("float32", lanes), "llvm.fmuladd", a, b, c)
 
 
@@ -101,8 +99,8 @@ def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
 
 
 def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int) -> Expr:
-    """Emits a load of `lanes` consecutive float32 or float16 elements, and returns them as float32. The last
-    index is that of the first element.
+    """Emits a load of `lanes` consecutive float32 or float16 elements, and returns them as float32. indices:
+    those of the first element.
 
     Without a conversion instruction, the bits of a float16 are moved to a float32's position, and a
     multiplication corrects the exponent. This is exact for zeros, subnormal and normal numbers; infinities
@@ -121,21 +119,22 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
 
 
 def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3, write: bool = False) -> None:
-    """Emits a prefetch of the cache line of an element, which may lie outside the buffer. locality: 3 fetches
-    into all caches, 2 not into the first level; write: True prepares for a store.
+    """Emits a prefetch of the cache line of one element, which may lie outside the buffer. indices: those of
+    the element; locality: 3 fetches into all caches, 2 not into the first level; write: True prepares for a
+    store.
     """
     arguments = (T.address_of(buffer[tuple(indices)]), T.int32(write), T.int32(locality), T.int32(1))
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", *arguments))
 
 
 def shuffle(vectors: Sequence[Expr], indices: Sequence[int]) -> Expr:
-    """Returns a vector with the elements `indices` of the concatenation of several vectors."""
+    """Returns the vector of the elements with these indices in the concatenation of several vectors."""
     return Shuffle(list(vectors), [T.int32(index) for index in indices])
 
 
 def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
-    """Emits a vector with every element of `vector` repeated `times` times in a row, and returns it. A
-    shuffle must not be longer than its inputs.
+    """Emits a vector of lanes * times elements in which every element of `vector` stands `times` times in a
+    row, and returns it.
     """
     if lanes == 1:
         return splat(vector, times)
@@ -168,9 +167,9 @@ def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], 
 
 
 def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
-    """Emits prefetches for loops that stream a matrix four rows at a time: the same column of the next four
-    rows or, if rows are long enough for the hardware prefetcher, 4 KiB ahead in this row. row_bytes: bytes of
-    a row.
+    """Emits a prefetch for a loop that reads a matrix four rows at a time: of the same column four rows on
+    or, if rows are long enough for the hardware prefetcher, 4 KiB ahead in this row. row_bytes: bytes of a
+    row.
     """
     if 4 * row_bytes <= 16 << 10:
         prefetch(buffer, (row + 4, column))

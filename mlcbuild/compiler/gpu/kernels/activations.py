@@ -1,4 +1,4 @@
-"""Activation functions and soft caps of GPU kernels, in forms that do not overflow."""
+"""Emits activation functions and soft caps in GPU kernels, in forms that do not overflow."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mlcbuild.models import Activation
 from mlcbuild.models.experts import Clamp
 
 Gate: TypeAlias = Activation | Clamp
-"""The function of a pair (gate, up) that a gated feed-forward computes: an activation of the gate times up,
-or gpt-oss's clamped gate.
+"""The function by which a gated feed-forward combines gate and up: an activation of the gate times up, or
+gpt-oss's clamped gate.
 """
 _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def activated(activation: Activation, value: Value, scalars: Vector | None = None) -> Value:
-    """Returns the expression of an activation function applied to one float32 number. scalars: the parameters
-    of xIELU, for that activation only.
+    """Returns the expression of an activation function of one float32 number. scalars: the buffer of xIELU's
+    parameters, for that activation only.
     """
     value = bind(value)
     if activation == "silu":
@@ -44,8 +44,8 @@ def activated(activation: Activation, value: Value, scalars: Vector | None = Non
 
 
 def gated(gate: Gate, left: Value, right: Value) -> Value:
-    """Returns the value of a gated feed-forward for one pair (gate, up): activation(gate) * up, or the
-    clamped gate of gpt-oss.
+    """Returns the expression by which a gated feed-forward combines one gate (`left`) and one up (`right`):
+    activation(gate) * up, or the clamped gate of gpt-oss.
     """
     if not isinstance(gate, Clamp):
         return activated(gate, left) * right

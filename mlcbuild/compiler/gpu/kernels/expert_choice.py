@@ -1,4 +1,5 @@
-"""GPU kernels that choose the experts of each row, and order the choices of a prompt by expert.
+"""Emits GPU kernels that choose the experts of each row, order the choices of a prompt by expert, and add up
+experts' outputs.
 
 A choice is a pair (row, index among the row's choices), numbered row * chosen + index.
 """
@@ -33,13 +34,16 @@ from mlcbuild.compiler.gpu.tensorir import (
 from mlcbuild.models import Experts
 
 _SMALLEST_SUM = 1e-20
-"""Lower bound of the sums of scores by which weights are divided, since sigmoids may all be 0."""
+"""Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids
+may all be 0.
+"""
 _SORTERS = 256
 
 
 def route(name: str, spec: Experts) -> KernelBuilder:
-    """Returns the kernel that writes the experts of each row to `routes` [n, chosen], the best first, and
-    their weights to `shares` [n, chosen]."""
+    """Returns the kernel that chooses experts from the router's logits float32 [n, experts]. It writes their
+    numbers to `routes` int32 [n, chosen], the best first, and their weights to `shares` float32 [n, chosen].
+    """
     with kernel(name) as k:
         n = k.size("n")
         logits = k.buffer("logits", (n, spec.count))
@@ -55,7 +59,7 @@ def route(name: str, spec: Experts) -> KernelBuilder:
 
 
 class _Choice:
-    """Emits the choice of experts for one row. All threads of one workgroup compute it together."""
+    """Emits the choice of experts for one row, which all threads of a workgroup compute together."""
 
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
@@ -70,8 +74,9 @@ class _Choice:
             self._groups, self._kept = k.shared(spec.router.groups), k.shared(spec.count)
 
     def scored(self, logits: Value, correction: Value | None) -> None:
-        """Emits the choice by scores computed from the router's logits. correction: buffer that is added to
-        scores for choosing only, or None.
+        """Emits the choice of the experts with the largest scores, sigmoid or softmax of the logits, and
+        stores of their numbers and weights. correction: buffer float32 [experts] that is added to scores for
+        choosing only, or None.
         """
         spec, tx = self._spec, self._tx
         self._score(logits)
@@ -108,7 +113,9 @@ class _Choice:
         )
 
     def _score(self, logits: Value) -> None:
-        """Emits the scores of all experts, computed from their logits."""
+        """Emits the scores of all experts of the row, sigmoid or softmax of their logits, into a shared
+        array.
+        """
         count, row, tx = self._spec.count, self._row, self._tx
         if self._spec.router.scores == "sigmoid":
             covering(count, tx, WORKGROUP, lambda e: put(self._scores, sigmoid(logits[row, e]), e))
@@ -130,8 +137,8 @@ class _Choice:
         barrier()
 
     def _rank(self, values: Value, index: Value, count: int) -> Value:
-        """Returns the rank of value `index` among `count` values: the number of larger values and of equal
-        ones with a lower index.
+        """Emits the computation of the rank of value `index` among `count` values, and returns it: the number
+        of larger values and of equal ones with a lower index.
         """
         value_here, rank = bind(values[index]), local(1, "int32")
         put(rank, T.int32(0), 0)
@@ -143,8 +150,8 @@ class _Choice:
         return bind(rank[0])
 
     def _of_best_groups(self) -> Value:
-        """Emits the restriction of the choice to the best groups of experts, and returns an array of scores
-        in which the experts of all other groups have the lowest possible score.
+        """Emits the choice of the best groups of experts, and returns a shared array of scores in which the
+        experts of all other groups have the lowest possible score.
         """
         router, tx = self._spec.router, self._tx
         size = self._spec.count // router.groups
@@ -170,8 +177,8 @@ class _Choice:
         return self._kept
 
     def sparsemixer(self, logits: Value) -> None:
-        """Emits two choices by the sparsemixer rule; all threads compute the same. See
-        models.experts.Router.
+        """Emits the choice of two experts by the sparsemixer rule of Phi-3.5-MoE, and stores of their numbers
+        and weights. All threads compute the same.
         """
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
@@ -212,9 +219,9 @@ class _Choice:
 
 
 def sort_choices(name: str, spec: Experts) -> KernelBuilder:
-    """Returns the kernel that sorts choices by expert and then by row. It writes their numbers to `order`,
-    and the tiles of choices of one expert to `tiles` [., 3]: the expert's number, the index in `order` of the
-    first choice, and the number of choices, which is 0 for unused tiles.
+    """Returns the kernel that sorts choices by expert and then by row. It writes their numbers to `order`
+    int32 [choices], and the tiles of choices of one expert to `tiles` int32 [tile_count, 3]: the expert's
+    number, the index in `order` of the first choice, and the number of choices, which is 0 for unused tiles.
     """
     with kernel(name) as k:
         choices, count = k.size("choices"), k.size("tile_count")
@@ -253,8 +260,8 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
 
 
 def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
-    """Returns (number of choices, number of tiles) of all experts with a lower number than `expert`. counts:
-    number of choices that fall on each expert.
+    """Emits sums over all experts with a lower number than `expert`, and returns arrays of one element with
+    (number of their choices, number of their tiles). counts: number of choices of each expert.
     """
     total, tiles = local(1, "int32"), local(1, "int32")
     put(total, T.int32(0), 0)
@@ -267,8 +274,8 @@ def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
 
 
 def add_choices(name: str, spec: Experts, columns: int, scale: float, adds: bool) -> KernelBuilder:
-    """Returns the kernel y = scale * sum of the outputs of each row's experts, times their weights. Outputs
-    are [n * chosen, columns]. adds: True if the sum is added to y.
+    """Returns the kernel y [n, columns] = scale * the sum of the outputs of each row's experts, times their
+    weights. It reads the outputs from `parts` [n, chosen * columns]. adds: True if the sum is added to y.
     """
     with kernel(name) as k:
         n = k.size("n")

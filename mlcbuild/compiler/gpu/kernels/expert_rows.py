@@ -1,7 +1,8 @@
-"""Products of rows with the matrices of the experts that they choose: GEMVs for few rows, and GEMMs on tiles
-of choices for prompts. Choices are numbered as in expert_choice.py.
+"""Emits GPU kernels for products of rows with the matrices of their chosen experts: matrix-vector products
+(GEMVs) for few rows, and GEMMs on tiles of choices for prompts.
 
-A stack of matrices may be bound in parts; a launch ignores choices of experts outside its part.
+A choice is a pair (row, index among the row's choices), numbered row * chosen + index. A stack of matrices
+may be bound in parts; a launch ignores choices of experts outside its part.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, kernel, l
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """The experts in one launch of a product. The scalar `first` of the kernels is the number of the part's
-    first expert.
+    """The experts whose matrices one launch of a product binds. The scalar `first` of the kernels is the
+    number of the first one.
     """
 
     total: int
@@ -37,7 +38,9 @@ class ExpertsSpec:
 
 
 def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
-    """Returns the kernel y[choice] = product of the choice's row of x with the matrix of its expert."""
+    """Returns the kernel y[choice] = x[row of the choice] W^T with the matrix W of the choice's expert, for
+    few rows. It reads the experts' numbers from `routes` [choices].
+    """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
         n, choices = k.size("n"), k.size("choices")
@@ -60,8 +63,9 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
 
 
 def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
-    """Returns the kernel y[row] = sum over the row's choices of their weights times the product of x[choice]
-    with the matrix of the expert."""
+    """Returns the kernel y[row] = the sum over the row's choices of weight * x[choice] W^T with the matrix W
+    of the choice's expert. It reads experts' numbers from `routes` and weights from `shares`, both [choices].
+    """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
         n, choices = k.size("n"), k.size("choices")
@@ -95,8 +99,9 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
 
 
 def expert_gemm(name: str, spec: ProductSpec, experts: ExpertsSpec, per_row: int) -> KernelBuilder:
-    """Returns the kernel y[choice] = product of x[choice // per_row] with the matrix of the choice's expert,
-    on tiles of choices of one expert."""
+    """Returns the kernel y[choice] = x[choice // per_row] W^T with the matrix W of the choice's expert, on
+    tiles of choices of one expert, which it reads from `order` and `tiles`.
+    """
     with kernel(name) as k:
         n, choices, count = k.size("n"), k.size("choices"), k.size("tile_count")
         x = k.buffer("x", (n, spec.inputs))

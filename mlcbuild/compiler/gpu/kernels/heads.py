@@ -1,5 +1,5 @@
-"""The GPU kernel between the product for queries, keys and values and attention: it clips, normalizes and
-rotates heads, and writes keys and values to the cache.
+"""Emits the GPU kernel between the qkv product and attention: it clips, normalizes and rotates heads, and
+writes keys and values to the KV cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from mlcbuild.models.layers import HeadNorm, QueryScale
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """The operations on the heads of queries and keys before attention."""
+    """The operations on queries and keys between their product and attention: clipping, norms and rotation.
+    """
 
     rope_dim: int = 0
     """Number of leading dimensions of a head that are rotated; 0: no rotation."""
@@ -46,14 +47,12 @@ class HeadsSpec:
 
 
 Part = Literal["all", "queries", "cached"]
-"""The heads that one launch of the kernel computes: all, only those of queries, or only those of keys and
-values.
-"""
+"""The heads that one launch of the kernel computes: all, only queries, or only keys and values."""
 
 
 def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
-    """Returns the parts of heads for which launches are needed. One launch computes all heads, unless norms
-    with biases need more buffers than a launch may bind.
+    """Returns the parts into which the heads are divided, one launch for each: all heads at once, unless
+    norms with biases need more buffers than a launch may bind.
     """
     return ("queries", "cached") if spec.norm is not None and spec.norm.has_bias else ("all",)
 
@@ -61,8 +60,8 @@ def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that writes normalized and rotated queries to `query` [n, heads * head_dim], and
-    keys, treated likewise, and values to the cache. One workgroup computes one head of one row.
+    """Returns the kernel that normalizes and rotates queries and keys. It writes queries to `query` [n, heads
+    * head_dim], and keys and values to the KV cache. One workgroup computes one head of one row.
     """
     dim = cache.head_dim
     first, end = _range(cache, part)
@@ -113,8 +112,8 @@ def _range(cache: CacheSpec, part: Part) -> tuple[int, int]:
 def _declare_norms(
     k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, part: Part
 ) -> tuple[NormVectors, NormVectors]:
-    """Declares the buffers of the norm of queries and of that of keys, and returns both. If a part does not
-    need one of them, the other is returned twice.
+    """Declares the kernel's buffers for the norm of queries and for the norm of keys, and returns both. If
+    the launch computes only one of the two, it is returned twice.
     """
     assert spec.norm is not None
     queries, keys = (1, 1) if spec.span == "head" else (cache.heads, cache.kv_heads)
@@ -134,14 +133,13 @@ def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
 
 
 class _Head:
-    """Emits the operations of a workgroup, which computes one head of one row."""
+    """Emits the operations of one workgroup, which computes one head of one row."""
 
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
     ) -> None:
-        """Prepares the code of a workgroup for one head of one row. qkv: the buffer of queries, keys and
-        values; at: (number of the head in the order queries, keys, values; index of the row; index of the
-        thread).
+        """Stores the buffer `qkv` of queries, keys and values and the position of the head. at: (number of
+        the head in the order queries, keys, values; index of the row; index of the thread).
         """
         self._k, self._cache, self._spec, self._qkv = k, cache, spec, qkv
         self._place, self._row, self._tx = at
@@ -149,15 +147,15 @@ class _Head:
         self._is_value = self._place >= cache.heads + cache.kv_heads
 
     def read(self, column: Value) -> Value:
-        """Returns the value in one column of the workgroup's row of queries, keys and values, clipped if the
-        model clips them.
+        """Returns the value in one column of the row of queries, keys and values, clipped if the model clips
+        them.
         """
         value, clip = self._qkv[self._row, column], self._spec.clip
         return bind(value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip)))
 
     def store(self, query: Value, vector: Value, scale: Value | None) -> None:
-        """Emits the store of a query, scaled, to the buffer of all queries. vector: the query in shared
-        memory; scale: factor, or None.
+        """Emits the store of a query head in the buffer `query`, times `scale` if that is not None. vector:
+        the query in shared memory.
         """
         dim = self._cache.head_dim
 
@@ -168,8 +166,8 @@ class _Head:
         strided(dim, self._tx, WORKGROUP, store)
 
     def normalize(self, vector: Value, norms: tuple[NormVectors, NormVectors]) -> None:
-        """Emits the norm of a query or key in shared memory, in place. norms: (norm of queries, norm of
-        keys).
+        """Emits the norm of a query or key head in shared memory, in place; a value head is left unchanged.
+        norms: (norm of queries, norm of keys).
         """
         cache, dim = self._cache, self._cache.head_dim
         mean, root = self._statistics(vector)
@@ -193,8 +191,8 @@ class _Head:
         barrier()
 
     def _statistics(self, vector: Value) -> tuple[Value | None, Value]:
-        """Returns (mean, or None if the norm does not subtract it; 1 / root of the mean square) of a query or
-        key: over one head, or over all query heads or all key heads.
+        """Emits the statistics of a query or key, over one head or over all heads of its kind, and returns
+        (mean, or None if the norm does not subtract it; 1 / sqrt(mean square + eps)).
         """
         norm, cache, dim = self._spec.norm, self._cache, self._cache.head_dim
         assert norm is not None
@@ -205,8 +203,9 @@ class _Head:
         return row_statistics(self._k, norm, self._tx, lambda column: self.read(first + column), count)
 
     def rotate(self, vector: Value, result: Value, column: Value, at: tuple[Value, Value]) -> None:
-        """Emits the rotation of one dimension of a query or key from `vector` to `result`. at: (table of
-        cosines and sines, the row's position in it).
+        """Emits the rotary embedding of dimension `column` of a head from `vector` to `result`, both in
+        shared memory; values are copied unchanged. at: (table of cosines and sines, the row's position in
+        it).
         """
         (table, position), turned = at, self._spec.rope_dim // 2
         pair = bind(column % turned)

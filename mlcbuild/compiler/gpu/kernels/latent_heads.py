@@ -1,5 +1,5 @@
-"""GPU kernels of latent attention: the cached row of a token, the halves of queries, and products of each
-head with a separate matrix.
+"""Emits GPU kernels of latent attention (MLA): the cached row of a token, the two parts of queries, and
+products of each head with a matrix of its own.
 
 The vector of a head has the number row * heads + head.
 """
@@ -37,7 +37,7 @@ from mlcbuild.compiler.gpu.tensorir import (
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The queries and keys of latent attention."""
+    """The sizes of queries and keys in latent attention."""
 
     heads: int
     latent: int
@@ -56,8 +56,8 @@ class LatentSpec:
         return self.latent + self.rope_dim
 
     def rotated(self, table: Value, position: Value, read: Callable[[Value], Value], index: Value) -> Value:
-        """Returns element `index` of a query or key vector after rotary embedding. table: cosines and sines
-        of the position; read: function from an index to the element before rotation.
+        """Returns element `index` of the rotated part of a query or key, after rotary embedding. table:
+        cosines and sines by position; read: function from an index to the element before rotation.
         """
         half = self.rope_dim // 2
         pair = bind(index % half)
@@ -68,8 +68,9 @@ class LatentSpec:
 
 
 def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that divides each head's query: it writes the unrotated part to `plain` [n * heads,
-    head_dim], and the rotated part to `query` [n, heads * cached], after the columns for a latent.
+    """Returns the kernel that splits the query of each head: it copies the unrotated part to `plain` [n *
+    heads, head_dim], and writes the rotated part to the last rope_dim columns of each head in `query` [n,
+    heads * cached].
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -96,8 +97,9 @@ def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBui
 def append_latent(
     name: str, cache: CacheSpec, spec: LatentSpec, norm: NormSpec, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes the latent of each row, rotates the key that heads share, and writes
-    both to the cache."""
+    """Returns the kernel that normalizes the latent of each row, rotates the key that all heads share, and
+    writes both to the KV cache.
+    """
     with kernel(name) as k:
         n = k.size("n")
         latents, block = k.buffer("latents", (n, spec.cached)), inputs.declare(k)
@@ -124,8 +126,8 @@ def append_latent(
 
 
 def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
-    """Returns the kernel y[vector] = product of x[vector] with the matrix of the vector's head, for
-    few rows.
+    """Returns the kernel y[vector] = x[vector] W^T for few rows, where W is the matrix of the vector's head,
+    vector % heads.
     """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
@@ -143,8 +145,8 @@ def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
 
 
 def head_gemm(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
-    """Returns the kernel y[vector] = product of x[vector] with the matrix of the vector's head, on tiles of
-    64 rows of one head.
+    """Returns the kernel y[vector] = x[vector] W^T for many rows, where W is the matrix of the vector's head,
+    vector % heads. It computes tiles of 64 rows of one head.
     """
     with kernel(name) as k:
         n, vectors = k.scalar("n"), k.size("vectors")

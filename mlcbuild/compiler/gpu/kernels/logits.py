@@ -1,5 +1,5 @@
-"""GPU kernels from tokens to rows, and from logits to tokens: embedding, masks, choice, and the inputs of the
-next step.
+"""Emits GPU kernels from tokens to embeddings, and from logits to tokens: embedding, masks, choice, and the
+inputs of the next step.
 
 Logits are compared as integers of the same order: WGSL lets compilers assume that no NaN exists.
 """
@@ -32,7 +32,7 @@ from mlcbuild.compiler.gpu.tensorir import (
 CHOOSERS = 256
 """Number of threads that together search for the largest logit in a part of a row."""
 PART = 4096
-"""Number of logits in a part of a row."""
+"""Number of consecutive logits of a row that one workgroup searches for the largest."""
 CANDIDATES = 64
 _NAN = 0x7F800000
 """The bits of float32 infinity. The integer key of a logit is above this number if the logit is NaN."""
@@ -42,8 +42,9 @@ _SMALLEST = -(1 << 31) + 1
 def embed(
     name: str, form: StoredAs, shape: tuple[int, int], scale: float, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel x[row] = table[token - first] * scale, for a part of the table that begins at token
-    `first`, a scalar of the kernel. shape: (rows, columns) of this part.
+    """Returns the kernel x[row] = table[token of the row - first] * scale, for a part of the embedding table
+    that begins at token `first`, a scalar of the kernel. Rows with tokens of other parts are left unchanged.
+    shape: (rows, columns) of the part.
     """
     rows, columns = shape
     with kernel(name) as k:
@@ -62,7 +63,9 @@ def embed(
 def add_positions(
     name: str, form: StoredAs, shape: tuple[int, int], offset: int, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel x[row] += table[position + offset]. shape: (rows, columns) of the table."""
+    """Returns the kernel x[row] += table[position of the row + offset], which adds learned position
+    embeddings in place. shape: (rows, columns) of the table.
+    """
     rows, columns = shape
     with kernel(name) as k:
         block, x = inputs.declare(k), k.buffer("x", (k.size("n"), columns))
@@ -76,8 +79,8 @@ def add_positions(
 
 
 def mask(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that writes minus infinity to the logits of masked tokens. A row of `masks` is the
-    index of a row of logits, followed by one bit for each token.
+    """Returns the kernel that sets the logits [q, vocab] of excluded tokens to minus infinity, in place. A
+    row of `masks` is the index of a row of logits, followed by one bit for each token, 0 if it is excluded.
     """
     words = -(-vocab // abi.MASK_WORD)
     with kernel(name) as k:
@@ -94,14 +97,15 @@ def mask(name: str, vocab: int) -> KernelBuilder:
 
 
 def key(bits: Value) -> Value:
-    """Returns an integer that is ordered like the float32 with these bits (int32); -0 and 0 give the same."""
+    """Returns an int32 that is ordered like the float32 with these bits (int32); -0 and 0 give the same."""
     ordered = bind(T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF))))
     return bind(T.Select(ordered == -1, 0, ordered))
 
 
 def best_of_parts(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that searches each part of a row for its largest logit, the first of equal ones. It
-    writes (key, token) of the logit to best [q, parts, 2]. NaN has the largest key, whatever its sign.
+    """Returns the kernel that searches each part of 4096 logits of a row for the largest, the first of equal
+    ones. It writes (integer key of the logit, token) to `best` int32 [q, parts, 2]. NaN has the largest key,
+    whatever its sign.
     """
     parts = -(-vocab // PART)
     with kernel(name) as k:
@@ -123,8 +127,8 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that writes the token of the largest logit of each row to `sampled` [q], or
-    abi.INVALID_TOKEN if that logit is NaN or minus infinity.
+    """Returns the kernel that combines the parts of each row in `best` and writes the token of the largest
+    logit to `sampled` int32 [q], or abi.INVALID_TOKEN if that logit is NaN or infinite.
     """
     parts = -(-vocab // PART)
     with kernel(name) as k:
@@ -148,8 +152,8 @@ def best_of_row(name: str, vocab: int) -> KernelBuilder:
 
 
 class _Chosen:
-    """The largest integer key of a logit that the threads of a workgroup have seen so far, and its token: the
-    lowest token with this key.
+    """The largest integer key of a logit that the threads of a workgroup have compared so far, and the lowest
+    token with this key.
     """
 
     def __init__(self, k: KernelBuilder, threads: int = CHOOSERS) -> None:
@@ -168,8 +172,9 @@ class _Chosen:
             put(self._best, token, 1)
 
     def reduce(self, tx: Value) -> None:
-        """Emits the reduction over the workgroup's threads, which leaves the result at index 0. tx: the
-        thread's index."""
+        """Emits the reduction over the workgroup's threads, after which keys[0] and tokens[0] hold the
+        result. tx: index of the thread.
+        """
         keys, tokens = self.keys, self.tokens
         put(keys, self._best[0], tx)
         put(tokens, self._best[1], tx)
@@ -190,9 +195,9 @@ class _Chosen:
 
 
 def candidates(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that selects the 64 largest logits of each row. It writes to top [q, 2 + 2 * 64] the
-    bits of the largest logit, those of the sum of exp(logit - largest), then bits and token of each,
-    unordered.
+    """Returns the kernel that selects the 64 largest logits of each row. It writes to `top` int32 [q, 2 + 2 *
+    64] the bits of the largest logit, those of the sum of exp(logit - largest) over the row, then bits and
+    token of each selected logit, unordered.
 
     The threshold is found by bisection over the bits of keys. Of several tokens exactly at the threshold, any
     are selected.
@@ -273,8 +278,8 @@ class _Line:
                 put(low, probe, 0)
 
     def gather(self, top: Value, low: Value) -> None:
-        """Emits code that writes candidates to `top`: first those above the threshold `low`, then those at
-        it, in the order of threads.
+        """Emits code that writes (bits of the logit, token) of up to CANDIDATES logits to `top`: first those
+        whose keys are above the threshold `low`, then those at it.
         """
         thread_count, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)
@@ -322,8 +327,9 @@ def _reduce(buffer: Value, tx: Value, threads: int, combine: Callable[[Value, Va
 
 
 def advance(name: str, rows: int, steps: int, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that appends the sampled tokens to `history` [steps, rows], and makes them the
-    inputs of the next step. rows: maximum number of sequences in a step.
+    """Returns the kernel that writes the sampled tokens to a row of `history` int32 [steps, rows], and makes
+    them the inputs of the next decoding step: tokens, positions and slots. rows: maximum number of sequences
+    in a step.
     """
     with kernel(name) as k:
         n = k.size("n")

@@ -1,4 +1,6 @@
-"""GPU kernels for norms of rows, RMSNorm and LayerNorm, and for gates of feed-forwards."""
+"""Emits GPU kernels for norms of rows, RMSNorm and LayerNorm, for copies of rows and for gates of
+feed-forwards.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from mlcbuild.models.layers import Norm
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The norm of rows [n, columns], as a GPU kernel computes it."""
+    """The norm of rows with `columns` values, RMSNorm or LayerNorm, as GPU kernels compute it."""
 
     columns: int
     norm: Norm
@@ -55,7 +57,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class NormVectors:
-    """The parameters of a norm, as buffers of a kernel."""
+    """The weight and bias of a norm, as buffers of a kernel, None for what the norm lacks."""
 
     spec: NormSpec
     weight: Vector | None
@@ -65,8 +67,8 @@ class NormVectors:
     def declare(
         cls, k: KernelBuilder, spec: NormSpec, names: tuple[str, str] = ("weight", "shift"), size: int = 0
     ) -> NormVectors:
-        """Declares the buffers of a norm and returns them. names: (name of the weight, name of the bias);
-        size: number of values, 0: one for each column.
+        """Declares the kernel's buffers for a norm's parameters and returns them. names: (name of the weight,
+        name of the bias); size: number of values, 0: one for each column.
         """
         size = size or spec.columns
         weight = Vector.declare(k, names[0], size, spec.half) if spec.has_weight else None
@@ -74,7 +76,9 @@ class NormVectors:
         return cls(spec, weight, bias)
 
     def factor(self, index: Value) -> Value | None:
-        """Returns the norm's weight for a column; None if all weights are 1."""
+        """Returns the factor of the column `index`, the weight plus the norm's offset; None if the norm has
+        no weight.
+        """
         if self.weight is None:
             return None
         return (
@@ -82,8 +86,8 @@ class NormVectors:
         )
 
     def scaled(self, value: Value, index: Value) -> Value:
-        """Returns value * weight + bias for a column; `value` has already been centred and divided by the
-        row's root.
+        """Returns value * weight + bias of the column `index`; `value` has been centred and divided by the
+        row's root mean square.
         """
         factor = self.factor(index)
         value = value if factor is None else value * factor
@@ -91,15 +95,15 @@ class NormVectors:
 
 
 def inverse_root(total: Value, share: Value, eps: float) -> Value:
-    """Returns 1 / sqrt(total * share + eps), the factor of a norm. total: a sum of squares; share: 1 / number
-    of summands.
+    """Returns 1 / sqrt(total * share + eps), the factor by which a norm scales a row. total: the row's sum of
+    squares; share: 1 / number of its values.
     """
     return bind(number(1) / T.sqrt(total * share + exact(eps)))
 
 
 def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuilder:
-    """Returns the kernel y[r] = norm(x[rows[r]]), where the rows' indices are inputs[first:first + q]. words:
-    size of `inputs` in 32-bit words.
+    """Returns the kernel y[r] = norm(x[rows[r]]) for r in 0 .. q - 1, where rows are the words of the buffer
+    `inputs` from `first` on. words: size of `inputs` in 32-bit words.
     """
     with kernel(name) as k:
         x, y = k.buffer("x", (k.size("n"), spec.columns)), k.buffer("y", (k.size("q"), spec.columns))
@@ -113,7 +117,7 @@ def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuil
 
 
 def norm(name: str, spec: NormSpec) -> KernelBuilder:
-    """Returns the kernel y = norm(x), applied to every row."""
+    """Returns the kernel y = norm(x), float32 [n, columns] both, for every row."""
     with kernel(name) as k:
         n = k.size("n")
         x, y = k.buffer("x", (n, spec.columns)), k.buffer("y", (n, spec.columns))
@@ -125,8 +129,8 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
 
 
 def add_normed(name: str, spec: NormSpec, scale: float, apart: bool = False) -> KernelBuilder:
-    """Returns the kernel x += scale * norm(delta), applied to every row. apart: True if the sum is stored in
-    y instead.
+    """Returns the kernel x += scale * norm(delta), float32 [n, columns], for every row. apart: True if the
+    sum is stored in y and x is unchanged.
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -143,7 +147,7 @@ def add_normed(name: str, spec: NormSpec, scale: float, apart: bool = False) -> 
 
 
 def copy_rows(name: str, columns: int) -> KernelBuilder:
-    """Returns the kernel y = x, for every row."""
+    """Returns the kernel y = x that copies float32 [n, columns]."""
     with kernel(name) as k:
         n = k.size("n")
         x, y = k.buffer("x", (n, columns)), k.buffer("y", (n, columns))
@@ -153,13 +157,15 @@ def copy_rows(name: str, columns: int) -> KernelBuilder:
 
 
 Columns: TypeAlias = tuple[Callable[[Value], Value], Callable[[Value, Value], None]]
-"""Two functions: the first returns the value in a column of a row, the second stores one."""
+"""A pair of functions: (column -> value that is read from a row; (column, value) that stores a value in a
+row).
+"""
 
 
 def row_sum(sums: Value, tx: Value, columns: Value | int, value: Callable[[Value], Value]) -> Value:
-    """Emits the sum over the columns of a row, computed by all threads of a workgroup, and returns it. sums:
-    array in shared memory with one number per thread; tx: the thread; value: function from a column to a
-    number.
+    """Emits the sum of value(column) over the columns of a row, which all threads of a workgroup compute
+    together, and returns it. sums: array in shared memory with one number per thread; tx: index of the
+    thread.
     """
     partial = local(1)
     put(partial, number(0), 0)
@@ -179,9 +185,9 @@ def row_statistics(
     read: Callable[[Value], Value],
     count: Value | None = None,
 ) -> tuple[Value | None, Value]:
-    """Returns (mean of a row, or None if the norm does not subtract it; 1 / root of the mean square). read:
-    function from a column to a number; count: number of the row's values, if it is not the norm's number of
-    columns.
+    """Emits the statistics of a row and returns (mean, or None if the norm does not subtract it; 1 /
+    sqrt(mean square + eps)). read: function from a column to a number; count: number of the row's values, if
+    it is not the norm's number of columns.
     """
     columns = spec.columns if count is None else count
     share = exact(1 / spec.columns) if count is None else bind(number(1) / floating(count))

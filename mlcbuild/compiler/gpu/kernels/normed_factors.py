@@ -28,7 +28,7 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The rows of x that a workgroup multiplies. Loops over these rows stay loops in the kernel; drivers
+    """The rows of x that one workgroup multiplies. Loops over these rows stay loops in the kernel; drivers
     unroll them.
     """
 
@@ -46,8 +46,8 @@ class RowBlock:
         return bind(T.min(self.first + index, self.n - 1))
 
     def chunk(self, index: Value, column: Value) -> list[Value]:
-        """Returns the values in columns 4 * column to 4 * column + 3 of a row of the block, with 0 beyond the
-        end of the row.
+        """Returns the four values in columns 4 * column to 4 * column + 3 of a row of the block, with 0
+        beyond the end of the row. index: position of the row in the block.
         """
         place = self.place(index)
         values = self.x.chunk(place, column)
@@ -65,7 +65,7 @@ class AddedRows:
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
-        """Returns four values of x plus the normalized values of the added rows in the same columns. values:
+        """Returns four values of a row of x plus scale * norm of the added row in the same columns. values:
         the four of x; index: position of the row in the block; place: index of the row in the tensor; column:
         index of the four columns.
         """
@@ -80,7 +80,9 @@ class AddedRows:
 
 @dataclass(frozen=True)
 class AddedBuffers:
-    """The buffers for a sum that is added to x: x + scale * norm(delta) is also stored in `sum`."""
+    """The buffers of rows `delta` whose norm is added to x, and of the results: x + scale * norm(delta) is
+    also stored in `sum`.
+    """
 
     delta: RowsOf
     sums: Value
@@ -94,9 +96,9 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Returns a block of rows of x whose values, when read, are the sums with the added rows; the first
-        workgroup of each block also stores the sums. at: (index of the workgroup among those of the block,
-        thread).
+        """Emits the norm of the added rows, and returns the block of rows with the sums x + scale *
+        norm(delta) as its values; the first workgroup of each block also stores the sums. at: (index of the
+        workgroup among those of the block, thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)
@@ -113,9 +115,9 @@ class AddedBuffers:
 
 @dataclass(frozen=True)
 class RowsNorm:
-    """The norm of the rows of a block, whose statistics a workgroup has computed. For RMSNorm, the finished
-    sums of a product are multiplied by 1 / root of the mean square of their row. A norm that subtracts the
-    mean, or adds a bias, is applied before the product.
+    """The norm of the rows that a workgroup multiplies, whose statistics it has computed. For RMSNorm, the
+    finished sums of a product are multiplied by 1 / root of the mean square of their row. A norm that
+    subtracts the mean, or adds a bias, is applied before the product.
     """
 
     vectors: NormVectors
@@ -125,7 +127,9 @@ class RowsNorm:
 
     @classmethod
     def of(cls, k: KernelBuilder, vectors: NormVectors, block: RowBlock, tx: Value) -> RowsNorm:
-        """Emits code that computes the statistics of a block's rows, and returns the norm. tx: the thread."""
+        """Emits code that computes mean and root mean square of a block's rows, and returns the norm. tx:
+        index of the thread.
+        """
         spec = vectors.spec
         roots, means = local(block.count), local(block.count) if spec.is_centred else None
         partial, sums, chunks = local(1), k.shared(WORKGROUP), -(-spec.columns // CHUNK)
@@ -154,7 +158,7 @@ class RowsNorm:
         return cls(vectors, roots, means)
 
     def after(self, value: Value, index: Value) -> Value:
-        """Returns the finished sum of row `index` of a product, multiplied by the norm's factor that was not
+        """Returns the product `value` of row `index`, times the norm's factor of the row unless it was
         applied before the product.
         """
         return value if self.vectors.spec.is_centred else value * self.roots[index]
@@ -170,8 +174,8 @@ def _square(value: Value, column: Value, columns: int) -> Value:
 
 @dataclass(frozen=True)
 class Factors:
-    """Reads rows of x as factors of a matrix product. The part of a norm that `RowsNorm.after` applies later
-    is left out.
+    """Emits reads of normalized rows of x for a matrix product. The factor of a row that `RowsNorm.after`
+    applies to results is left out.
     """
 
     block: RowBlock
@@ -179,8 +183,8 @@ class Factors:
     columns: int
 
     def of_norm(self, column: Value) -> list[tuple[Value | None, Value | None]] | None:
-        """Returns (weight, bias) of the norm for each of four columns from `column` on; None if there is no
-        norm.
+        """Returns (weight, bias) of the norm for the columns 4 * column to 4 * column + 3, None for a missing
+        one; None if there is no norm.
         """
         if self.norm is None:
             return None
@@ -198,8 +202,8 @@ class Factors:
     def chunk(
         self, row: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
     ) -> list[Value]:
-        """Returns four values of a row of the block from `column` on, with the norm's weights and biases
-        applied. row: index of the row; norm: the result of `of_norm`.
+        """Returns the four values in columns 4 * column to 4 * column + 3 of a row of the block, with the
+        norm applied. row: position of the row in the block; norm: the result of `of_norm` for these columns.
         """
         values = self.block.chunk(row, column)
         if norm is None or self.norm is None:

@@ -1,4 +1,6 @@
-"""The KV cache of a layer on a GPU: pages of 16 tokens, keys before values, or latents that are both."""
+"""Defines the layout of a layer's KV cache on a GPU: pages of 16 tokens, keys before values, or latents that
+are both.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class CacheSpec:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns of queries, keys and values together."""
+        """Returns the number of columns of a row of queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def declare(self, k: KernelBuilder) -> Value:
@@ -58,8 +60,8 @@ class CacheSpec:
         return k.buffer("pages", (k.size("pages_count"), self.page_words), dtype)
 
     def place(self, which: Value | int, head: Value, offset: Value) -> Value:
-        """Returns the index of the word in a page at which the vector of a token begins. which: 0 for a key,
-        1 for a value; offset: position of the token in the page.
+        """Returns the index of the 32-bit word in a page at which the vector of a token begins. which: 0 for
+        a key, 1 for a value; head: KV head; offset: position of the token in the page.
         """
         which = 0 if self.latent else which
         return bind(((which * self.kv_heads + head) * PAGE + offset) * self.words)
@@ -67,8 +69,8 @@ class CacheSpec:
     def append(
         self, pages: Value, vector: Value, at: tuple[Value | int, Value | int, Value], tx: Value
     ) -> None:
-        """Emits the store of a vector from shared memory to the cache. at: (0 for a key or 1 for a value,
-        head, slot); tx: the thread.
+        """Emits the store of a key or value vector from shared memory in the KV cache. at: (0 for a key or 1
+        for a value, KV head, slot); tx: index of the thread.
         """
         which, head, slot = at
         start = self.place(which, head, slot % PAGE)
@@ -80,7 +82,9 @@ class CacheSpec:
         strided(self.words, tx, WORKGROUP, store)
 
     def pair(self, pages: Value, page: Value, word: Value) -> list[Value]:
-        """Returns the numbers in one 32-bit word of a KV cache page: two for float16, one for float32."""
+        """Returns the float32 numbers in one 32-bit word of a KV cache page: two for a cache of float16, one
+        for float32.
+        """
         stored = bind(pages[page, word])
         return [half(stored, False), half(stored, True)] if self.half else [stored]
 
@@ -95,9 +99,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class InputPlaces:
-    """The offsets, in int32 words, at which the inputs of a call begin in the single buffer that
-    holds them.
-    """
+    """The offsets, in int32 words, of the inputs of a call in the one buffer that holds them all."""
 
     words: int
     tokens: int
@@ -124,8 +126,9 @@ class InputPlaces:
 
 
 def fork(name: str, spec: CacheSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that copies the beginnings of pages, one page after the other. Each thread copies
-    one position of all pages, so the copies of a position stay in order.
+    """Returns the kernel that copies the first tokens of pages of the KV cache to other pages, as the forks
+    (source page, destination page, tokens) among the inputs list them. Each thread copies one position of all
+    pages, so the copies of a position stay in order.
     """
     with kernel(name) as k:
         block, pages = inputs.declare(k), spec.declare(k)

@@ -1,4 +1,5 @@
-"""Attention over pages: for decoding by groups of heads with splits, for prompts on tiles of queries.
+"""Emits GPU kernels of attention over the paged KV cache for decoding: one workgroup for each row, group of
+heads and split of the keys.
 
 Softmax is computed online over tiles of keys (Dao et al., FlashAttention, 2022); splits of a long sequence
 are combined by their maxima and sums (Flash-Decoding, 2023). Tiles begin at multiples of their size, and
@@ -40,8 +41,8 @@ from mlcbuild.models.layers import Alibi
 NO_WINDOW = 1 << 30
 """Value of the window, in tokens, of a layer that attends to every token."""
 _QUERY_FLOATS = 2048
-"""Maximum number of float32 values of query heads that one workgroup of decoding attention holds: 8 KB of
-shared memory.
+"""Maximum number of float32 values of query heads that one workgroup of decoding attention holds in shared
+memory (8 KB).
 """
 
 
@@ -68,13 +69,13 @@ class AttentionSpec:
 
     @property
     def part_columns(self) -> int:
-        """Returns the number of columns in a row of partial results, which hold for each head and split a
-        vector, its maximum and its sum.
+        """Returns the number of columns of a row of partial results: for each head and split, a vector, its
+        maximum and its sum.
         """
         return self.cache.heads * self.splits * (self.cache.value_dim + 2)
 
     def slope(self, head: Value) -> Value | None:
-        """Returns the ALiBi slope of a head; None if attention has no biases."""
+        """Returns the ALiBi slope of a head, an expression; None if attention has no biases."""
         if self.alibi is None:
             return None
         values = slopes(self.cache.heads, self.alibi)
@@ -84,8 +85,9 @@ class AttentionSpec:
         return bind(chosen)
 
     def score(self, product: Value, slope: Value | None, key: Value, position: Value) -> Value:
-        """Returns the attention score for the dot product of a query and a key: scaled, capped and biased as
-        the model defines. slope: the head's ALiBi slope or None; key, position: positions of key and query.
+        """Returns the attention score for `product`, the dot product of a query and a key: scaled, capped and
+        biased as the model defines. slope: the head's ALiBi slope or None; key, position: positions of key
+        and query.
         """
         if self.alibi == "bfloat16":
             product = product + _bfloat16(slope * _bfloat16(floating(key)))
@@ -111,8 +113,8 @@ def _bfloat16(value: Value) -> Value:
 
 
 def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel of attention for decoding, which writes partial results for each split of
-    each row.
+    """Returns the attention kernel for decoding, which writes the partial results of each split of each row
+    to `part` [n, part_columns].
     """
     cache, at_once = spec.cache, spec.heads_at_once
     chunks = -(-spec.group // at_once)
@@ -156,7 +158,9 @@ def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder
 
 @dataclass(frozen=True)
 class _HeadGroup:
-    """The query heads of a workgroup of decoding, which share a KV head, and their partial sums."""
+    """Emits attention of the query heads of one workgroup, which share a KV head, and holds the arrays of
+    their queries, scores and partial sums.
+    """
 
     spec: AttentionSpec
     tx: Value
@@ -199,8 +203,8 @@ class _HeadGroup:
         return -(-self.spec.cache.value_dim // WORKGROUP)
 
     def begin(self, value: Callable[[int, Value], Value]) -> None:
-        """Emits code that loads the queries and clears the sums. value: function of (head, dimension) that
-        returns an element of the query.
+        """Emits code that loads the queries into shared memory and clears the sums. value: function of (head,
+        dimension) that returns an element of a query.
         """
         dim = self.spec.cache.head_dim
         for g in range(self.count):
@@ -240,8 +244,8 @@ class _HeadGroup:
             put(self.thread_scores, either(visible, score, number(LOWEST)), g)
 
     def soften(self, g: int, visible: Value) -> None:
-        """Emits code that turns the scores of head `g` into weights (softmax), and rescales the sums so far.
-        visible: condition that the query sees the thread's token.
+        """Emits code that replaces the scores of head `g` for a tile of keys by weights exp(score - maximum),
+        and rescales the sums so far. visible: condition that the query sees the thread's token.
         """
         put(self.reduced, self.thread_scores[g], self.tx)
         reduce_tree(self.reduced, self.tx, WORKGROUP, T.max)
@@ -259,7 +263,8 @@ class _HeadGroup:
         barrier()
 
     def add_values(self, pages: Value) -> None:
-        """Emits the addition of a tile's values, multiplied by their attention weights, to the sums."""
+        """Emits the addition of the values of a tile of tokens, times their attention weights, to the sums.
+        """
         cache = self.spec.cache
         with T.serial(WORKGROUP) as token:
             page, start = bind(self.places[token]), cache.place(1, self.kv_head, token % PAGE)
@@ -288,7 +293,9 @@ class _HeadGroup:
 
 
 def combine(name: str, spec: AttentionSpec) -> KernelBuilder:
-    """Returns the kernel that combines the splits of each head: y [n, heads * value_dim]."""
+    """Returns the kernel that combines the partial results of each head's splits, and writes attention's
+    output y [n, heads * value_dim].
+    """
     heads, dim = spec.cache.heads, spec.cache.value_dim
     with kernel(name) as k:
         n = k.size("n")

@@ -1,5 +1,5 @@
-"""GPU kernels that multiply few rows with a stored matrix. The bits of a row do not depend on the
-other rows.
+"""Emits GPU kernels that multiply few rows with a stored matrix (GEMV). The bits of a row do not depend on
+the other rows.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ class ProductSpec:
     """The product y = x W^T on a GPU, with the operations that are fused with it."""
 
     outputs: int
-    """Number of columns of the matrix product's result y that the product computes."""
+    """Number of columns of the result y that are computed, from column `first` on."""
     inputs: int
     """Number of columns of x, the left factor of the matrix product."""
     form: StoredAs
     norm: NormSpec | None = None
     """The norm of x before the product; None: x is not normalized."""
     added: NormSpec | None = None
-    """The norm of rows `delta` that are added to x first; the sums are stored in `sum`, too. None: nothing is
-    added."""
+    """The norm of the rows `delta`: x + added_scale * norm(delta) replaces x, and is stored in `sum`, too.
+    None: nothing is added.
+    """
     added_scale: float = 1.0
-    """Factor of the rows that are added to x."""
+    """Factor of the normalized rows that are added to x."""
     gate: Gate | None = None
-    """The gate function: W then has 2 * outputs rows, and y = gate(first half, second half). None: the
-    product has no gate.
+    """The function that combines gate and up: W then has 2 * outputs rows, and y = gate(x times the first
+    half of W, x times the second half). None: the product has no gate.
     """
     activation: Activation | None = None
-    """The activation that is applied to the product; None: there is none. xIELU reads its parameters from the
-    buffer 'xielu'.
+    """The activation that is applied to results; None: there is none. xIELU reads its parameters from the
+    kernel's buffer `xielu`.
     """
     scale: float = 1.0
-    """Factor by which the product, with its bias, is multiplied before it is capped or added."""
+    """Factor by which results, with their bias, are multiplied before they are capped or added."""
     row_gate: bool = False
-    """True if each row of the product is multiplied by sigmoid(row_gate[row]), where row_gate is an input of
-    the kernel.
+    """True if each row of results is multiplied by sigmoid(row_gate[row]), where row_gate is a buffer of the
+    kernel.
     """
     residual: bool = False
     """True if the product is added to y, False if it replaces y."""
@@ -83,7 +84,7 @@ class ProductSpec:
 
 @dataclass(frozen=True)
 class ProductBuffers:
-    """The buffers of a product, and the operations that are applied to a sum before it is stored."""
+    """The buffers of a product's matrix, bias and result, and the operations on a sum before it is stored."""
 
     spec: ProductSpec
     matrix: StoredMatrix
@@ -101,8 +102,8 @@ class ProductBuffers:
         biases: int = 1,
         results: Var | None = None,
     ) -> ProductBuffers:
-        """Declares the buffers and returns them. matrices, biases: number of matrices and of biases in a
-        stack; results: number of rows of y, if it is not the size `n`.
+        """Declares the kernel's buffers of a product and returns them. matrices, biases: number of matrices
+        and of biases in a stack; results: number of rows of y, if it is not the size `n`.
         """
         rows = spec.outputs * (2 if spec.gate else 1)
         matrix = StoredMatrix.declare(k, spec.form, matrices * rows, spec.inputs)
@@ -114,8 +115,9 @@ class ProductBuffers:
         return cls(spec, matrix, bias, scalars, gate, y)
 
     def store(self, row: Value, output: Value, sums: list[Value], bias: Value | int | None = 0) -> None:
-        """Emits the store of one output of a row. sums: the product and, with a gate, the product with the
-        second half of W. bias: index of the matrix's first bias; None: the sums already include their biases.
+        """Emits bias, gate, activation and scale of one result, and its store in y[row, output]. sums: the
+        product and, with a gate, the product with the second half of W. bias: index of the matrix's first
+        bias; None: the sums already include their biases.
         """
         spec, values = self.spec, list(sums)
         column = output + spec.first
@@ -138,8 +140,8 @@ class ProductBuffers:
 
 @dataclass(frozen=True)
 class GemvShape:
-    """The division of a matrix-vector product (GEMV) among the threads of a workgroup. Each lane reads 32
-    columns of a row of W at a time.
+    """The division of a matrix-vector product (GEMV) among the threads of a workgroup. Some threads (lanes)
+    share a row of W, and each reads 32 of its columns at a time.
     """
 
     spec: ProductSpec
@@ -187,15 +189,16 @@ class GemvShape:
 
     def matrix_rows(self, outputs: list[Value]) -> list[Value]:
         """Returns the indices of the rows of W that a thread multiplies for its outputs: rows of the first
-        half of W, then, with a gate, the corresponding rows of the second half.
+        half of W, then, with a gate, the corresponding rows of the second half. outputs: indices of columns
+        of the result.
         """
         bounded = [bind(T.min(output, self.spec.outputs - 1)) for output in outputs]
         halves = 2 if self.spec.gate else 1
         return [row + half * self.spec.outputs for half in range(halves) for row in bounded]
 
     def sums(self, matrix: StoredMatrix, rows: list[Value], factors: Factors, tx: Value) -> Value:
-        """Emits the products of the lane's columns, and returns their sums [row of x, row of W]. rows: rows
-        of W; factors: reads x; tx: the thread.
+        """Emits the products of the columns that belong to a thread, and returns its sums, an array [row of
+        x, row of W]. rows: rows of W; factors: reads x; tx: index of the thread.
         """
         count = len(rows) * factors.block.count
         sums, part = local(count), local(count)
@@ -209,7 +212,7 @@ class GemvShape:
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
-    """Returns the GEMV kernel for up to `rows` rows of x per workgroup."""
+    """Returns the kernel y = x W^T for few rows x, in which a workgroup multiplies up to `rows` rows."""
     shape = GemvShape(spec, rows)
     with kernel(name) as k:
         n = k.size("n")
@@ -233,8 +236,8 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
 def _group_sums(
     matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: Factors
 ) -> None:
-    """Emits code that adds the products of 32 columns to the second array of `out`, [row of x, row of W]; the
-    first array is scratch memory of the same size. group: index of the 32 columns.
+    """Emits code that adds the products of 32 columns to sums [row of x, row of W]. group: index of the 32
+    columns; out: (scratch array of the same size, the sums).
     """
     part, sums = out
     count, width, runs = factors.block.count, len(matrix_rows), matrix.runs
@@ -280,7 +283,7 @@ def _clear(array: Value, count: int) -> None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The place of a thread's sums in the result y: the elements in which they are stored."""
+    """The elements of the result y in which a thread's sums are stored."""
 
     first: Value
     """Index of the first row of the result y that is stored."""
@@ -301,8 +304,9 @@ def finish(
     target: Outputs,
     at: tuple[GemvShape, Value],
 ) -> None:
-    """Emits the sum over the lanes for each output, and stores the outputs. norm: applied after the product,
-    or None; at: (shape of the GEMV, thread).
+    """Emits the sum over the threads that share a row of W, for each output, and stores the outputs. sums:
+    the thread's sums; norm: applied after the product, or None; target: where results go; at: (shape of the
+    GEMV, index of the thread).
     """
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]
@@ -322,8 +326,8 @@ def finish(
 
 
 def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
-    """Emits sums of runs of `count` values in each scratch buffer, with one barrier per round for all
-    buffers.
+    """Emits the sums of runs of `count` values in each of several shared arrays, stored at the start of a
+    run, with one barrier per round for all arrays.
     """
     barrier()
     step = count // 2

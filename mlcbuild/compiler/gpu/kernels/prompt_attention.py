@@ -1,4 +1,4 @@
-"""Attention of prompts on a GPU, on tiles of queries and keys in shared memory; see paged_attention.py."""
+"""Emits the GPU kernel of attention for prompts, on tiles of queries and keys in shared memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlcbuild.compiler.gpu.tensorir import (
 )
 
 QUERIES, KEYS = 32, 32
-"""Number of rows, and of keys, in a tile of a prompt's attention."""
+"""Number of query rows, and number of keys, in a tile of a prompt's attention."""
 _TILE_THREADS = 128
 _OWN = KEYS // 4
 """Number of keys of a tile, or of 32 dimensions, that each of the four threads of a row computes."""
@@ -37,8 +37,8 @@ banks.
 
 
 def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel of attention for prompts. A workgroup computes y for up to 32 rows of one sequence
-    and one head, over tiles of 32 keys in shared memory.
+    """Returns the attention kernel for prompts, which writes y [n, heads * value_dim]. A workgroup computes
+    up to 32 rows of one sequence and one head, over tiles of 32 keys in shared memory.
     """
     cache, dim = spec.cache, spec.cache.head_dim
     with kernel(name) as k:
@@ -68,7 +68,7 @@ def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> Kernel
 
 @dataclass(frozen=True)
 class _Keys:
-    """The keys and values of one KV head of one sequence."""
+    """Emits reads of the keys and values of one KV head of one sequence."""
 
     spec: AttentionSpec
     table: tuple[Value, Value]
@@ -91,19 +91,19 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """The rows of a prompt whose attention one workgroup computes. Four threads share a row: each computes
-    every fourth key of a tile, and every fourth dimension of the result.
+    """Emits attention of the rows of a prompt that one workgroup computes for one head. Four threads share a
+    row: each computes every fourth key of a tile, and every fourth dimension of the result.
     """
 
     spec: AttentionSpec
     tx: Value
     place: tuple[Value, Value]
-    """(index of the first row, number of rows) of the tile of a prompt whose attention is computed."""
+    """(index of the first row, number of rows) that the workgroup computes."""
     left: Value
     right: Value
     weights: Value
-    """Attention weights [row, key] of a tile in shared memory. `left` is [row, dimension] and `right` is
-    [key, dimension].
+    """Attention weights [row, key] of a tile, in shared memory. `left` holds queries [row, dimension] and
+    `right` keys or values [key, dimension].
     """
     reduced: Value
     thread_scores: Value
@@ -141,8 +141,8 @@ class _QueryTile:
             put(self.sums, number(0), index)
 
     def _fill(self, tile: Value, part: Value, value: Callable[[Value, Value], Value]) -> None:
-        """Emits code that fills an array [32, 32] of shared memory with value(row of the tile, dimension),
-        and with 0 beyond the dimensions. part: index of the 32 dimensions.
+        """Emits code that fills the shared array `tile` [32, 32] with value(row of the tile, dimension), and
+        with 0 beyond the head's dimensions. part: index of the 32 dimensions.
         """
         dim = self.spec.cache.head_dim
         with T.serial(KEYS * KEYS // _TILE_THREADS) as index:
@@ -172,9 +172,9 @@ class _QueryTile:
             barrier()
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
-        """Emits code that turns scores into weights (softmax), and returns the factor for the sums so far.
-        base: position of the tile's first key; at: (position of the row, its window); slope: of ALiBi, or
-        None.
+        """Emits code that replaces the scores of a tile of keys by weights exp(score - maximum), and returns
+        the factor for the sums so far. base: position of the tile's first key; at: (position of the row, its
+        window); slope: of ALiBi, or None.
         """
         visible, (position, window) = [], at
         for index in range(_OWN):
@@ -197,8 +197,8 @@ class _QueryTile:
         return factor
 
     def _of_row(self, value: Value, start: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Emits the exchange of values between the four threads that share one row, and returns their
-        combination. combine: function that combines two values, such as addition.
+        """Emits the combination by `combine`, such as addition, of `start` and the values of the four threads
+        that share one row, and returns the result.
         """
         put(self.reduced, value, self.tx)
         barrier()
@@ -224,8 +224,8 @@ class _QueryTile:
             barrier()
 
     def store(self, y: Value, head: Value, sinks: Vector | None) -> None:
-        """Emits the stores of the row's results to y. sinks: for each head one more score without a value, or
-        None.
+        """Emits the stores of a row's attention output in y [n, heads * value_dim]. sinks: for each head one
+        more score without a value, or None.
         """
         dim, row, factor, total = self.spec.cache.value_dim, self.row, number(1), self.state[1]
         if sinks is not None:

@@ -1,4 +1,4 @@
-"""Reads stored parameters inside GPU kernels: matrices of each format, vectors, and rows of activations.
+"""Emits reads of stored parameters in GPU kernels: matrices of each format, vectors, and rows of activations.
 
 Columns are read in chunks of four. If the number of columns of a matrix is not a multiple of four, rows are
 not aligned for vector loads, and values are read one by one.
@@ -24,7 +24,7 @@ CHUNK = 4
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A storage format in the layout that GPU kernels read."""
+    """The bits, scales and minima of a stored format in the layout `row`, as GPU kernels read it."""
 
     bits: int
     """Number of bits of a weight's stored code; 0: weights are floating point numbers."""
@@ -37,12 +37,12 @@ class StoredAs:
     minimum: bool = False
     """True if a float16 minimum is added to the weights of a group."""
     levels: bool = False
-    """True if scales are integers, times a float16 of BLOCK_WEIGHTS weights."""
+    """True if scales have two levels: an integer of the group times a float16 of BLOCK_WEIGHTS weights."""
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
-        """Returns the description by which GPU kernels read a format that keeps the values of quantized
-        checkpoints exactly.
+        """Returns the description for GPU kernels of a format that stores codes, scales and minima of
+        quantized checkpoints.
         """
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
@@ -50,8 +50,8 @@ class StoredAs:
 
     @property
     def block_words(self) -> int:
-        """Returns the number of 32-bit words in the scales and minima of BLOCK_WEIGHTS weights, for scales of
-        two levels.
+        """Returns the number of 32-bit words that hold the two-level scales and minima of BLOCK_WEIGHTS
+        weights.
         """
         return 1 + self.minimum_word * (1 + self.minimum)
 
@@ -75,7 +75,7 @@ _PLAIN: Mapping[str, StoredAs] = {
 
 
 def stored_as(name: str) -> StoredAs:
-    """Returns the description by which GPU kernels read the tensors of the storage format `name`."""
+    """Returns the description for GPU kernels of the stored format `name`."""
     if name in _PLAIN:
         return _PLAIN[name]
     blocks = load_format(name, "row").blocks
@@ -89,7 +89,7 @@ Scale: TypeAlias = tuple[Value, Value | None]
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """The stored tensors of a matrix [rows, columns] as buffers of a kernel."""
+    """Emits reads of a stored matrix [rows, columns], whose tensors are buffers of a kernel."""
 
     form: StoredAs
     rows: int
@@ -124,14 +124,14 @@ class StoredMatrix:
 
     @property
     def runs(self) -> int:
-        """Returns the number of separate scales for a group of 32 weights, 1 or 2: a run is the weights that
-        share a scale.
+        """Returns the number of scales in a group of 32 weights, 1 or 2. A run is the weights that share a
+        scale.
         """
         return GROUP // self.form.group
 
     def scales(self, row: Value, group: Value) -> list[Scale]:
-        """Returns the scale of each run (weights that share a scale) in a group of 32 weights; [] if there
-        are no scales.
+        """Returns (scale, minimum or None) of each run, the weights that share a scale, in a group of 32
+        weights of a row; [] if there are no scales.
         """
         if self.numbers is None:
             return []
@@ -165,8 +165,8 @@ class StoredMatrix:
         return scales
 
     def group(self, row: Value, group: Value) -> list[Value]:
-        """Returns the 32-bit words that hold the codes of a group, which `chunk` requires; [] for floating
-        point numbers.
+        """Emits loads of the 32-bit words that hold the codes of a group of 32 weights of a row, and returns
+        them; [] for floating point numbers.
         """
         bits = self.form.bits
         if not bits:
@@ -177,13 +177,16 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - 4) + index) for index in range(bits % 4)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns a word of high bits of a row's codes; these words follow the low bits of all groups."""
+        """Returns the word `index` of those that hold the high bits of a row's codes; they follow the low
+        bits of all groups.
+        """
         vector = bind(self.words[row, self.groups + index // 4])
         return bind(select_lane(vector, index % 4))
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
-        """Returns four weights without their scale: those of chunk `index` of a group. group: the words that
-        the method `group` returned. Values beyond the matrix's columns are arbitrary.
+        """Returns four codes, minus the code of 0, or four floating point weights, as float32: those of chunk
+        `index` of a group of 32. words: the result of the method `group`. Values beyond the matrix's columns
+        are arbitrary.
         """
         bits = self.form.bits
         if bits:
@@ -200,7 +203,7 @@ class StoredMatrix:
         return [self.number(row, T.min(column * CHUNK + place, self.columns - 1)) for place in range(CHUNK)]
 
     def chunk_at(self, row: Value, group: Value, chunk: Value) -> list[Value]:
-        """Returns four scaled weights of a group of 32: those of the chunk with index `chunk`,
+        """Returns four dequantized weights, float32, of a group of 32 weights: those of the chunk `chunk`,
         which may be an expression of the kernel.
         """
         if not self.form.bits:
@@ -213,8 +216,8 @@ class StoredMatrix:
         return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
-        """Returns dequantized weights, float32, for some codes of one group of 32 weights. codes: a vector of
-        codes that share a scale; inside: position in the group of one of them.
+        """Returns code * scale + minimum, float32, for some codes of one group of 32 weights. codes: codes
+        that share a scale; inside: position in the group of one of them.
         """
         scales = self.scales(row, group)
         scale, minimum = scales[0]
@@ -225,8 +228,8 @@ class StoredMatrix:
         return [code * scale if minimum is None else code * scale + minimum for code in codes]
 
     def _codes_at(self, row: Value, group: Value, index: Value, width: int) -> list[Value]:
-        """Returns `width` codes of a group, from the code with index `index` * width on. width: 1 or
-        CHUNK.
+        """Returns the `width` codes of a group from index * width on, minus the code of 0, as float32. width:
+        1 or CHUNK.
         """
         bits = self.form.bits
         low = 8 if bits == 8 else 4
@@ -247,8 +250,9 @@ class StoredMatrix:
         high_shift: Value | int = 0,
         count: int = CHUNK,
     ) -> list[Value]:
-        """Returns codes minus the code of 0, from a bit of a word on. shift: that bit; high: the word that
-        holds the bits above the low four.
+        """Returns `count` consecutive codes minus the code of 0, as float32. word, shift: word that holds
+        their low bits, and bit at which they begin; high, high_shift: the same for the bits above the low
+        four, if there are any.
         """
         low, codes = 8 if self.form.bits == 8 else 4, []
         for place in range(count):
@@ -260,7 +264,7 @@ class StoredMatrix:
         return codes
 
     def number(self, row: Value, column: Value) -> Value:
-        """Returns one weight of the matrix as a float32 expression, scaled."""
+        """Returns one dequantized weight of the matrix, as a float32 expression."""
         if self.form.bits:
             group, inside = bind(column // GROUP), bind(column % GROUP)
             return self._scaled(self._codes_at(row, group, inside, 1), row, group, inside)[0]
@@ -272,15 +276,15 @@ class StoredMatrix:
 
 
 def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
-    """Returns the bits of one code in a word. shift: index of the bit at which the codes begin; place: number
-    of the code after that bit; width: number of bits of a code.
+    """Returns one code in a word. shift: bit at which the codes begin; place: number of the code from there;
+    width: number of bits of a code.
     """
     first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
     return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
 
 
 def unpacked(vector: Value, is_half: bool) -> list[Value]:
-    """Returns the four numbers in a vector: a float32x4, or a uint32x2 that holds float16."""
+    """Returns the four numbers in a vector as float32: those of a float32x4, or the float16 in a uint32x2."""
     if not is_half:
         return [lane(vector, index) for index in range(CHUNK)]
     return [half(lane(vector, index // 2), bool(index % 2)) for index in range(CHUNK)]
@@ -299,7 +303,7 @@ def select_lane(vector: Value, index: Value) -> Value:
 
 
 def flat_number(buffer: Value, index: Value, is_half: bool) -> Value:
-    """Returns element `index` of a flat buffer of float32, or of pairs of float16 in uint32."""
+    """Returns element `index`, as float32, of a flat buffer of float32, or of pairs of float16 in uint32."""
     if not is_half:
         return bind(buffer[index])
     return bind(half(bind(buffer[index // 2]), index % 2 == 1))
@@ -307,7 +311,9 @@ def flat_number(buffer: Value, index: Value, is_half: bool) -> Value:
 
 @dataclass(frozen=True)
 class Vector:
-    """A stored model parameter that is a vector."""
+    """A stored model parameter that is a vector, such as a norm's weight; indexing returns a float32
+    expression.
+    """
 
     half: bool
     values: Value
@@ -323,7 +329,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Rows [n, columns] of float32 activations."""
+    """Emits reads of rows of float32 activations [n, columns]."""
 
     columns: int
     values: Value
@@ -335,7 +341,9 @@ class RowsOf:
         return cls(columns, k.buffer(name, (n, columns)))
 
     def chunk(self, row: Value, column: Value) -> list[Value]:
-        """Returns the numbers of columns 4 * column to 4 * column + 3, with 0 beyond the row."""
+        """Returns the four numbers in columns 4 * column to 4 * column + 3 of a row, with 0 beyond the end of
+        the row.
+        """
         if self.columns % CHUNK == 0:
             full_chunks = self.columns // CHUNK
             vector = bind(self.values[row, T.min(column, full_chunks - 1)])

@@ -1,5 +1,5 @@
-"""GPU kernels that multiply many rows with a stored matrix: a GEMM on tiles. The bits of a row do not depend
-on the other rows.
+"""Emits GPU kernels that multiply many rows with a stored matrix: a GEMM on tiles. The bits of a row do not
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ THREADS = _ACROSS * _ACROSS
 
 
 def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
-    """Returns the GEMM kernel for products of many rows, without norm and gate."""
+    """Returns the kernel y = x W^T for many rows x float32 [n, inputs], without norm and gate."""
     with kernel(name) as k:
         n = k.size("n")
         x = k.buffer("x", (n, spec.inputs))
@@ -56,14 +56,15 @@ def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
 
 @dataclass(frozen=True)
 class TileRows:
-    """The rows of x and of the result that belong to a tile, as functions of the index of a line of
-    the tile.
+    """The rows of x and of the result y that belong to a tile of 64 rows, as functions of the index of a line
+    of the tile.
     """
 
     row: Callable[[Value], Value]
     """Function that maps the index of a line of the tile to the index of its row of the result y."""
     inside: Callable[[Value], Value]
-    """Function that maps the index of a line of the tile to the condition under which the line is stored."""
+    """Function that maps the index of a line of the tile to the condition under which its results are stored.
+    """
     read: Callable[[Value, Value], Value]
     """Function of (line of the tile, column) that returns one value of the left factor x."""
     matrix: Value | int = 0
@@ -73,8 +74,8 @@ class TileRows:
 
 
 def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at: tuple[Value, Value]) -> None:
-    """Emits the product of one tile of rows of x with one tile of rows of the matrix, and the stores of its
-    results. at: (index of the tile of outputs, index of the thread).
+    """Emits the product of 64 rows of x with 64 rows of the matrix, and the stores of its results. at: (index
+    of the tile of outputs, index of the thread).
     """
     (bx, tx), spec = at, buffers.spec
     left, right, sums = k.shared(DEPTH * TILE), k.shared(DEPTH * TILE), local(_SIDE * _SIDE)
@@ -114,11 +115,11 @@ def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Val
 def _load_weights(
     matrix: StoredMatrix, tile: Value, rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
 ) -> None:
-    """Emits code that writes 64 rows and 32 columns of a matrix into shared memory, transposed and scaled.
-    rows: (first row of the matrix in its stack, first row of the tile in the matrix, number of rows); at:
-    (index of the 32 columns, thread).
+    """Emits code that writes 64 rows and 32 columns of a matrix into shared memory, dequantized and
+    transposed. rows: (first row of the matrix in its stack, first row of the tile in the matrix, number of
+    the matrix's rows); at: (index of the 32 columns, thread).
 
-    A thread reads one chunk of four columns at a time, or whole words of codes.
+    A thread reads one chunk of four columns at a time.
     """
     (base, first, count), (step, tx), chunks = rows, at, DEPTH // CHUNK
     for index in range(TILE * chunks // THREADS):
