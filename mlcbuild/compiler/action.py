@@ -65,7 +65,9 @@ def compile_library(
 
 
 def library_name(target: Target) -> str:
-    """Returns the file name of a library for this target."""
+    """Returns the name of the library file for a target: model.so or model.dylib, or model.o for one
+    object.
+    """
     if target.output == "object":
         return "model.o"
     return "model.dylib" if target.system == "macos" else "model.so"

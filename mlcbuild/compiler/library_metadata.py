@@ -37,7 +37,9 @@ class LibraryCode:
     """The properties of compiled code that the metadata of a library describes."""
 
     format: str
-    """Format of the metadata: LIBRARY in mlcbuild_format/versions.py, or FORMAT of a GPU program."""
+    """Name and version of the metadata's format: LIBRARY in mlcbuild_format/versions.py for CPUs, another one
+    for GPU programs.
+    """
     params: Sequence[Tensor]
     """The parameter tensors that the compiled library takes, in the order of its arguments."""
     tools: Mapping[str, str]

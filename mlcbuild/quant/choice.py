@@ -1,4 +1,5 @@
-"""Reads the choice of formats that a build step made for a model under a budget, as a scheme for later steps.
+"""Reads the choice of formats that a build step made for a model under a budget, as a scheme for
+later steps.
 """
 
 from __future__ import annotations

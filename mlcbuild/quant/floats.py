@@ -1,4 +1,5 @@
-"""Converts floating point weights: to float32, or rounded to a stored dtype with checks for overflow and NaN.
+"""Converts floating point weights: to float32, or rounded to a stored dtype with checks for overflow
+and NaN.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class Packer:
         return out
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Quantizes some rows and writes codes and scales in the layout `row` into `q_weight` and `q_scale`.
+        """Quantizes some rows and writes codes and scales in the layout `row` into `q_weight` and
+        `q_scale`.
         """
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))

@@ -109,7 +109,9 @@ def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Returns True if an override's pattern of parameter names matches the name of a parameter."""
+    """Returns True if a pattern, one or more shell globs joined by `|`, matches the parameter name `name`,
+    with or without its suffix `.weight`.
+    """
     short = name.removesuffix(".weight")
     globs = [glob.strip() for glob in pattern.split("|")]
     return any(fnmatchcase(name, glob) or fnmatchcase(short, glob) for glob in globs)

@@ -19,7 +19,7 @@ class Stack:
 
     shape: tuple[int, int, int]
     load: Callable[[int], NDArray[np.float32]]
-    """Function from the number of an expert to its matrix [out, in]."""
+    """Function from the index of an expert to its matrix, float32 [out, in]."""
 
     def __getitem__(self, index: int) -> NDArray[np.float32]:
         return self.load(index)

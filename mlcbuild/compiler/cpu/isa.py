@@ -44,19 +44,19 @@ class ISA:
     stream_rows: int
     """Number of weight rows that a matrix-vector product reads in parallel."""
     batch: int
-    """Number of rows of x that share one pass over unquantized weights, which stream from memory, when there
-    are few rows. Weights with scales need more registers, and fewer rows share a pass.
+    """Number of rows of activations x that share one pass over unquantized weights, which stream from memory,
+    when there are few rows. Weights with scales need more registers, and fewer rows share a pass.
     """
     dot_batch: int
-    """Number of rows of x that share one pass over weights in int8 products, when weights stream
+    """Number of rows of activations x that share one pass over weights in int8 products, when weights stream
     from memory.
     """
     dot_tile: tuple[int, int] | None
-    """(rows of x, vectors of weight rows) in the register tile of an int8 product with many rows, which first
-    unpacks weights into a buffer. None: weights are unpacked again for each batch of rows.
+    """(rows of activations x, vectors of weight rows) in the register tile of an int8 product with many rows,
+    which first unpacks weights into a buffer. None: weights are unpacked again for each batch of rows.
     """
     amx: bool = False
-    """True if AMX tile registers multiply bfloat16 for many rows of x."""
+    """True if AMX tile registers multiply prompt rows, in bfloat16."""
     smmla: bool = False
     """True if the instruction set has Arm's smmla, which multiplies two rows of x with two rows of weights,
     eight bytes of each.

@@ -142,7 +142,9 @@ class Mixture:
 
 
 def into(func: PrimFunc, arguments: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Emits a call of a kernel that writes or changes its last argument `out`, and returns `out`."""
+    """Emits a call of the kernel `func` with `arguments` and a last argument `out`, which the kernel writes
+    or changes in place, and returns `out`.
+    """
     name = str(func.attrs[NAME] if NAME in func.attrs else func.attrs["global_symbol"])
     shape = float_rows(*out.shape)
     return tensor_ir_inplace_op(func, name, [*arguments, out], len(arguments), shape)

@@ -263,7 +263,9 @@ class _Halves:
         return tensor if int(tensor.shape[1]) == width else self.view(name, tensor.shape[0], width)
 
     def view(self, name: str, rows: Expr, width: int) -> Tensor:
-        """Returns the beginning of the scratch tensor `name` in the shape [rows, width]."""
+        """Emits a view of the beginning of the scratch tensor `name`, float32 [rows, width], and
+        returns it.
+        """
         tensor, shape = self.room[name]._expr, relax.ShapeExpr([rows, width])
         view = relax.op.memory.view(tensor, shape, "float32", 0)
         return Tensor(_expr=relax.BlockBuilder.current().emit(view))

@@ -44,7 +44,8 @@ from mlcbuild.targets.target import Target
 
 
 def mixture_columns(spec: Experts) -> dict[str, int]:
-    """Returns scratch tensor name -> number of float32 columns that a mixture-of-experts layer needs in it.
+    """Returns scratch tensor name -> number of float32 columns that a mixture-of-experts layer needs
+    in it.
     """
     room = {"pair": 2 * spec.size * spec.chosen, "logits": spec.count, "choices": 2 * spec.chosen}
     if spec.shared_size:
@@ -351,7 +352,9 @@ def _call(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor
 
 
 def _into(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor:
-    """Emits a call of a kernel that writes or changes its last argument `out`, and returns `out`."""
+    """Emits a call of the kernel `func` with `arguments` and a last argument `out`, which the kernel writes
+    or changes in place, and returns `out`.
+    """
     shape = float_rows(*out.shape)
     return tensor_ir_inplace_op(func, func_name(func), [*arguments, out], len(arguments), shape)
 

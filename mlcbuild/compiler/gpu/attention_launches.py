@@ -1,4 +1,5 @@
-"""Translates attention into kernel launches for a GPU: grouped-query attention, and latent attention (MLA).
+"""Translates attention into kernel launches for a GPU: grouped-query attention, and latent attention
+(MLA).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Number of tokens of the context window per split: in decoding, so many workgroups share the keys of a row
-as the window has splits.
+"""Number of tokens of the context window per split: decoding divides the keys of a row among as many
+workgroups as the window has splits.
 """
 _MAX_SPLITS = 8
 
@@ -47,7 +48,8 @@ def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> Attent
 
 
 def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dict[str, int]:
-    """Returns workspace buffer name -> number of 32-bit columns per row that a layer's attention needs in it.
+    """Returns workspace buffer name -> number of 32-bit columns per row that a layer's attention
+    needs in it.
     """
     mixer, cache = layer.mixer, attention_spec(build, index, layer).cache
     needed = {"query": cache.heads * cache.head_dim, "attended": cache.heads * cache.value_dim}

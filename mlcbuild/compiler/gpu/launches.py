@@ -95,7 +95,8 @@ class LaunchBuilder:
         }
 
     def rows(self, name: str) -> int:
-        """Returns the number of rows of the matrix parameter `name`, or of all matrices of a stack together.
+        """Returns the number of rows of the matrix parameter `name`, or of all matrices of a stack
+        together.
         """
         *rows, _ = self.params[name].shape
         return rows[0] if len(rows) == 1 else rows[0] * rows[1]

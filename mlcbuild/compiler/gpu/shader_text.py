@@ -31,7 +31,7 @@ class Dialect:
     """A language of GPU kernels, such as WGSL, and what TVM's code generator for it lacks."""
 
     kind: str
-    """TVM's name of the kind of target."""
+    """TVM's name of the kind of target for this language, such as webgpu for WGSL."""
     ending: str
     """Suffix of kernels' file names in this language."""
     prelude: str

@@ -1,4 +1,4 @@
-"""Emits a loop of several decoding steps, which is one call of a library.
+"""Emits a loop of several decode steps, which is one call of a compiled library.
 
 The caller's work between two steps is slow, because all weights of a model have passed through the caches and
 evicted the caller's code and data. So a library has a loop over its function `step`.
@@ -25,12 +25,12 @@ def emit_steps(
     variables: MakeVariables,
     attributes: Mapping[str, object],
 ) -> None:
-    """Adds the functions `step_on` and `steps` of the ABI to a library. They run several decode steps in one
-    call, by calling `step`.
+    """Adds two exported functions to a library: `step_on` runs one decode step and changes its arguments into
+    those of the next; `steps` repeats `step_on` while another step must follow.
 
-    step: (the library's function of one step, a Python function that emits the change of its arguments to
-    those of the next step). variables: function that returns new variables for the arguments of an ABI
-    function, by name. attributes: attributes of the new functions.
+    step: (GlobalVar of the library's function `step`, function that emits the change of the arguments, passed
+    by name). variables: function that returns name -> new variable for the arguments of an ABI function.
+    attributes: attributes of the new functions.
     """
     function, next_inputs = step
     arguments = variables(abi.STEP_ON)

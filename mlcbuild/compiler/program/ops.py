@@ -32,7 +32,9 @@ NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors that describe the batch of a step, as abi.BATCH and abi.FORKS list them."""
+    """The tensors that describe the batch of a step to attention: KV cache, positions and cache slots of
+    tokens, page table, lengths, and copies of pages (forks).
+    """
 
     pages: Tensor
     positions: Tensor
@@ -73,7 +75,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class ResidualRows:
-    """Rows of the residual stream, x float32 [n, hidden], together with scratch tensors of n rows, by name.
+    """Rows of the residual stream, x float32 [n, hidden], together with scratch tensors of n rows, by
+    name.
     """
 
     x: Tensor
@@ -97,7 +100,9 @@ class CacheLayout(Protocol):
 
 
 class Ops(Protocol):
-    """The operations by which one device computes the parts of a library."""
+    """The interface of a backend: methods that emit the computations of a model's program for one device, and
+    properties of the compilation.
+    """
 
     @property
     def config(self) -> ModelConfig: ...
@@ -120,7 +125,9 @@ class Ops(Protocol):
 
     @property
     def decode_loop(self) -> bool:
-        """Returns True if the library can have `step_on` and `steps`, several decode steps in one call."""
+        """Returns True if the library can have the functions `step_on` and `steps`, which run several decode
+        steps in one call.
+        """
         ...
 
     @property
@@ -141,7 +148,7 @@ class Ops(Protocol):
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """Emits the embeddings of tokens int32 [n], scaled and normalized as the family requires, and returns
+        """Emits the embedding lookup of tokens int32 [n], with the model's scale and norm, and returns
         float32 [n, hidden].
         """
         ...
@@ -153,10 +160,9 @@ class Ops(Protocol):
         ...
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
-        """Emits cosines and sines of positions int32 [n], times `factor`, for one rotary embedding of the
-        model; the query's scale is a last column if the rope has one.
-
-        inv_freq: float32 [dim / 2]. Returns float32 [n, spec.columns].
+        """Emits cosines and sines of one rotary embedding, times `factor`, and returns them, float32 [n,
+        spec.columns]: the scale of queries is a last column if the embedding has one. positions: int32 [n];
+        inv_freq: float32 [dim / 2].
         """
         ...
 
@@ -186,8 +192,8 @@ class Ops(Protocol):
         ...
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
-        """Emits the logits, biased, scaled and capped, of x float32 [q, hidden] after the last norm, and
-        returns float32 [q, vocab].
+        """Emits the product of x float32 [q, hidden], after the last norm, with the output matrix, then bias,
+        scale and soft cap, and returns the logits float32 [q, vocab].
         """
         ...
 

@@ -49,7 +49,7 @@ PASS_STEPS = 18
 """Maximum number of steps of k in one pass. Two tiles of weights then take 36 KiB of a first-level cache of
 48 KiB."""
 X_EXPONENT = 104
-"""Exponent of the power of two by which x is multiplied; see amx_weights."""
+"""Exponent of the power of two by which x is multiplied: tiles hold weights times 2**-X_EXPONENT."""
 
 Ready = Callable[[Expr], tuple[Buffer, Expr]]
 """Function that emits one row of x and returns (buffer that holds it as float32, index of its row there)."""
@@ -373,8 +373,8 @@ def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
 
 
 def rounded(low: Expr, high: Expr) -> Expr:
-    """Returns int32 lanes whose low and high halves hold the vectors `low` and `high`, rounded to bfloat16.
-    """
+    """Returns int32 lanes whose low and high halves hold the vectors `low` and `high`, rounded to
+    bfloat16."""
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
     first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))

@@ -67,11 +67,8 @@ def attention(spec: AttentionKernel) -> PrimFunc:
     """Returns the attention kernel. Its arguments are (qkv float32 [n, width] with rotated queries, pages,
     q_indptr int32 [b+1], page_indptr int32 [b+1], page_table int32 [p], kv_lengths int32 [b], positions int32
     [n], layer int64, window int64, prompt int64 if has_prompt_variant, slopes float32 [heads] with ALiBi,
-    sinks [heads] if there are any, out).
-
-    All rows belong to prompts unless `prompt` is 0. `out` is float32 [n, heads * value_dim], or as
-    AttentionKernel.columns describes.
-    """
+    sinks [heads] if there are any, out). If `prompt` is not 0, AMX computes all rows. `out` is float32 [n,
+    heads * value_dim], or wider, with prompt rows packed for AMX."""
     heads = spec.heads
     with kernel("paged_attention") as function:
         rows, batch, table = size_var("n"), size_var("b"), size_var("p")
@@ -259,8 +256,8 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
 
 
 def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits the products query . key of a register tile of query vectors with a page whose keys are latents.
-    """
+    """Emits the products query . key of a register tile of query vectors with a page whose keys are
+    latents."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     dim, rows = spec.heads.dim, [tile * spec.tile + row for row in range(spec.tile)]
     sums = [registers(1, floats.lanes)[0] for _ in rows]
@@ -299,9 +296,9 @@ def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
 
 
 def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Expr) -> Expr:
-    """Returns the soft-capped scores of a query row for the tokens from base + part on, where tokens = (base,
-    part). A token that is later than the query, or has left the window, gets HIDDEN, which acts as minus
-    infinity."""
+    """Returns the scores of a query for the tokens from base + part on, where tokens = (base, part),
+    soft-capped and biased. A token that is later than the query, or has left the window, gets HIDDEN, which
+    acts as minus infinity."""
     spec, floats, (base, part) = task.spec, task.spec.scores, tokens
     score = T.bind(floats.load(task.weight, row, part))
     if spec.softcap is not None:

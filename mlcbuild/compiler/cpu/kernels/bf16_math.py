@@ -1,4 +1,5 @@
-"""Emits elementary functions for values that will be rounded to bfloat16, in a few AVX-512 instructions each.
+"""Emits elementary functions for values that will be rounded to bfloat16, in a few AVX-512
+instructions each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Emits stores of the results of a matrix product in a row-major tensor of any width, with an optional bias.
+"""Emits stores of the results of a matrix product in a row-major tensor of any width, with an
+optional bias.
 """
 
 from __future__ import annotations

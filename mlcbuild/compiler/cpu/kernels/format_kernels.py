@@ -48,7 +48,8 @@ def kernels() -> dict[tuple[str, str], FormatKernel]:
 
 
 def kernel_for(scheme: Storage) -> FormatKernel:
-    """Returns the CPU kernels for the format and layout of a scheme. Raises CompileError if there are none.
+    """Returns the CPU kernels for the format and layout of a scheme. Raises CompileError if there are
+    none.
     """
     module = f"{formats.__name__}.{scheme.format}{SUFFIX}"
     try:

@@ -60,7 +60,7 @@ def sigmoid(value: Value) -> Value:
 
 
 def capped(value: Value, cap: float) -> Value:
-    """Returns cap * tanh(value / cap)."""
+    """Returns the expression cap * tanh(value / cap), a soft cap of one float32 number."""
     double = bind(T.max(T.min(value * exact(2 / cap), number(80)), number(-80)))
     return exact(cap) * (number(1) - number(2) / (T.exp(double) + number(1)))
 

@@ -30,7 +30,8 @@ from mlcbuild.models.layers import HeadNorm, QueryScale
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """The operations on queries and keys between their product and attention: clipping, norms and rotation.
+    """The operations on queries and keys between their product and attention: clipping, norms and
+    rotation.
     """
 
     rope_dim: int = 0

@@ -128,7 +128,7 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
     """Returns the kernel that combines the parts of each row in `best` and writes the token of the largest
-    logit to `sampled` int32 [q], or abi.INVALID_TOKEN if that logit is NaN or infinite.
+    logit to `sampled` int32 [q], or abi.INVALID_TOKEN if that logit is NaN or minus infinity.
     """
     parts = -(-vocab // PART)
     with kernel(name) as k:
@@ -256,8 +256,8 @@ class _Line:
         return bind(T.reinterpret("float32", bits))
 
     def find_threshold(self, low: Value) -> None:
-        """Emits code that writes to `low` the largest key that at least CANDIDATES logits reach, bit by bit
-        from the highest.
+        """Emits a search, bit by bit from the highest, for the largest integer key that at least 64 logits of
+        the row reach, and its store in `low`, an array of one int32 per thread.
         """
         thread_count, tx = self.thread_count, self.tx
         put(low, T.int32(_SMALLEST), 0)

@@ -204,8 +204,8 @@ def row_statistics(
 
 
 def _one_row(k: KernelBuilder, vectors: NormVectors, tx: Value, columns: Columns) -> None:
-    """Emits the norm of one row, computed by all threads of a workgroup. tx: index of the thread; columns:
-    (function that returns the value in a column, function that stores the normalized value).
+    """Emits the norm of one row, which all threads of a workgroup compute together. tx: index of the thread;
+    columns: (function that returns the value in a column, function that stores the normalized value).
     """
     read, write = columns
     mean, root = row_statistics(k, vectors.spec, tx, read)

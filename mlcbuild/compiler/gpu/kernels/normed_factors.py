@@ -1,4 +1,6 @@
-"""Reads rows of x as factors of a GPU product, and normalizes them while they are read."""
+"""Emits reads of rows of x, the left factor of a matrix product on a GPU, and their norm while they
+are read.
+"""
 
 from __future__ import annotations
 

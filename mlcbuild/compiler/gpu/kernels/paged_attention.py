@@ -263,7 +263,8 @@ class _HeadGroup:
         barrier()
 
     def add_values(self, pages: Value) -> None:
-        """Emits the addition of the values of a tile of tokens, times their attention weights, to the sums.
+        """Emits the addition of the values of a tile of tokens, times their attention weights, to the
+        sums.
         """
         cache = self.spec.cache
         with T.serial(WORKGROUP) as token:

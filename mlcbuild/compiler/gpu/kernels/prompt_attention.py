@@ -153,7 +153,7 @@ class _QueryTile:
             put(tile, T.Select(inside, element, number(0)), other * _STRIDE + flat % KEYS)
 
     def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
-        """Emits the dot products of the query row that a thread computes with the keys of a tile. query:
+        """Emits the dot products of a thread's query row with every fourth of the 32 keys of a tile. query:
         function of (row, dimension) that returns an element of a query; base: position of the tile's first
         key.
         """

@@ -57,7 +57,9 @@ class StoredAs:
 
     @property
     def minimum_word(self) -> int:
-        """Returns the number of 32-bit words in a block's scales, after which its minima follow."""
+        """Returns the number of 32-bit words that hold the integer factors of the scales of BLOCK_WEIGHTS
+        weights; those of minima follow them.
+        """
         return BLOCK_WEIGHTS // self.group // 4
 
 
