@@ -22,8 +22,8 @@ infinite. No published file comes near.
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs quantized rows for the layout x16, and returns the tensors that store them, in the format's
-    order. rows: consecutive parts of a matrix, of any codes and scales that `blocks` holds.
+    """Packs quantized rows for the layout x16, tiles of 16 rows, and returns the tensors that store them, in
+    the format's order. rows: consecutive parts of a matrix, of any codes and scales that `blocks` holds.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
@@ -128,8 +128,8 @@ def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint3
 
 
 def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes tensors in the layout x16 and returns float32 [N, K] without padding: code * scale +
-    minimum, each operation rounded. shape: (N, K).
+    """Dequantizes tensors in the layout x16, tiles of 16 rows, and returns float32 [N, K] without padding:
+    code * scale + minimum, each operation rounded. shape: (N, K).
     """
     rows, columns = shape
     q_weight, *numbers = tensors

@@ -76,7 +76,7 @@ class Format:
     """Number of matrix rows that one index of axis 0 of every stored tensor covers: 1, or 16 for tiles."""
     blocks: Blocks | None = None
     """Description of the codes, scales and minima, for formats that keep the values of quantized checkpoints
-    and for formats with two-level scales; None for other formats.
+    or whose scales are a float16 of 256 weights times an integer; None for other formats.
     """
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
     """Function of (consecutive quantized rows, the parameter's name for error messages) that returns the

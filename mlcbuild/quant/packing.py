@@ -166,10 +166,8 @@ class Packer:
 
 
 def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Returns planes of eight codes of 4 or 5 bits, one byte each, as four planes with two 4-bit values in a
-    byte.
-
-    With 5 bits, one more plane holds the fifth bits, eight in a byte. Overwrites `q`.
+    """Packs codes of 4 or 5 bits, one byte each in eight rows `q`, and returns them as four rows with two
+    4-bit values in a byte. With 5 bits, a fifth row holds the fifth bits, eight in a byte. Overwrites `q`.
     """
     low, high = q[: QUADS // 2], q[QUADS // 2 :]
     fifth = None
@@ -206,8 +204,8 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
 
 
 def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes (q_weight, q_scale) of the layout x16 and returns float32 [N, K] without padding: (code -
-    zero) * scale. shape: (N, K).
+    """Dequantizes (q_weight, q_scale) of the layout x16, tiles of 16 rows, and returns float32 [N, K] without
+    padding: (code - zero) * scale. shape: (N, K).
     """
     q_weight, q_scale = tensors
     rows, columns = shape

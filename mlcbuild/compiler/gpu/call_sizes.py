@@ -14,8 +14,8 @@ from mlcbuild.compiler.gpu.kernels import prompt_attention
 from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
 
 DRAFT_ROWS = 16
-"""Minimum of the maximum number of rows in a decoding step: libraries for few sequences allow as many, so
-that these can have draft tokens.
+"""Lower limit of the maximum number of rows in a decoding step: even libraries for few sequences allow so
+many, so that these can have draft tokens.
 """
 STEPS = 16
 """Number of decoding steps whose sampled tokens the GPU program's buffer `history` can hold."""
@@ -44,8 +44,8 @@ class CallSizes:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns name of a size -> its maximum in one call: n rows, q rows of logits, t tiles of prompts, f
-        forks, m logit masks, and pages of the KV cache.
+        """Returns name of a size -> its maximum in one call: n rows, q rows of logits, t tiles of prompt
+        rows, f copies of pages (forks), m logit masks, and pages of the KV cache.
         """
         return {
             "n": max(self.limits.rows, self.decode_rows),

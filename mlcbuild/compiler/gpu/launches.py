@@ -150,8 +150,8 @@ class LaunchBuilder:
         return self.launch(make, arguments, {"n": size}, bound)
 
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for normed = norm(x) in prompts (rows is None), and no launch in decoding, where
-        products normalize x themselves.
+        """Returns the launch for normed = norm(x) in prompts (rows is None), and no launch for a layer
+        without such a norm or in decoding, where products normalize x themselves.
         """
         if rows is not None or layer.norms.before is None:
             return []

@@ -1,7 +1,7 @@
 """The stored format `q4f32`: 4-bit codes with a float32 scale for each group of 32 weights, as in mlc-llm's
 q4f32_1.
 
-code = clip(rint(w / scale + 7), 0, 15), where the scale is that of search.fit. The sixteenth code is used,
+code = clip(rint(w / scale + 7), 0, 15), where scale is the result of search.fit. The sixteenth code is used,
 which mlc-llm leaves unused; the meaning of the bytes is the same.
 """
 

@@ -1,7 +1,7 @@
 """The stored format `q5s`: 5-bit codes with a signed float16 scale for each group of 32 weights, for products
 with int8 activations.
 
-code = clip(rint(w / scale + 16), 0, 31), where the scale is rounded from minus search.fit.
+code = clip(rint(w / scale + 16), 0, 31), where scale is minus the result of search.fit, rounded to float16.
 """
 
 from mlcbuild.quant.grouped import rows, tiles

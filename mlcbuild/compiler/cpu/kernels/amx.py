@@ -86,9 +86,8 @@ class Shape:
 
     @property
     def lines(self) -> int:
-        """Returns the number of lines of finished results that are written during one step along k, so that a
-        block of results is written within the shortest pass.
-        """
+        """Returns the number of rows of finished results that are written during one step along k, so that a
+        block of results is written within the shortest pass."""
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
@@ -121,7 +120,7 @@ class Shape:
 
     @property
     def sums(self) -> int:
-        """Returns the number of lines of 32 float32 sums that one task stores."""
+        """Returns the number of rows of 32 float32 sums that one task stores."""
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
@@ -182,9 +181,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """The output of a product with a matrix of gate and up projections. `gate` turns pairs of both into rows
-    of x for the next product.
-    """
+    """The output of a product with a matrix of gate and up projections: `gate` computes act(gate) * up, which
+    `out` stores as rows of x for the next product."""
 
     gate: Callable[[Expr, Expr], Expr]
     out: Packed

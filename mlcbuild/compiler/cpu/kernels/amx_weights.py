@@ -68,8 +68,8 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns one line of an AMX weight tile, int32x16: pairs of weights as bfloat16, which are float16x32
-    `levels` times `scales`, the result of pair_scales.
+    """Returns one line of an AMX weight tile, int32x16, each lane a pair of bfloat16 weights times 2**-104:
+    the products of codes (float16x32 `levels`) with scales, which pair_scales returns.
     """
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)

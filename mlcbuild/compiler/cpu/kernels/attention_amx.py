@@ -89,15 +89,15 @@ class _Task:
 
     @property
     def unit(self) -> float:
-        """Returns the factor that turns a score as tiles compute it into the true score; 1.0 if nothing is
-        scaled.
+        """Returns the factor by which scores, as AMX tiles compute them, are multiplied to get the true
+        scores; 1.0 if nothing is scaled.
         """
         return 2.0 ** (112 - self.raised) if self.shifted else 1.0
 
     @property
     def capped_unit(self) -> float:
-        """Returns the factor that turns a score into the true score after soft-capping, which already applies
-        it.
+        """Returns the factor by which scores are multiplied after soft-capping to get the true scores: 1.0 if
+        the model caps scores, since the cap has already applied the factor.
         """
         return self.unit if self.call.spec.softcap is None else 1.0
 

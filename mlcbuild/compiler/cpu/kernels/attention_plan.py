@@ -173,7 +173,9 @@ class Call:
 
     @property
     def block(self) -> Expr:
-        """Returns the number of rows of one sequence in one attention task."""
+        """Returns the expression of the maximum number of rows of one sequence in one attention task: that of
+        prompts if AMX computes the rows.
+        """
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
 

@@ -86,8 +86,8 @@ class Products:
 
     @property
     def high_lines(self) -> int:
-        """Returns the number of runs of 4 * lanes bytes, in a group of the x16 layout, that hold the bits of
-        weights above the low four.
+        """Returns the number of runs of 4 * lanes bytes that hold the bits of weights above the low four, in
+        a group of 32 columns of a tile of 16 rows.
         """
         return self.bits - 4 if self.bits < 8 else 0
 

@@ -1,15 +1,15 @@
 """Emits products of rows with the matrices of the experts that each row has chosen: rows are grouped by
 expert.
 
-The pairs (row, choice) are sorted by expert, so that an expert's weights are read once, for all of its rows;
-experts without rows are not read. Three kinds, each one launch:
+The pairs (row, chosen expert) are sorted by expert, so that an expert's weights are read once, for all of its
+rows; experts without rows are not read. Three kinds, each one launch:
 
 gather    x [m, k] -> [m * chosen, n]: a result for each pair; cores share out experts and tiles.
 pairs     [m * chosen, k] -> [m * chosen, n]: as gather, but each pair has a row of its own.
 scatter   [m * chosen, k] -> x [m, n] += the results of a row's pairs times their weights, by ascending
           expert; cores share out columns, so that none waits for another, and each sum has one order.
 
-A row's sums never depend on the rows beside it. The matrices are one stack: see quant.stored.
+A row's sums never depend on the rows beside it. The matrices of all experts are stored as one stack.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func, regi
 from mlcbuild.quant.groups import TILE_ROWS
 
 CHUNKS = 8
-"""Number of parts, per core, into which columns are divided when the results of several rows are added up by
-row (scatter), so that cores finish at the same time.
+"""Number of parts per core into which the columns of the result are divided in the kind `scatter`, which adds
+results of experts by row, so that cores finish at the same time.
 """
 
 
@@ -53,12 +53,12 @@ class _Plan:
     experts: Buffer
     """Numbers of those experts that at least one row has chosen, ascending, int32 [experts]."""
     starts: Buffer
-    """For each expert that rows have chosen, the index in `order` of its first pair (row, choice); then the
-    number of pairs. int32 [experts + 1].
+    """For each expert that rows have chosen, the index in `order` of its first pair (row, chosen expert);
+    then the number of pairs. int32 [experts + 1].
     """
     order: Buffer
-    """The pairs (row, choice) sorted by expert, int32 [pairs]; each pair is stored as row * chosen +
-    choice.
+    """The pairs (row, chosen expert) sorted by expert, int32 [pairs]. A pair is stored as row * chosen + the
+    index of the expert among the row's choices.
     """
     used: Expr
     """Number of experts that at least one row has chosen."""
@@ -86,9 +86,9 @@ def kernel(
     """Returns the kernel (choices float32 [m, 2 * chosen], tensors of the prologue, stored tensors, out) that
     multiplies rows with the matrices of their chosen experts.
 
-    source: the prologue that computes rows of x. scatter: True if a row's results are added to row i of
-    `out`, times the experts' weights; False if each pair (row, choice) has a row of results. fresh: True if
-    `out` is first set to zero. pairs: True if x has one row for each pair.
+    source: the prologue that computes rows of x. scatter: True if the results of a row's experts, times their
+    weights, are added to the row of `out`; False if each pair (row, chosen expert) has a row of results.
+    fresh: True if `out` is first set to zero. pairs: True if x has one row for each pair.
     """
     linear = stack.linear
     kind, by_pair = "scatter" if scatter else "pairs" if pairs else "gather", pairs
@@ -143,8 +143,8 @@ def _output(stack: ExpertMatrices, out: Buffer, residual: bool) -> Output:
 
 @dataclass(frozen=True)
 class _Weighted:
-    """The output of a product that adds each result of a pair (row, choice) to the pair's row, times the
-    pair's weight.
+    """The output of a product that adds each result of a pair (row, chosen expert) to the row, times the
+    expert's weight for the row.
     """
 
     output: Output
@@ -161,8 +161,9 @@ class _Weighted:
 
 
 def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
-    """Emits a counting sort of the pairs (row, choice) by expert, and returns the buffers with the sorted
-    pairs. pairs: their number.
+    """Emits a counting sort of the pairs (row, chosen expert) by expert, and returns the buffers with the
+    sorted pairs. choices: float32 [m, 2 * chosen], each row's experts and their weights; pairs: number of
+    pairs.
     """
     count, chosen = stack.count, stack.chosen
     experts, starts, nexts = (T.alloc_buffer((size,), "int32") for size in (count, count + 1, count))
@@ -232,8 +233,8 @@ def _product(
 
 
 def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by_pair: bool) -> None:
-    """Emits the products that have a row of results for each pair (row, choice), divided among cores by
-    expert and tile. by_pair: True if x has one row for each pair.
+    """Emits the products that have a row of results for each pair (row, chosen expert), divided among cores
+    by expert and tile. by_pair: True if x has one row for each pair.
     """
 
     def unit(number: Expr) -> None:
@@ -278,8 +279,8 @@ def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
 
 def _rows(plan: _Plan, part: _Part, place: Expr, tile: Expr, row: Callable[[Expr], Expr]) -> None:
     """Emits the product of one tile of an expert's matrix with all rows that have chosen the expert, in
-    batches. place: index of the expert in the sorted plan; row: function from a pair (row, choice) to its row
-    of x.
+    batches. place: index of the expert among those that rows have chosen; row: function from a pair (row,
+    chosen expert) to its row of x.
     """
     expert = T.bind(T.Cast("int64", plan.experts[place]))
     last = T.bind(T.Cast("int64", plan.starts[place + 1]))

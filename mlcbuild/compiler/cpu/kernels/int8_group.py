@@ -44,7 +44,7 @@ class ActivationRows:
     records: Buffer
     """Buffer of the quantized rows of x, laid out as quantize_activations.Records describes."""
     rows: Sequence[Expr]
-    """Indices of the rows of x in `records`."""
+    """Indices of the rows of x in the buffer of quantized rows."""
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:

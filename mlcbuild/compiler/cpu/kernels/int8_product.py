@@ -61,7 +61,7 @@ the limit, so the core that uses weights must also prefetch them. With no static
 
 @dataclass(frozen=True)
 class Int8Call:
-    """The operands of one int8 product whose code is being emitted."""
+    """The operands that all code paths of one int8 product share while its kernel is emitted."""
 
     matrix: TiledMatrix
     weights: tuple[Buffer, ...]

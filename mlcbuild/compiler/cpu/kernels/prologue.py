@@ -60,8 +60,8 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """The prologue of a product that reads its input x, float32 [m, k]. With `columns`, x lies in the first
-    columns of a tensor with so many columns, packed for AMX.
+    """The prologue of a product that reads its input x, float32 [m, k]. If `columns` is not 0, x lies at the
+    start of a tensor with so many columns, packed for AMX.
     """
 
     columns: int = 0

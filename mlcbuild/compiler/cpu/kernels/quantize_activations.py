@@ -76,8 +76,9 @@ class Records:
 
     @property
     def numbers(self) -> int:
-        """Returns the number of int32 values after the activations of a group's record: the scale and, for
-        each half of the group whose weights have their own scale, a correction and, with `sums`, a sum.
+        """Returns the number of int32 values that follow the activations in the record of one group: the
+        scale, then a correction for each scale of the weights in the group, then as many sums if weights have
+        minima.
         """
         return 1 + self.halves * (1 + self.sums)
 

@@ -77,7 +77,9 @@ class Append:
     """True if queries and keys are normalized after the rotation."""
     clip: float | None = None
     query_scale: bool = False
-    """True if queries are multiplied by the last column of the angles."""
+    """True if queries are multiplied by a scale that depends on the position: the last column of the buffer
+    of cosines and sines.
+    """
 
     @property
     def joint(self) -> bool:

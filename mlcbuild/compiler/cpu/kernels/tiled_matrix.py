@@ -23,7 +23,9 @@ a core of Zen 5, 8 and 32 groups take the same time within 4 % (`ci/bench/consta
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """Emits reads of a stored matrix [n, k] in the x16 layout."""
+    """Emits reads of a stored matrix [n, k] in the x16 layout, which consists of tiles of 16 rows and 32
+    columns.
+    """
 
     isa: ISA
     scheme: Storage

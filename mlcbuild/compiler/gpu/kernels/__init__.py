@@ -1,1 +1,1 @@
-"""Kernels for GPUs in TensorIR, one module for each part of a layer."""
+"""GPU kernels in TensorIR, one module for each part of a transformer layer."""

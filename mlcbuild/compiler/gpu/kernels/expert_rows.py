@@ -33,7 +33,7 @@ class ExpertsSpec:
 
     total: int
     count: int
-    """Number of experts in the part of the stack that the launch binds."""
+    """Number of experts whose matrices the launch binds."""
     chosen: int
 
 

@@ -50,8 +50,8 @@ class StoredAs:
 
     @property
     def block_words(self) -> int:
-        """Returns the number of 32-bit words that hold the two-level scales and minima of BLOCK_WEIGHTS
-        weights.
+        """Returns the number of 32-bit words that hold the scales and minima of BLOCK_WEIGHTS weights where
+        these have two levels: one word of float16 numbers, then bytes.
         """
         return 1 + self.minimum_word * (1 + self.minimum)
 
