@@ -53,7 +53,7 @@ def build(decoder: Decoder) -> IRModule:
 
 def _create_cache(decoder: Decoder) -> None:
     """Adds the exported function that allocates and returns a KV cache of `num_pages` pages. Its memory is
-    not initialised, because no page is read before it is written.
+    not initialised, because results never depend on memory that was not written.
     """
     builder, cache = decoder.builder, decoder.ops.cache
     count = size("num_pages")

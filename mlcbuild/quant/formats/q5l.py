@@ -1,7 +1,8 @@
-"""The stored format `q5l`: 5-bit codes with a two-level scale and minimum for each group of 32 weights.
+"""The stored format `q5l`: 5-bit codes with a scale and a minimum for each group of 32 weights, w = code *
+scale + minimum.
 
-w = code * scale + minimum. A scale is a float16 of 256 weights times an int8 of the group, a minimum a
-float16 of 256 weights times a uint8. level_search.py quantizes.
+A scale is a float16 of 256 weights times an int8 of the group, a minimum a float16 of 256 weights times a
+uint8. level_search.py quantizes.
 """
 
 from mlcbuild.quant.blocks import Blocks

@@ -1,6 +1,6 @@
-"""The stored format `q6l`: 6-bit codes with a signed two-level scale for each group of 16 weights.
+"""The stored format `q6l`: 6-bit codes with a signed scale for each group of 16 weights, w = code * scale.
 
-w = code * scale; a scale is a float16 of 256 weights times an int8 of the group. level_search.py quantizes.
+A scale is a float16 of 256 weights times an int8 of the group. level_search.py quantizes.
 """
 
 from mlcbuild.quant.blocks import Blocks

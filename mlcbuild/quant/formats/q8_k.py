@@ -1,7 +1,7 @@
 """The stored format `q8_k`: 8-bit codes and, for each group of 16 weights, a scale and a minimum, each a
 float16 of 256 weights times a byte of the group.
 
-It keeps the values of a parameter whose rows come from several types of tensors with such two-level scales.
+It keeps the values of a parameter whose rows come from several types of tensors with such scales.
 """
 
 from mlcbuild.quant.blocked import both
