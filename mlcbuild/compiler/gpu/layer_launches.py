@@ -1,8 +1,8 @@
 """Translates the two halves of a layer, attention and feed-forward, into kernel launches for a GPU.
 
-In decoding a dense layer is seven launches: product for queries, keys and values; heads with appending;
-attention; combination of its splits; output product; normalized and gated product; the last product. A norm
-after a half of a layer (Gemma 2) is computed by the product that follows: see residual_stream.py.
+In decoding a dense layer is seven launches: product for queries, keys and values; rotation of heads and
+update of the KV cache; attention; combination of its splits; output product; normalized and gated product;
+the last product. A norm after a half of a layer (Gemma 2) is computed by the product that follows.
 """
 
 from __future__ import annotations

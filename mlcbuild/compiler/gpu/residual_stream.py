@@ -28,7 +28,7 @@ class PendingSum:
     """Prefix of the names of the norm's parameters, such as layers.0.attn_post_norm."""
     norm: NormSpec
     scale: float
-    """Factor by which the normalized sum is multiplied."""
+    """Factor by which norm(delta) is multiplied before it is added to the residual stream."""
 
 
 @dataclass

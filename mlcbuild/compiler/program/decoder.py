@@ -26,7 +26,9 @@ from mlcbuild.models.layers import layer_parameters
 from mlcbuild.quant import StoredTensor
 
 BATCH_AND_FORKS = (*abi.BATCH, abi.FORKS)
-"""The ABI's arguments of a step that are also arguments of the private functions of layers."""
+"""The arguments that describe the batch of a step and its copies of pages (forks); the private functions of
+layers take them, too.
+"""
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ class AttentionKernel:
 
     @property
     def block(self) -> int:
-        """Returns the number of rows (tokens) of one sequence in an attention task: together about 32 query
-        vectors, which stay in the first-level cache.
+        """Returns the maximum number of rows (tokens) of one sequence in an attention task without AMX:
+        together about 32 query vectors (one head of one row each), which stay in the first-level cache.
         """
         return max(1, 32 // self.heads.group)
 
@@ -125,7 +125,7 @@ class AttentionKernel:
 
     @property
     def prompt_block(self) -> int:
-        """Returns the number of prompt rows in one attention task on tile registers."""
+        """Returns the maximum number of prompt rows of one sequence in an attention task on AMX."""
         return max(1, PROMPT_VECTORS // self.heads.group)
 
     @property

@@ -35,7 +35,8 @@ class Norm:
     centered: bool = False
     """True for LayerNorm, which subtracts the mean before scaling."""
     weight: str | None = "float32"
-    """Stored type of the weights; None: there are none. `bias` is the type of the biases."""
+    """Stored dtype of the norm's weights; None: the norm has no weights. `bias` is the same for its biases.
+    """
     bias: str | None = None
 
     @property

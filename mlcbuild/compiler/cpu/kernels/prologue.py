@@ -195,7 +195,7 @@ class Fusion:
 
     source: RowSource = Given()
     bias: bool = False
-    """True if a float32 bias [n] is added to the results."""
+    """True if a float32 bias [n] is added to the results of the product."""
     residual: bool = False
     """True if the results are added to the values that the output already holds."""
     gate: Gate | None = None

@@ -63,7 +63,7 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """1 / root of the mean square of each row of x in the block, in registers."""
+    """1 / root mean square of each added row of the block, an array in registers."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
@@ -124,7 +124,7 @@ class RowsNorm:
 
     vectors: NormVectors
     roots: Value
-    """1 / root of the mean square of each row of x in the block, in registers."""
+    """1 / root mean square of each row of x in the block, an array in registers."""
     means: Value | None
 
     @classmethod

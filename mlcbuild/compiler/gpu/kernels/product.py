@@ -69,9 +69,9 @@ class ProductSpec:
     kernel.
     """
     residual: bool = False
-    """True if the product is added to y, False if it replaces y."""
+    """True if results are added to y, False if they replace y."""
     half_bias: bool | None = None
-    """True if the bias is float16, False if float32; None: there is no bias."""
+    """True if the product's bias is float16, False if float32; None: there is no bias."""
     half_scalars: bool = False
     """True if the parameters of xIELU are float16."""
     cap: float | None = None

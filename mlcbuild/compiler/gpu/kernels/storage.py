@@ -31,7 +31,7 @@ class StoredAs:
     zero: int
     """The stored code that represents the weight 0."""
     half: bool
-    """True if scales, or floating point weights, are float16."""
+    """True if the scales, or the weights of an unquantized matrix, are float16."""
     group: int = GROUP
     """Number of weights that share a scale."""
     minimum: bool = False
