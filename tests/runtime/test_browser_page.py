@@ -134,16 +134,23 @@ def test_files_that_are_stored_are_not_downloaded_again(page: Browser) -> None:
 def test_two_pages_download_a_file_once_and_mend_what_is_damaged(page: Browser) -> None:
     body = f"""{BUNDLES}
         performance.clearResourceTimings();
+        // The browser counts a download some time after its last byte has arrived.
+        const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+        const counted = async (least) => {{
+            for (let turn = 0; downloads() < least && turn < 500; turn++) await pause(20);
+            return downloads();
+        }};
         const [first, second] = await Promise.all([open(), open()]);
         await first.forget();
         const [one, other] = await Promise.all([first.bytes(path), second.bytes(path)]);
-        const once = downloads();
+        const once = await counted(1);
         const digest = first.manifest.files.get(path).blake3;
         const key = (await store.keys()).find((own) => own.url.includes(digest));
         await store.put(key, new Response(new Uint8Array(one.length)));
         const mended = await first.bytes(path);
-        const twice = downloads();
+        const twice = await counted(2);
         await first.bytes(path);
+        await pause(200);
         const equal = (other) => other.length === one.length && one.every((byte, at) => byte === other[at]);
         return [equal(other) && equal(mended), once, twice, downloads()];"""
     assert evaluate(page, body) == [True, 1, 2, 2]
@@ -210,7 +217,7 @@ def test_answers_are_json_of_a_schema(page: Browser) -> None:
         const own = async (seed, response_format, more) => (
             await create(sum, {{ temperature: 1, seed, response_format, ...more }})).choices[0];
         const answers = [];
-        for (let seed = 0; seed < 6; seed++) answers.push(await own(seed, schema));
+        for (let seed = 0; seed < 2; seed++) answers.push(await own(seed, schema));
         answers.push(await own(7, schema, {{ temperature: 0 }}));
         const objects = [await own(1, {{ type: "json_object" }}, {{ max_tokens: 60 }})];
         const plain = await own(1, {{ type: "text" }});
@@ -218,7 +225,7 @@ def test_answers_are_json_of_a_schema(page: Browser) -> None:
         return {{ answers, objects, plain, refused }};"""
     done = evaluate(page, body)
     whole = [own for own in done["answers"] if own["finish_reason"] == "stop"]
-    assert len(whole) >= 4, done["answers"]
+    assert len(whole) >= 2, done["answers"]
     for own in whole:
         jsonschema.validate(json.loads(own["message"]["content"]), ANSWER, jsonschema.Draft202012Validator)
     for own in done["objects"]:
