@@ -43,7 +43,8 @@ class LibraryCode:
     params: Sequence[Tensor]
     """The parameter tensors that the compiled library takes, in the order of its arguments."""
     tools: Mapping[str, str]
-    """Name -> version of each program that made the code."""
+    """Name -> version of each program that produced the compiled code, such as TVM's package or the linker.
+    """
     memory: LibraryMemory
     kernels: Mapping[str, str]
     """Use of a kernel, such as a kind of matrix or attention -> name of the kernel."""

@@ -10,7 +10,7 @@ from importlib import metadata
 from mlcbuild.errors import SetupError
 
 LLVM = "22"
-"""Major version of the LLVM inside TVM's wheel; the child process checks it."""
+"""Major version of the LLVM inside TVM's wheel; `check` compares it with that of the installed wheel."""
 
 
 @cache

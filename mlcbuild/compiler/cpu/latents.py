@@ -48,8 +48,9 @@ class Latents:
     [rows, columns] tensor.
     """
     product: Callable[[str, Fusion, Sequence[Tensor], Tensor], Tensor]
-    """Function of (name of a matrix, fusion, inputs, out) that emits the product with this matrix of the
-    layer and returns `out`.
+    """Function of (name of a matrix, fusion, inputs, out) that emits the product of input rows with this
+    matrix of the layer into `out`, and returns `out`. fusion: prologue and epilogue of the product; inputs:
+    the tensors that the prologue reads.
     """
 
     @property
@@ -100,8 +101,8 @@ class Latents:
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """Emits the product of each head's row of x with the head's matrix in the stack `name`, into `out`,
-        and returns `out`. source: the prologue that reads rows of x [n * heads, ..]; choices: the index of
-        the matrix for each row, as the kernels of experts take it.
+        and returns `out`. source: the prologue that reads rows of x [n * heads, ..]; choices: float32 [n, 2 *
+        heads], in each row the numbers of all heads, then as many weights of 1.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None

@@ -58,9 +58,9 @@ class Mixture:
         return self.parts.linear(param.name, param.matrix)
 
     def add(self, source: Fed, out: Tensor, fresh: bool) -> Tensor:
-        """Emits the mixture of experts for the rows of `source`, added to `out` float32 [n, hidden] in place,
-        and returns `out`, from which the rows may be read. fresh: True if `out` is uninitialised and the
-        result is stored, not added.
+        """Emits the mixture of experts for the rows that `source` describes, added to `out` float32 [n,
+        hidden] in place, and returns `out`. source: (prologue that computes a row, tensors that it reads), of
+        which one may be `out`. fresh: True if `out` is uninitialised and the result is stored, not added.
         """
         spec, weights = self.spec, self.layer.weights
         choices = self._route(source)

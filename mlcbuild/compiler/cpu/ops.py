@@ -1,5 +1,5 @@
-"""Emits the halves of transformer layers, and the code around them, as calls of CPU kernels: the
-implementation of program.ops.Ops.
+"""Emits the attention and feed-forward halves of transformer layers, and the code around them, as calls of
+CPU kernels: the implementation of program.ops.Ops.
 """
 
 from __future__ import annotations
@@ -245,9 +245,9 @@ class _Halves:
         return is_fusible and not self.optional(f"{name}.bias")
 
     def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
-        """Emits copies of the rows of x and of `attended` with the indices `rows`, int32 [q], into scratch
-        memory that is no longer needed. Returns (this object with scratch tensors of q rows, selected x,
-        selected attention output).
+        """Emits copies of the rows of x and of `attended`, the result of attention, with the indices `rows`,
+        int32 [q], into the scratch tensors "qkv" and "pair". Returns (an object like this one with scratch
+        tensors of q rows, selected rows of x, selected rows of `attended`).
         """
         count, gather = rows.shape[0], self.parts.gather
         x = gather(x, rows, self.view("qkv", count, int(x.shape[1])))

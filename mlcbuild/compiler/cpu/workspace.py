@@ -36,11 +36,11 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the number of bytes of the planned buffers of all functions: for each block size, the largest
-    number of blocks in use at one time.
+    """Returns the number of bytes of the buffers that TVM's memory planner has put into a library's
+    functions: for each size of a buffer, the largest number in use at one time.
 
-    A step uses the embeddings, then the blocks of all layers' function together with those of one layer, then
-    those of the exported function.
+    A step uses the buffers of `embed` and of `trunk`, which calls all layers, together with those of one
+    layer, then those of `trunk` with those of the function that the runtime has called.
     """
     planned = {
         str(name.name_hint): _blocks(function)

@@ -86,7 +86,7 @@ def attention_launches(
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
     """Returns the kernel launches that compute attention's results from rotated queries and the KV cache.
-    rows: None for prompts.
+    rows: None for prompts, which use other kernels than decoding.
     """
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
@@ -192,9 +192,9 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
 def _head_product(
     build: LaunchBuilder, name: str, rows: int | None, places: tuple[str, str], stride: int
 ) -> Launch:
-    """Returns the launch that multiplies the vector of each head by the head's matrix in the stack `name`.
-    places: (buffer to read, buffer to write); stride: columns per head in the latter, if more than the matrix
-    has, else 0.
+    """Returns the launch that multiplies the vector of each head by the head's matrix in the parameter
+    `name`, one matrix for each head. rows: None for prompts; places: (buffer to read, buffer to write);
+    stride: columns per head of the buffer to write, if they are more than the matrix computes, else 0.
     """
     count, (source, out) = build.params[name].count, places
     spec = build.product(name, stride=stride)

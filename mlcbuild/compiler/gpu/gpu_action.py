@@ -16,7 +16,9 @@ from mlcbuild.targets.target import Target
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Compiles a GPU program and writes program.json, kernels/*.wgsl and library.json into the directory
-    `out`. Arguments and errors are those of mlcbuild.compiler.action.compile_library.
+    `out`. params: scheme, target and limits as JSON; inputs["config"]: directory with the converted
+    config.json. Raises CompileError if a limit, the target or the compiler prevents it, CheckpointError for
+    an invalid config.
     """
     action.compile_library(params, inputs, out, action.Toolchain(gpu_child.__name__, _needs_nothing, _place))
 

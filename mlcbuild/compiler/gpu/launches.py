@@ -55,7 +55,8 @@ class LaunchBuilder:
         self, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, Expression], buffers: Buffers
     ) -> Launch:
         """Returns a launch of the kernel that `make(name, *arguments)` builds. scalars: name in the kernel ->
-        value; buffers: name in the kernel -> name, or part, of a buffer of the program.
+        value; buffers: name in the kernel -> name of a buffer of the program, or BoundBuffer for a part of
+        one.
         """
         return self.emitter.launch(self.emitter.kernel(make, *arguments), scalars, buffers)
 
@@ -162,8 +163,9 @@ class LaunchBuilder:
     def normed_source(
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
-        """Returns the input of a product that follows a norm: (buffer that the product reads, norm that the
-        product must compute itself or None, buffers of that norm's parameters). rows: None for prompts.
+        """Returns how a product reads norm(x) of the residual stream: (buffer that the product reads, norm
+        that the product must compute itself or None, name in the kernel -> parameter of that norm). rows:
+        None for prompts, whose norm has a launch of its own; rows of x per workgroup in decoding.
         """
         if layer.norms.before is None:
             return "x" if rows is None else self.stream.buffer, None, {}
@@ -175,9 +177,10 @@ class LaunchBuilder:
     def normed_product(
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
     ) -> list[Launch]:
-        """Returns the launches for out = norm(x) W^T, after a pending sum is added to x. name: the matrix W;
-        rows: rows of x per workgroup, None for prompts, whose norm has been launched by `normed`; options:
-        fields of the ProductSpec.
+        """Returns the launches for out = norm(x) W^T of the residual stream x. In decoding they first add the
+        sum that self.stream still lacks, in the same kernel if possible. name: the matrix W; rows: rows of x
+        per workgroup, None for prompts, whose norm has been launched by `normed`; options: fields of the
+        ProductSpec.
         """
         _, norm, _ = self.normed_source(norm_name, layer, rows)
         spec, first = self.product(name, norm=norm, **options), list[Launch]()
@@ -196,9 +199,10 @@ class LaunchBuilder:
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
-        """Returns the launches for x += source W^T, with a norm before the addition if the layer has one.
-        name: the matrix W; post_name: that norm; rows: rows of x per workgroup, None for prompts. In decoding
-        a later product may add the normalized sum.
+        """Returns the launches for x += source W^T of the residual stream x, or for x += norm(source W^T) if
+        the layer has that norm. name: the matrix W; post_name: the norm; rows: rows of x per workgroup, None
+        for prompts. In decoding, norm and addition may be left to the next product, which self.stream then
+        records.
         """
         if layer.norms.after is None:
             spec = self.product(name, residual=True, scale=layer.residual_scale)
@@ -222,8 +226,8 @@ class LaunchBuilder:
         return [self._add(pending, self.stream.buffer, self.stream.buffer)]
 
     def settle(self) -> list[Launch]:
-        """Returns the launches that add the pending sum, if there is one, and leave the residual stream in
-        the buffer `x`; [] if it is there already.
+        """Returns the launches that add to the residual stream the sum that self.stream still lacks, if any,
+        and leave the stream in the buffer `x`; [] if it is there already.
         """
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None

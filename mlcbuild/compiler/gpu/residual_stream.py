@@ -42,8 +42,8 @@ class ResidualStream:
 
 
 def can_add(pending: PendingSum, spec: ProductSpec) -> bool:
-    """Returns True if the kernel of a product can add a pending sum to its x: only RMS norms are fused, and
-    the kernel must not bind more buffers than every device can.
+    """Returns True if the kernel of a product can add `pending`, a sum that the residual stream still lacks,
+    to its x: only RMS norms are fused, and the kernel must not bind more buffers than every device can.
     """
     norm = spec.norm
     if isinstance(pending.norm.norm, LayerNorm) or spec.activation == "xielu" or spec.row_gate:

@@ -33,13 +33,13 @@ class Dialect:
     kind: str
     """TVM's name of the kind of target for this language, such as webgpu for WGSL."""
     ending: str
-    """Suffix of kernels' file names in this language."""
+    """Suffix of the names of kernel files in a GPU language, without the dot, such as wgsl."""
     prelude: str
     """Source text of functions that TVM's code generators lack and that need no optional feature of
     a device.
     """
     prelude_last: bool
-    """True if the prelude must follow the kernel instead of preceding it."""
+    """True if the source text `prelude` must follow a kernel's source text, False if it precedes it."""
 
 
 WGSL = Dialect(
@@ -66,7 +66,7 @@ float either(bool c, float a, float b) { return c ? a : b; }
 """,
     prelude_last=False,
 )
-"""The OpenCL dialect, in which tests execute the same kernels a second way."""
+"""The description of OpenCL, in which tests execute the GPU kernels in addition to WGSL."""
 _RESERVED = frozenset(
     {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
 )

@@ -25,8 +25,9 @@ def emit_steps(
     variables: MakeVariables,
     attributes: Mapping[str, object],
 ) -> None:
-    """Adds two exported functions to a library: `step_on` runs one decode step and changes its arguments into
-    those of the next; `steps` repeats `step_on` while another step must follow.
+    """Adds two exported functions to a library: `step_on` runs one decode step and changes its arguments in
+    place into those of the next; `steps` repeats `step_on` while the flag `continues`, an argument that each
+    step sets, is true.
 
     step: (GlobalVar of the library's function `step`, function that emits the change of the arguments, passed
     by name). variables: function that returns name -> new variable for the arguments of an ABI function.

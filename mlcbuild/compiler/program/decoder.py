@@ -114,9 +114,10 @@ def handle(value: relax.Expr) -> Tensor:
 def variables(
     decoder: Decoder, arguments: Sequence[abi.Argument], sizes: Mapping[str, Expr | int] | None = None
 ) -> dict[str, relax.Var]:
-    """Returns argument name -> new Relax variable for the passed arguments of the ABI, in order.
+    """Returns argument name -> new Relax variable for arguments of a library function that the ABI describes,
+    in their order.
 
-    sizes: name of a size in the ABI -> dimension; any other size becomes a symbolic dimension.
+    sizes: name of a size in the ABI -> dimension; sizes that it lacks become symbolic dimensions.
     """
     dimensions: dict[str, Expr | int] = {"hidden": decoder.config.hidden_size, **(sizes or {})}
 
@@ -234,9 +235,10 @@ def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) 
 
 
 def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: bool = False) -> GlobalVar:
-    """Adds the private function of all layers, (embeddings [n, hidden], batch ..., forks, params, prompt,
-    rows?) -> residual stream [n, hidden], and returns it. selects_rows: True if the argument `rows`, int32
-    [q], limits the result to the rows with these indices, [q, hidden].
+    """Adds the private Relax function of all layers and returns it. It maps embeddings float32 [n, hidden],
+    the batch's tensors, `forks` (copies of pages), all weights and `prompt` (not 0 for prompts) to the
+    residual stream [n, hidden]. selects_rows: True if it has a last argument `rows`, int32 [q], that limits
+    the result to the rows with these indices, [q, hidden].
     """
     builder, config, ops = decoder.builder, decoder.config, decoder.ops
     n = size("n")

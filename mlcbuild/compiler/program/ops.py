@@ -53,8 +53,8 @@ class Layer:
     """
 
     spec: LayerSpec
-    """Description of the first layer that uses the function. Other layers may have another window and another
-    rotary embedding, which are arguments.
+    """Description of the layer. If several layers share the Relax function, it is that of the first; the
+    others may have another window and another rotary embedding, which are arguments.
     """
     params: Mapping[str, Param]
     """Parameter name without the prefix `layers.N.` -> description of the parameter."""
@@ -169,8 +169,9 @@ class Ops(Protocol):
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Emits the attention half of a layer, which adds its result to rows.x in place and writes new keys
-        and values to the KV cache; returns the rows that the feed-forward half reads.
+        """Emits the attention half of a layer, which adds its result to rows.x, float32 [n, hidden], in place
+        and writes new keys and values to the KV cache. Returns the rows that the feed-forward half reads: all
+        n rows, or those that `selected` lists.
 
         selected: int32 [q], the indices of the only rows to return, or None for all rows; it requires
         `selects_rows`.

@@ -46,16 +46,17 @@ SHARE = 128
 """Minimum number of rows in a task for which converting weights to tiles pays off. It took 3 % off a prompt
 of 256 tokens of SmolLM2-135M's shape (`ci/bench/cpu`, two threads of a processor with AMX)."""
 PASS_STEPS = 18
-"""Maximum number of steps of k in one pass. Two tiles of weights then take 36 KiB of a first-level cache of
-48 KiB."""
+"""Maximum number of steps (32 values of k, the summed dimension) in one pass of an AMX product over k. Two
+tiles of weights then take 36 KiB of a first-level cache of 48 KiB."""
 X_EXPONENT = 104
-"""Exponent of the power of two by which x is multiplied: tiles hold weights times 2**-X_EXPONENT."""
+"""Base-2 exponent of the factor by which x, the left factor of a product, is multiplied. It cancels the
+factor 2**-104 of the weights in tiles, whose float16 bits are shifted into bfloat16."""
 
 Ready = Callable[[Expr], tuple[Buffer, Expr]]
 """Function that emits one row of x and returns (buffer that holds it as float32, index of its row there)."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
-"""Function of (buffer, place, tile, step) that emits stores of a tile of weights times 2**-X_EXPONENT. For
-each line it stores an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
+"""Function of (buffer, place, tile, step) that emits stores of a weight tile for the 32 values of k from 32 *
+step on to buffer[place], int32 [16, 16]: pairs of bfloat16 weights times 2**-104, for 16 columns."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,15 @@ class Shape:
 
     @property
     def lines(self) -> int:
-        """Returns the number of rows of finished results that are written during one step along k, so that a
-        block of results is written within the shortest pass."""
+        """Returns the number of rows of a finished block of 32 x 32 results that are written while one step
+        of the next block (32 values of k) is multiplied, so that all are written within the shortest pass."""
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
-        """Returns the number of adjacent result columns that a task computes at least: a block of results, or
-        a step of the next product along its k."""
+        """Returns the minimum number of adjacent columns in a task: 32, one block of results, or 64 of a
+        matrix of gates and ups, which make 32 columns of act(gate) * up, a step of the next product along
+        k."""
         return 2 * STEP if self.gated else BLOCK
 
     @property
@@ -106,14 +108,15 @@ class Shape:
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
-        """Returns the number of panels of columns that each of `threads` threads computes. x is read once for
-        each panel."""
+        """Returns the number of panels, ranges of result columns, into which `threads` threads divide a
+        product: as many for each thread, unless columns are too few. x is read once for each panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
-        """Returns the first line at which the sums of a pair of tiles and a block of rows are stored.
-        Complete sums are written out while the next block is computed, so two blocks have memory."""
+        """Returns the first row, in a task's buffer of sums float32 [.., 32], for two weight tiles (`pair`)
+        and a block of 32 rows of x. With a single pass over k, two blocks take turns: one is written out
+        while the next is computed."""
         if self.passes == 1:
             return T.truncmod(block, i64(2)) * BLOCK
         return (pair * (CHUNK // BLOCK) + block) * BLOCK
@@ -124,9 +127,8 @@ class Shape:
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """Returns the index, in the matrix, of the tile of 16 columns with this number, counted from column
-        `column` on.
-        """
+        """Returns the index, in the matrix, of tile `number` (from 0) of 16 columns, counted from column
+        `column` on. In a matrix of gates and ups, tiles of gates and of ups alternate."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -135,8 +137,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of x as tiles of bfloat16 pairs in lines of 64 bytes. They are stored in a separate int32 buffer
-    [rows / 16, steps, 16, 16], or at the start of an existing float32 tensor."""
+    """Rows of x, the left factor of a product, as AMX tiles of 16 rows of 32 bfloat16 values, one for each
+    step of 32 along k: an int32 buffer [rows / 16, steps, 16, 16], or the start of a float32 tensor."""
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
@@ -146,8 +148,9 @@ class Packed:
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns the location of act(gate) * up, packed as bfloat16 tiles, inside the tensor of gate and up,
-        float32 [m, 2 * k]. It is stored tile after tile, or step after step if whole tiles do not fit."""
+        """Returns a Packed for act(gate) * up at the start of the tensor float32 [m, 2 * k] that otherwise
+        holds gates and ups. If m < 8, whole tiles do not fit: the m lines of one step of k follow those of
+        the step before."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
@@ -159,18 +162,16 @@ class Packed:
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
-        """Returns the index, in the buffer of packed x, at which the line for a row of x and a step along k
-        starts.
-        """
+        """Returns the index, in the buffer of packed x, of the line (64 bytes) that holds the 32 bfloat16
+        values of a row of x in one step along k."""
         tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
         if self.strides is None:
             return tile, step, line, i64(0)
         return i64(0), (tile * self.strides[0] + step * self.strides[1] + line) * LANES
 
     def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
-        """Emits stores of a line of packed x for a row and a step along k. low, high: the two halves of the
-        line, float32x16 each.
-        """
+        """Emits stores of 32 values of a row of x, from column 32 * step on, times 2**X_EXPONENT as bfloat16,
+        in packed x. low, high: the first and the last 16 of the values, float32x16 each."""
         factor = f32(2.0**X_EXPONENT, LANES)
         *place, start = self.line(row, step)
         bits = rounded(low * factor, high * factor)
@@ -220,8 +221,8 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
 
 
 def _part(number: Expr, parts: Expr, total: Expr) -> tuple[Expr, Expr]:
-    """Returns (first item, number of items) of part `number` when `total` items are divided into `parts`
-    parts of nearly equal size."""
+    """Returns (first item, number of items) of part `number`, counted from 0, when `total` items are divided
+    into `parts` parts of nearly equal size."""
     first, after = (T.truncdiv((number + i) * total, parts) for i in range(2))
     return T.bind(first), T.bind(after - first)
 
@@ -253,7 +254,8 @@ class _Pair:
     """Index of the first step along k, the summed dimension, in one pass over a matrix product."""
     count: Expr
     last: Expr
-    """Condition that is true if the sums of a matrix product are complete after this pass."""
+    """Condition that is true in the last pass of a matrix product over k, after which the sums are
+    complete."""
     tiles: tuple[Expr, Expr]
     """Indices of the two weight tiles in the matrix that are multiplied together."""
 
@@ -306,8 +308,8 @@ def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
 
 
 def _start(sums: Buffer, line: Expr, fresh: Expr | None) -> None:
-    """Emits code that fills the four tile registers of sums with zeros if `fresh`, or else loads the sums
-    from memory. line: the first line of them in memory."""
+    """Emits code that fills the four tile registers of sums with zeros if `fresh` is true or None, or else
+    loads the sums from memory. line: the first of the 32 rows of the buffer `sums` that hold them."""
 
     def zero() -> None:
         for number in range(4):
@@ -325,9 +327,8 @@ def _start(sums: Buffer, line: Expr, fresh: Expr | None) -> None:
 
 
 def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
-    """Returns the positions in scratch memory at which the four tiles of sums of a block of 32 x 32 results
-    start. line: first line of the block.
-    """
+    """Returns the indices (row, column), in a task's buffer of sums float32 [.., 32], at which the four 16 x
+    16 tiles of a block of 32 x 32 results start. line: the block's first row in that buffer."""
     return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
 
 
@@ -351,8 +352,9 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into bfloat16 tiles, and returns their location. ready: emits a
-    row of x. Rows that pad the last tile repeat the last row; their results are dropped."""
+    """Emits code that packs x float32 [m, k] into bfloat16 tiles, and returns the Packed that describes them.
+    ready: function of a row's index that emits the row. Rows that pad the last block of 32 repeat the last
+    row; their results are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:

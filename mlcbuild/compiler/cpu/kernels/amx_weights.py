@@ -18,14 +18,14 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, moved, sp
 
 SCALE_EXPONENT = 8
 _CUT = 1.0 + 0.7213 * (7 / 16) / 128
-"""Factor of the scales that compensates for cutting three bits off a float16, which loses 7/16 of the last
-kept place on average; that place is 1 / (2 ln 2) times 2**-7 of the value, averaged over logarithms.
+"""Correction of the scales: cutting a float16 to bfloat16 drops three bits of each weight, 7/16 of the last
+kept place on average. That place is 1 / (2 ln 2) times 2**-7 of the value, averaged over logarithms.
 """
 
 
 def pair_scales(scales: Expr) -> Expr:
-    """Returns the scales of 16 columns, passed as float16x16, times 2**8 as float16x32 with each scale twice,
-    the form that `scaled` takes.
+    """Returns the scales of 16 columns, passed as float16x16, times 2**8 and a correction for the bits that
+    weights lose, as float16x32 with each scale twice.
     """
     wide = T.Cast(typed("float32", LANES), scales) * f32(_CUT * 2**SCALE_EXPONENT, LANES)
     bits = T.reinterpret(typed("int16", LANES), T.Cast(typed("float16", LANES), wide))
@@ -34,9 +34,9 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of an AMX weight tile, a float16x32 with two weights of each of 16 columns: codes
-    minus 2**(bits - 1), in byte `byte` of quads j and 4 + j. A quad is four consecutive codes, one byte each.
-    lines: the int32x16 vectors that hold the codes of a group of 32.
+    """Returns one line of an AMX weight tile, a float16x32: for each of 16 columns the codes 4 * j + byte and
+    16 + 4 * j + byte of a group of 32, minus 2**(bits - 1). j, byte: 0 to 3; lines: the int32x16 vectors that
+    hold the group's codes of `bits` bits.
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)
@@ -52,8 +52,8 @@ def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
 
 
 def _fields(packed: Expr, start: int) -> Expr:
-    """Returns int8x64 with eight bits from each int32 lane: twice those from bit `start` on, and twice those
-    from four bits later. Bits beyond the lane are those of the next lane.
+    """Returns int8x64, four bytes for each int32 lane of `packed`: the eight bits from bit `start` on, twice,
+    then the eight bits from bit start + 4 on, twice. Bits beyond the lane are those of the next lane.
     """
     starts = [(32 * lane + start + 4 * half) % 64 for lane in (0, 1) for half in (0, 0, 1, 1)]
     control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
@@ -68,8 +68,9 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns one line of an AMX weight tile, int32x16, each lane a pair of bfloat16 weights times 2**-104:
-    the products of codes (float16x32 `levels`) with scales, which pair_scales returns.
+    """Returns one line of an AMX weight tile, int32x16: each lane holds two bfloat16 weights times 2**-104,
+    which the left factor of the product compensates. levels: codes of 16 columns around zero, float16x32;
+    scales: the columns' scales as `pair_scales` returns them, float16x32.
     """
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)

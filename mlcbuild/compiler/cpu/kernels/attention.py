@@ -10,7 +10,7 @@ keep all cores busy. Parts start at fixed positions, so the result of a row depe
 The parts' sums are combined at the end, as in flash decoding (Dao et al., 2023).
 
 Prompts may use tile registers instead (attention_amx.py), which round to bfloat16. The caller passes whether
-rows belong to prompts, as for products."""
+rows belong to prompts in the kernel's argument `prompt`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, registers, scra
 from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
 
 MANY_TASKS = 16
-"""Minimum number of attention tasks per head that keep all cores equally busy in any order of the tasks. With
-this order, 8 sequences of SmolLM2-135M's shape take 18.9 CPU ms a step instead of 20.8 (`ci/bench/cpu`)."""
+"""Minimum number of attention tasks per kv head with which the kv heads of a part of a sequence are computed
+one after the other; fewer tasks would not keep all cores equally busy in that order. It took a step of 8
+sequences of SmolLM2-135M's shape from 20.8 to 18.9 CPU ms (`ci/bench/cpu`)."""
 SHORT = 4
 """Largest number of rows of a sequence for which reading keys and values takes longer than computing."""
 
@@ -50,7 +51,9 @@ _Ahead = tuple[Expr, Expr]
 
 @dataclass(frozen=True)
 class _Task:
-    """The scratch buffers of one attention task. In this module a *vector* is one query head of one row."""
+    """The scratch buffers of one attention task, which computes a block of rows of a sequence for one kv
+    head: queries, weights, and sums of the running softmax. In this module a *vector* is one query head of
+    one row."""
 
     spec: AttentionKernel
     query: Buffer  # [capacity, dim], scaled
@@ -124,10 +127,10 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (row of the table of tasks, kv head) of task `index`. If there are many parts of sequences with
-    few rows, the tasks of all heads of a part follow each other, as their keys and values do in a page.
-    Otherwise the tasks of a head follow each other, early and late blocks in turn. total: number of tasks per
-    head."""
+    """Returns (row of the table call.plan, kv head) of attention task `index`. If sequences have few new rows
+    and many tasks, the tasks of all kv heads for the same pages follow each other, as their keys and values
+    do in a page. Otherwise the tasks of a kv head follow each other, early and late blocks of rows in turn.
+    total: number of tasks per kv head."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -143,8 +146,9 @@ def _folded(index: Expr, blocks: Expr) -> Expr:
 
 
 def _task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over one part of the pages that they attend to, or over all of
-    these pages if there are many rows. number: row of the table of tasks; head: kv head."""
+    """Emits attention of one block of rows of a sequence, for one kv head, over the pages that a row of the
+    table call.plan states: a part of those that the rows attend to, or all if there are many rows. number:
+    row of the table; head: kv head."""
     spec = call.spec
     sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
     task = _start(call, (first, count, head))
@@ -296,9 +300,9 @@ def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
 
 
 def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Expr) -> Expr:
-    """Returns the scores of a query for the tokens from base + part on, where tokens = (base, part),
-    soft-capped and biased. A token that is later than the query, or has left the window, gets HIDDEN, which
-    acts as minus infinity."""
+    """Returns the scores of query vector `row` for one vector of tokens, soft-capped and biased. tokens:
+    (position of the page's first token, index in the page of the vector's first token). A token that is later
+    than the query, or has left the window, gets HIDDEN, which acts as minus infinity."""
     spec, floats, (base, part) = task.spec, task.spec.scores, tokens
     score = T.bind(floats.load(task.weight, row, part))
     if spec.softcap is not None:

@@ -34,9 +34,8 @@ PAGES = 4
 """Number of KV cache pages in one step of attention."""
 TOKENS = PAGES * PAGE
 SLACK = 4.0
-"""Base-2 exponent of the largest attention weight: sums of 2**18 weights of 2**(104 + SLACK) are still finite
-float32 numbers.
-"""
+"""Largest base-2 exponent of an attention weight: the running maximum is raised only when a score exceeds it
+by more. Weights are stored times 2**104; sums of 2**18 weights of 2**(104 + SLACK) are finite in float32."""
 _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 
@@ -104,9 +103,8 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of attention over 64 tokens, from token `number` * 64 on. Pages before `begin`, and from
-    `stop` on, are not read: the step reads other pages in their place and masks the scores.
-    """
+    """One step of attention over 64 tokens, from token `number` * 64 on. Pages before `begin` or after `stop`
+    are not read: the step reads other pages in their place and masks the scores."""
 
     number: Expr
     begin: Expr
@@ -124,9 +122,8 @@ class _Step:
 
 
 def task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over all pages that they attend to. number: row of the table of
-    tasks; head: kv head.
-    """
+    """Emits attention of one block of rows over all pages that they attend to. number: row of the table
+    call.plan that states the sequence, rows and pages; head: kv head."""
     sequence, first, count, begin, stop, end = (T.bind(call.plan[number, i]) for i in range(6))
     entries = T.bind(call.page_indptr[sequence])
     task_state = _start(call, (first, count, head))
@@ -197,9 +194,8 @@ def _packed(call: Call) -> amx.Packed | None:
 
 
 def _read_keys(task: _Task, step: _Step) -> None:
-    """Emits code that converts the keys of a step of 64 tokens to bfloat16 tiles, with a column for each
-    token.
-    """
+    """Emits code that converts the keys of 64 tokens, one step of attention, from the KV cache to bfloat16
+    tiles in task.keys, int32 [4, dim / 32, 16, 16], with a column for each token."""
     call = task.call
     with T.serial(PAGES) as i:
         page, after = step.page(call, i), step.page(call, i + PAGES)
@@ -249,9 +245,8 @@ def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | N
 
 
 def _scores(task: _Task, pair: Expr) -> None:
-    """Emits the products query . key of 32 query vectors with the 64 keys of a step, and their stores in
-    scratch memory. pair: index of these vectors.
-    """
+    """Emits the products query . key of 32 query vectors with the 64 keys in task.keys, and their stores in
+    task.scores, float32 [32, 64]. pair: index of this group of 32 vectors."""
     with T.serial(PAGES // 2) as pages:
         for number in range(4):
             amx.instruction("tilezero", T.int8(number))
@@ -291,9 +286,9 @@ def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
 
 
 def _weigh(task: _Task, pair: Expr) -> None:
-    """Emits code that replaces the scores of 32 query vectors by the weights exp(score - maximum), and
-    updates their denominators and totals. pair: index of these vectors.
-    """
+    """Emits code that computes the weights exp(score - maximum) of 32 query vectors for 64 tokens as bfloat16
+    tiles, adds them to the denominators, and rescales the sums of vectors whose maximum rises. pair: index of
+    this group of 32 vectors."""
     floats = task.floats
     slope = f32(math.log2(math.e) * task.capped_unit, LANES)
     with T.serial(PAIR // LANES) as half:
@@ -351,9 +346,8 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
 
 
 def _add_values(task: _Task, pair: Expr) -> None:
-    """Emits code that adds attention weights times values of a step to the totals of 32 query vectors. pair:
-    index of these vectors.
-    """
+    """Emits code that adds the attention weights of 64 tokens times their values to the running sums of 32
+    query vectors, task.sums.total. pair: index of this group of 32 vectors."""
     with T.serial(task.dim // STEP) as part:
         corners = [(pair * PAIR + i * LANES, part * STEP + j * LANES) for i in range(2) for j in range(2)]
         for number, corner in enumerate(corners):

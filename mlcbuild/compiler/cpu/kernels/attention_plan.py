@@ -15,8 +15,9 @@ from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
 from mlcbuild.models import Alibi
 
 PART = 8
-"""Number of KV cache pages in a part of a sequence. Reading one takes several microseconds per head, and
-there are many parts where dividing matters.
+"""Number of KV cache pages in one part when attention divides a sequence with few new rows along its pages.
+Reading a part takes several microseconds per head, and a sequence that is long enough to matter has many
+parts.
 """
 FEW = 16
 """Largest number of new rows with which attention still divides a sequence along its pages: a token with its
@@ -33,9 +34,9 @@ PAIR = 32
 tiles.
 """
 PROMPT_VECTORS = 192
-"""Maximum number of query vectors of a task on tile registers. They share the cost of converting keys and
-values to tiles: attention to 512 tokens of SmolLM2-135M's shape took 11.8 ms instead of 14.3 (`ci/bench/cpu`,
-two threads of a processor with AMX).
+"""Maximum number of query vectors (one head of one row each) of an attention task on AMX tile registers. They
+share the cost of converting keys and values to tiles: attention to 512 tokens of SmolLM2-135M's shape took
+11.8 ms instead of 14.3 (`ci/bench/cpu`, two threads of a processor with AMX).
 """
 
 
@@ -52,8 +53,8 @@ class AttentionKernel:
     rounded: bool = False
     """True if prompt rows may be computed with queries, keys, values and weights rounded to bfloat16."""
     columns: int = 0
-    """Number of columns of the result tensor if it has more than the heads need, else 0. Prompt rows are then
-    stored packed as AMX tiles, which the following matrix product reads.
+    """Number of columns of attention's output [n, columns] if it is wider than query heads * value_dim, else
+    0. Prompt rows are then stored packed as AMX tiles, which the following matrix product reads.
     """
     alibi: Alibi | None = None
     sinks: str | None = None
@@ -118,8 +119,8 @@ class AttentionKernel:
 
     @property
     def capacity(self) -> int:
-        """Returns the number of query vectors (one head of one row) for which a task has memory: a multiple
-        of the vectors that are computed together.
+        """Returns the number of query vectors (one head of one row each) for which the scratch buffers of an
+        attention task without AMX have room: a multiple of the vectors that are computed together.
         """
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
@@ -135,8 +136,9 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class Call:
-    """The buffers of the attention kernel's arguments, and the scratch memory for partial results: one line
-    for each part of a sequence, row and query head.
+    """The arguments of the attention kernel while it is emitted, its table of tasks, and its scratch buffers
+    for partial results. A *line* of these is the partial result of one row and query head over one part of
+    the sequence's pages.
     """
 
     spec: AttentionKernel
@@ -173,8 +175,8 @@ class Call:
 
     @property
     def block(self) -> Expr:
-        """Returns the expression of the maximum number of rows of one sequence in one attention task: that of
-        prompts if AMX computes the rows.
+        """Returns an int32 expression of the kernel: the maximum number of rows of one sequence in an
+        attention task, which is larger if AMX computes the rows, as of prompts.
         """
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
@@ -198,9 +200,11 @@ class Call:
 
 
 def plan(call: Call) -> Expr:
-    """Emits code that divides the attention of a batch into tasks per kv head, writes them to the tables
-    call.plan and call.lines, and returns their number. The tables are in memory because LLVM would otherwise
-    take many seconds to analyse which pages a task reads.
+    """Emits code that divides the attention of a batch into tasks, the same for each kv head, and returns
+    their number per kv head. It writes to call.plan, for each task, sequence, first row, number of rows,
+    first page, last page, position after the last token, and line of partial results or -1; and to
+    call.lines, for each sequence, its first line and number of parts. The tables are in memory because LLVM
+    would otherwise take many seconds to analyse which pages a task reads.
     """
     at = registers(1, 2, "int32")[0]
     for i in range(2):
@@ -246,8 +250,9 @@ def join(call: Call, sequence: Expr) -> None:
 
 
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
-    """Emits code that combines the partial attention results of one row and query head. lines: (first line,
-    distance of lines from part to part, number of parts); place: (row, query head).
+    """Emits code that combines the partial attention results of one row and query head, and stores its
+    output. lines: (index of the row's first partial results, distance of its indices from part to part,
+    number of parts), each index for all query heads; place: (row, query head).
     """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar

@@ -61,8 +61,8 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns the reader of a stack of `count` matrices of this shape and type, stored as one matrix
-        [count * n, k].
+        """Returns a DenseRows that reads a stack of `count` matrices [n, k] of the same type, stored as one
+        matrix [count * n, k].
         """
         return replace(self, n=count * self.n)
 

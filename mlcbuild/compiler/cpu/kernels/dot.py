@@ -70,8 +70,8 @@ class Products:
 
     @property
     def offset(self) -> int:
-        """Returns the number that is subtracted from the codes, as the instruction reads them, to get the
-        weights; 0 if they are the same.
+        """Returns the number that must be subtracted from stored codes, as the dot-product instruction reads
+        them, to get the weights; 0 if the codes are the weights.
         """
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0
@@ -99,9 +99,10 @@ class Products:
         return 1 if self.bits == 8 else 2
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits code that unpacks weights, and returns for each quad (four consecutive weights) in `packed`
-        its operands of the dot-product instruction, int32 vectors. packed: the j-th run of 4 * lanes bytes of
-        a group in the x16 layout; high: the runs with the bits above four.
+        """Emits code that unpacks weights, and returns for each quad (four consecutive weights of each row)
+        in `packed` its operands of the dot-product instruction: int32 vectors with a lane for each row.
+        packed: run j, from 0, of 4 * lanes bytes of a group of 32 columns, in the x16 layout (tiles of 16
+        rows); high: the group's runs that hold the bits of weights above the low four.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
@@ -132,9 +133,9 @@ class Products:
 
     def pair_step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
         """Returns `total` plus the products, over eight k, of two rows of x and two rows of weights: int32
-        [2, 2].
+        sums [row of x, row of weights] in four lanes.
 
-        weights: a vector that `paired` returns; activations: the same eight k of two rows of x, int32 [2, 2].
+        weights, activations: int32x4 with the eight int8 values of the first row, then those of the second.
         """
         bytes_of = [T.reinterpret("int8x16", operand) for operand in (activations, weights)]
         return intrinsic("int32x4", "llvm.aarch64.neon.smmla", total, *bytes_of)

@@ -38,8 +38,9 @@ class ExpertGate:
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the kernel's arguments, gates and ups float32 [m, 2 * k] and, if there are biases, the
-        biases and the choices of experts, and returns the buffers.
+        """Declares the kernel's arguments and returns their buffers: pairs float32 [m, 2 * k], k gates and
+        then k ups; if there are biases, also the biases [experts, 2 * k] and the choices float32 [n, 2 *
+        chosen], for each row the numbers of its experts and then their weights.
         """
         pair = argument("gate_up", (m, 2 * k), "float32")
         if self.dtype is None:
@@ -81,8 +82,8 @@ def _expert(choices: Buffer, chosen: int, pair: Expr) -> Expr:
 
 def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
     """Returns the kernel (choices float32 [n, 2 * chosen], bias [experts, hidden], x float32 [n, hidden] in
-    place) that adds to each row of x the biases of its chosen experts, times their weights. dtype: stored
-    type of the biases.
+    place) that adds to each row of x the biases of its chosen experts, times their weights. A row of
+    `choices` holds the experts' numbers and then their weights. dtype: stored type of the biases.
     """
     floats = Floats.dividing(isa, hidden)
     with kernel("expert_bias_add") as built:
@@ -106,10 +107,10 @@ def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
 
 
 def gate_shared(isa: ISA, size: int) -> PrimFunc:
-    """Returns the kernel (logits float32 [n, 1], pair float32 [n, 2 * size] in place) that multiplies the ups
-    of the shared expert, the second half of a row, by sigmoid(logit).
+    """Returns the kernel (logits float32 [n, 1], pair float32 [n, 2 * size] in place) that multiplies the
+    second half of each row of `pair`, the up projection of the shared expert, by sigmoid(logit).
 
-    The following product is linear in the ups, so that its results are gated.
+    The shared expert's down projection is linear in it, so that the expert's results are gated.
     """
     floats = Floats.dividing(isa, size)
     with kernel("gate_shared") as built:

@@ -51,7 +51,9 @@ class _Plan:
     """The pairs (row, chosen expert) of a batch, sorted by expert, as buffers."""
 
     experts: Buffer
-    """Numbers of those experts that at least one row has chosen, ascending, int32 [experts]."""
+    """Numbers of those experts that at least one row has chosen, ascending, int32 [experts]; only the first
+    `used` elements are set.
+    """
     starts: Buffer
     """For each expert that rows have chosen, the index in `order` of its first pair (row, chosen expert);
     then the number of pairs. int32 [experts + 1].
@@ -83,8 +85,9 @@ class _Part:
 def kernel(
     stack: ExpertMatrices, source: RowSource, scatter: bool, fresh: bool = False, pairs: bool = False
 ) -> PrimFunc:
-    """Returns the kernel (choices float32 [m, 2 * chosen], tensors of the prologue, stored tensors, out) that
-    multiplies rows with the matrices of their chosen experts.
+    """Returns the kernel (choices float32 [m, 2 * chosen], tensors from which rows of x are computed, stored
+    weights, out) that multiplies rows of x with the matrices of their chosen experts. A row of `choices`
+    holds the numbers of its experts and then their weights.
 
     source: the prologue that computes rows of x. scatter: True if the results of a row's experts, times their
     weights, are added to the row of `out`; False if each pair (row, chosen expert) has a row of results.
@@ -161,9 +164,9 @@ class _Weighted:
 
 
 def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
-    """Emits a counting sort of the pairs (row, chosen expert) by expert, and returns the buffers with the
-    sorted pairs. choices: float32 [m, 2 * chosen], each row's experts and their weights; pairs: number of
-    pairs.
+    """Emits a counting sort of the pairs (row, chosen expert) by expert, and returns its buffers as a _Plan:
+    chosen experts, where the pairs of each start, and the sorted pairs. choices: float32 [m, 2 * chosen], for
+    each row the numbers of its experts and then their weights; pairs: number of pairs, m * chosen.
     """
     count, chosen = stack.count, stack.chosen
     experts, starts, nexts = (T.alloc_buffer((size,), "int32") for size in (count, count + 1, count))
@@ -254,8 +257,9 @@ def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
 def _scatter(
     stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, out: tuple[Buffer, Expr, bool]
 ) -> None:
-    """Emits the products whose results are added to the rows of `out`, divided among cores by columns. out:
-    (buffer, number of its rows, True if it is first set to zero).
+    """Emits the products of the pairs (row, chosen expert) with the experts' matrices, whose results are
+    added to the rows of `out`; cores divide its columns. out: (buffer, number of its rows, True if it is
+    first set to zero).
     """
     threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
     parts = T.Select(plan.used <= stack.chosen, threads, threads * CHUNKS)

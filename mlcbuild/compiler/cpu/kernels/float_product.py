@@ -85,27 +85,27 @@ class RowFormat(Protocol):
         their scale; 0 if none."""
 
     def factor(self, plane: int) -> float:
-        """Returns the factor, a power of two, by which the weights in one plane (vector) of a block are too
-        large as they are read; x is divided by it beforehand."""
+        """Returns the power of two by which `streamed` and `unpacked` return vector `plane` of a block of
+        weights too large, to save instructions; x is divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares and returns the stored tensors as the next arguments of the kernel."""
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns the reader of a stack of `count` matrices of this shape and format, stored as one matrix
-        [count * n, k]."""
+        """Returns a RowFormat that reads a stack of `count` matrices [n, k] of the same format, stored as one
+        matrix [count * n, k]."""
 
     def start(self, block: Expr) -> Expr:
         """Returns the index along k, the summed dimension, at which a block of a weight row starts."""
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector (a plane) of a loaded block of weights as float32, times the plane's factor;
+        """Returns vector `plane` of a loaded block of weights, `lanes` float32 values times factor(plane);
         offset and scale are not applied yet."""
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector (a plane) of a loaded block of weights as float32, times the plane's factor,
+        """Returns vector `plane` of a loaded block of weights, `lanes` float32 values times factor(plane),
         with offset and scale applied."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
@@ -114,9 +114,9 @@ class RowFormat(Protocol):
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The order of the values in a packed row of x, the left factor of a product. A block has `planes`
-    vectors and, if weights have an offset, one more vector: minus the offset times the sum of x over the
-    planes."""
+    """The order of the float32 values in a packed row of x, the left factor of a product: `blocks` blocks of
+    `planes` vectors of `lanes` values. If weights have an offset, each block has one more vector: minus the
+    offset times the sum of x over the block's vectors."""
 
     lanes: int
     planes: int
@@ -146,8 +146,8 @@ def block_rows(n: int) -> int:
 
 
 def streamed_batch(form: RowFormat) -> int:
-    """Returns the number of rows of x that share one pass over weights that stream from memory; it is smaller
-    with an offset, since a sum then takes two registers."""
+    """Returns the number of rows of x that share one pass over weights that stream from memory: fewer if an
+    offset is subtracted from weights, since a sum then takes two registers."""
     return 2 if form.offset else form.isa.batch
 
 
@@ -320,7 +320,8 @@ def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A part of k, the summed dimension, that is unpacked to float32 at a time, in blocks."""
+    """A range of blocks of each weight row, `count` from block `first` on, that is unpacked to float32 at a
+    time."""
 
     first: Expr
     count: Expr
@@ -362,8 +363,8 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """Emits code that unpacks a chunk of weight row r of block `index` to float32 in row r of `scratch`, in
-    the order of packed x."""
+    """Emits code that unpacks a chunk (some blocks along k) of row r of the group `index` of weight rows to
+    float32 in row r of `scratch`, with the values in the order of a packed row of x."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:

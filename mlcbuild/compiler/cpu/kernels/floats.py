@@ -130,8 +130,8 @@ class Floats:
 
     @staticmethod
     def dividing(isa: ISA, extent: int) -> Floats:
-        """Returns a Floats for the longest vectors whose length divides `extent`, so that loops have no
-        remainder.
+        """Returns a Floats, which emits operations on vectors, with the longest vectors whose length divides
+        `extent`, so that loops over `extent` values have no remainder.
         """
         return Floats(isa, math.gcd(extent, isa.lanes))
 

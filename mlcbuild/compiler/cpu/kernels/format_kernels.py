@@ -28,12 +28,12 @@ class FormatKernel:
     """The functions by which CPU kernels read matrices of one stored format in one layout."""
 
     rows: Callable[[ISA, int, int], RowFormat] | None
-    """Function of (instruction set, rows, columns) that returns a reader of such a matrix row by row, for
-    products in float32; None for the layout x16, whose tiles int8_product.py reads.
+    """Function of (instruction set, rows, columns) that returns a RowFormat, which reads a matrix of the
+    format row by row for products in float32; None for the layout x16, whose tiles int8_product.py reads.
     """
     copy_row: Callable[[TableRow], None] | None = None
-    """Function that emits the copy of a row of an embedding table in this format, as float32; None: the row
-    is copied value by value, as the reader from `rows` unpacks it.
+    """Function that emits the copy of one row of an embedding table, stored in the format, as float32; None:
+    the row is copied value by value, as the RowFormat that `rows` returns unpacks it.
     """
 
 

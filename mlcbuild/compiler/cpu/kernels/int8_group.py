@@ -23,16 +23,17 @@ class Column:
     """The weights of one vector of rows in one group of 32 columns, with their scales and minima."""
 
     operands: list[list[Expr]]
-    """For each quad (four consecutive columns) of a group, the vectors of weights that dot-product
-    instructions take; in another order if two rows of x are multiplied at a time.
+    """For each quad (four consecutive columns) of a group of 32, the int32 vectors of weights, a lane for
+    each row, that dot-product instructions take. If two rows of x are multiplied at a time: for each two
+    quads, a vector with eight columns of weight rows 0 and 1, then one with those of rows 2 and 3.
     """
     scales: list[Expr]
     """float32 vectors with the scales of a group of 32 columns, one lane for each weight row: two vectors if
     each half of the group has its own scales, else one.
     """
     minima: list[Expr]
-    """float32 vectors with the minima of a group of 32 columns, in the same form as `scales`; [] for weights
-    without minima.
+    """float32 vectors with the minima of a group of 32 columns, one lane for each weight row: two vectors if
+    each half of the group has its own minima, else one; [] for weights without minima.
     """
 
 
@@ -73,8 +74,8 @@ def add_group(
 
 
 def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the integer products of one half of a group, or of the whole group if it has one scale, and
-    returns int32 vectors of sums as [row of x][column of weights].
+    """Emits the integer products of one half of a group of 32 columns, or of the whole group if it has one
+    scale, and returns int32 vectors of sums as [row of x][vector of weight rows].
     """
     isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
@@ -94,11 +95,12 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
 
 
 def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the integer products of one half of a group, or of the whole group if it has one scale, for two
-    rows of x at a time, and returns int32 vectors of sums as [row of x][column of weights].
+    """Emits the integer products of two rows of x at a time with one half of a group of 32 columns, or with
+    the whole group if it has one scale, and returns int32 vectors of sums as [row of x][vector of weight
+    rows].
 
-    A register holds [row of x, row of weights], 2 x 2: rows 0 and 1 of the weights in the first of two
-    registers, rows 2 and 3 in the second.
+    While they are summed, a register holds four sums [row of x, row of weights]: of weight rows 0 and 1 in
+    the first of two registers, of rows 2 and 3 in the second.
     """
     form, products, lanes = x.matrix.records, x.matrix.dot, x.matrix.isa.lanes
     pairs = list(zip(x.rows[::2], x.rows[1::2], strict=True))

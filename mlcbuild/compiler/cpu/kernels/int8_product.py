@@ -45,11 +45,11 @@ prefetcher, which follows the reader within a page, would otherwise find nothing
 token of TinyLlama's shape when it was set (`ci/bench/cpu`, one thread). On a core of Zen 5, distances from
 1 KiB to 6 KiB differ by less than 5 % (`ci/bench/constants`)."""
 FAR_BYTES = 8192
-"""Distance in bytes at which one line of each group is also prefetched while several rows of x are
-multiplied. The hardware prefetcher then starts on a page before products need it, and memory is never idle.
-It took 8 % off a step of 8 sequences of TinyLlama's shape when it was set (`ci/bench/cpu`, one thread). On a
-core of Zen 5, 4 KiB and 16 KiB take the same time within 4 % (`ci/bench/constants`).
-"""
+"""Distance in bytes, from each group of 32 columns of a weight tile, at which one cache line is also
+prefetched while several rows of x are multiplied. The hardware prefetcher then starts on a page before
+products need it, and memory is never idle. It took 8 % off a step of 8 sequences of TinyLlama's shape when it
+was set (`ci/bench/cpu`, one thread). On a core of Zen 5, 4 KiB and 16 KiB take the same time within 4 %
+(`ci/bench/constants`)."""
 STREAMED_BATCHES = 6
 """Maximum number of batches of rows of x for which weights are not unpacked into a buffer first. With 32 rows
 on a core of Zen 5, 1 to 12 batches take the same time within 3 % (`ci/bench/constants`)."""
@@ -61,7 +61,8 @@ the limit, so the core that uses weights must also prefetch them. With no static
 
 @dataclass(frozen=True)
 class Int8Call:
-    """The operands that all code paths of one int8 product share while its kernel is emitted."""
+    """The matrix, weights, rows of x and output of one int8 product, which all of its code paths share while
+    its kernel is emitted."""
 
     matrix: TiledMatrix
     weights: tuple[Buffer, ...]
@@ -103,9 +104,9 @@ class Int8Call:
         return T.reinterpret(typed("int32", lanes), raw)
 
     def column(self, tile: Expr, group: Expr, vector: int, paired: bool) -> Column:
-        """Returns the weights of one vector of rows in a group of 32 columns, with their scales and minima.
-        paired: True for products of two rows of x at a time.
-        """
+        """Emits loads of the weights of one vector of rows in a group of 32 columns, and returns them as a
+        Column: operands of dot products, scales and minima. paired: True for products of two rows of x at a
+        time."""
         return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
@@ -298,8 +299,9 @@ def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Regis
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A block of unpacked weights: operands int32 [groups, quad operands, lanes of all tiles], and scales and
-    minima float32 [groups, number of scales or minima, lanes of all tiles]."""
+    """A block of weight tiles, unpacked for `count` groups of 32 columns from group `first` on. operands:
+    int32 [groups, operands of a group's dot products, rows of all tiles]; numbers: float32 [groups, scales
+    and then minima, rows of all tiles]."""
 
     operands: Buffer
     numbers: Buffer

@@ -19,8 +19,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import LatentAttention
 
 SERIAL_TOKENS = 4
-"""Maximum number of tokens that one core processes alone, since waking the other cores would take longer;
-`ci/bench/kernels --threads 2` prints what that takes."""
+"""Maximum number of tokens whose latents one core writes to the KV cache alone, since waking the other cores
+would take longer; `ci/bench/kernels --threads 2` prints what that takes."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Leading:
 
 
 def every_head(isa: ISA, heads: int) -> PrimFunc:
-    """Returns the kernel that writes choices float32 [n, 2 * heads], by which each row multiplies all
-    matrices 0 .. heads - 1 of a stack, each with weight 1.
+    """Returns the kernel that writes choices float32 [n, 2 * heads]: in each row the numbers 0 to heads - 1,
+    then as many weights of 1. With them, the kernels of experts multiply with all matrices of a stack, one
+    for each head.
     """
     scalar = Floats(isa, 1)
     with kernel("every_head") as built:
@@ -65,7 +66,9 @@ class LatentAppend:
     norm: Norm
     """Description of the norm that is applied to the latents of latent attention."""
     bias: str | None
-    """Stored type of the bias that is added to a token's row; None: there is no bias."""
+    """Stored type of the bias that is added to a token's latent and key before the norm; None: there is no
+    bias.
+    """
 
 
 @dataclass(frozen=True)

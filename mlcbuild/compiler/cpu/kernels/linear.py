@@ -50,8 +50,9 @@ class Linear:
         return self.isa.amx and row_format(self) is None and self.scheme.definition.blocks is None
 
     def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Emits the product of x float32 [m, k] with W, without the variant for prompts, and returns float32
-        [m, n]. weights: W's tensors in stored order; m >= 1 may be symbolic.
+        """Emits the product of x float32 [m, k] with W, and returns float32 [m, n]. It never uses the
+        kernel's variant for prompts, which rounds to bfloat16. weights: W's tensors in stored order; m >= 1
+        may be symbolic.
         """
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
         function = kernel(self, Fusion())
@@ -86,16 +87,17 @@ def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
 
 
 def row_format(of: Linear) -> float_product.RowFormat | None:
-    """Returns the reader of a matrix that is stored row by row; None for the x16 layout, which stores tiles
-    of 16 rows.
+    """Returns the RowFormat that reads the product's matrix row by row; None for the x16 layout, which stores
+    tiles of 16 rows.
     """
     rows = kernel_for(of.scheme).rows
     return None if rows is None else rows(of.isa, of.n, of.k)
 
 
 def tiles(of: Linear) -> TiledMatrix:
-    """Returns the reader of a matrix in the x16 layout, in tiles of 16 rows and 32 columns. AMX is not used
-    for formats that `Blocks` describes, since it would round their weights to bfloat16.
+    """Returns the TiledMatrix that reads the product's matrix in tiles of 16 rows and 32 columns, the x16
+    layout. AMX is used only for formats with one plain scale per group of 32, since it would round other
+    weights to bfloat16.
     """
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)

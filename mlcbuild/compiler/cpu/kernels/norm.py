@@ -167,7 +167,9 @@ class Residual:
     bias: str | None
     """Stored type of the bias that is added; None: there is none."""
     norm: Norm | None
-    """The norm that is applied to delta + bias before it is added (as in Gemma 2); None: there is no norm."""
+    """The norm that is applied to delta + bias before the addition to the residual stream (as in Gemma 2);
+    None: there is no norm.
+    """
     scale: float = 1.0
 
     @property
@@ -181,9 +183,9 @@ class Residual:
 
 
 def residual(spec: Residual) -> PrimFunc:
-    """Returns the kernel (delta float32 [n, size], bias [size], post weight [size], post bias [size], x
-    float32 [n, size] in place) that adds delta to the residual stream x. It lacks the arguments that `spec`
-    does not have.
+    """Returns the kernel (delta float32 [n, size], bias [size], norm weight [size], norm bias [size], x
+    float32 [n, size] in place) that computes x += scale * norm(delta + bias). It lacks the arguments that
+    `spec` does not have.
     """
     size, norm = spec.size, spec.norm
     with kernel(spec.name) as function:

@@ -123,7 +123,9 @@ class Gated:
     dtype: str | None
     """Stored type of the bias that is added to gates and ups; None if there is none."""
     packed: bool = False
-    """True if the tensor already holds act(gate) * up, packed for AMX by the product before."""
+    """True if gate_up already holds act(gate) * up, packed as AMX tiles by the product that computed gate and
+    up.
+    """
 
     @property
     def name(self) -> str:

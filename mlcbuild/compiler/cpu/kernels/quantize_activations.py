@@ -44,14 +44,17 @@ _LEAST, _MOST = -100, 112
 """Smallest and largest exponent of power-of-two scales of activations: their products with any float16 scale
 of weights, from 2**-24 to 65504, are normal float32 numbers."""
 _TOO_LARGE = 0x7AFE0000
-"""The bits of 127 * 2**_MOST, the largest value that such a scale can represent."""
+"""The bits of 127 * 2**112 as a float32, the largest activation that int8 codes with power-of-two scales
+represent.
+"""
 _NAN = 0x7FC00000
 
 
 @dataclass(frozen=True)
 class Records:
     """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]: one record
-    for each group of 32 values.
+    for each group of 32 values. A record holds the group's int8 values, its scale, a correction for each
+    scale of the weights, and, if weights have minima, as many sums.
     """
 
     dot: dot.Products
@@ -96,8 +99,8 @@ class Records:
 
     @property
     def sums(self) -> bool:
-        """Returns True if records hold the sums of activations, times their scale, by which minima of weights
-        are multiplied.
+        """Returns True if the record of a group of 32 activations also holds its sum, code times scale, with
+        which the minima of weights are multiplied.
         """
         return self.blocks is not None and self.blocks.minimum
 
@@ -142,15 +145,16 @@ class Records:
         return group * self.step + self.step - (self.numbers - number)
 
     def sum(self, records: Buffer, row: Expr, group: Expr, half: int) -> Expr:
-        """Returns the float32 sum, times their scale, of a row's activations in one half of a group. half: 0
-        or 1.
+        """Returns the float32 sum of a row's quantized activations, codes times scale, in one half of a group
+        of 32. half: 0 or 1; 0 is the whole group if weights have one scale per group.
         """
         return T.reinterpret("float32", records[row, self.place(group, 1 + self.halves + half)])
 
 
 def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, row: Expr) -> None:
-    """Emits code that quantizes a float32 row into row `row` of the buffer `records`. source: (buffer float32
-    [.., k], index of the row in it).
+    """Emits code that quantizes a float32 row of activations to int8 and writes it, as `form` lays it out,
+    into row `row` of `records`, int32 [rows, stride]. source: (buffer float32 [.., k], index of the row in
+    it).
     """
     x, line = source
     lanes = form.isa.lanes
@@ -180,8 +184,9 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
 def _quantize_group(
     form: Records, records: Buffer, row: Expr, group: Expr, read: Callable[[int], Expr]
 ) -> Expr:
-    """Emits code that quantizes one group of 32 activations into a record, and returns the bits of the
-    largest |x| as an int32. read: function from v to the v-th vector of the group's values.
+    """Emits code that quantizes a group of 32 activations to int8, writes them with their scale and
+    corrections to row `row` of `records`, and returns the bits of the largest |x| as an int32. read: function
+    from v, counted from 0, to the v-th vector of the group's values.
     """
     lanes = form.isa.lanes
     ints = typed("int32", lanes)

@@ -61,8 +61,8 @@ def _each(count: Expr | int, emit: Callable[[Expr], None]) -> None:
 
 
 class _Picks:
-    """Emits the choice of experts for one row of router logits into a scratch buffer, in the order in which
-    they are chosen.
+    """Emits the choice of experts for one row of router logits into a scratch buffer float32 [2 * chosen]:
+    the experts' numbers in the order in which they are chosen, then their weights.
     """
 
     def __init__(self, spec: Experts, floats: Floats, left: Buffer, picked: Buffer) -> None:
@@ -126,8 +126,9 @@ class _Picks:
         _each(spec.count, lambda e: T.buffer_store(logits, logits[row, e] * inverse_total, [row, e]))
 
     def _drop_groups(self) -> None:
-        """Emits code that keeps only experts of the best groups: it sets self.left to -inf for all others. A
-        group's score is its largest score, or the sum of its two largest.
+        """Emits code that keeps only experts of the router's `groups_kept` best groups: it sets self.left to
+        -inf for all others. A group's score is its largest score if the router's `group_by_largest` is set,
+        else the sum of its two largest.
         """
         router = self.spec.router
         size = self.spec.count // router.groups

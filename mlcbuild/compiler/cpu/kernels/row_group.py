@@ -97,8 +97,8 @@ class GroupRows:
         )
 
     def stacked(self, count: int) -> GroupRows:
-        """Returns the reader of a stack of `count` matrices of this shape and format, stored as one matrix
-        [count * n, k].
+        """Returns a GroupRows that reads a stack of `count` matrices [n, k] of the same format, stored as one
+        matrix [count * n, k].
         """
         return replace(self, n=count * self.n)
 

@@ -31,8 +31,8 @@ FEW = 512
 these are then copied to a list.
 """
 _LIMITED = 1 << 8
-"""Maximum number of bisections: each halves the distance of two numbers that lie 87 temperatures apart, and
-float32 numbers near zero may be only 2**-149 apart."""
+"""Maximum number of bisections in a search for a threshold on logits. Each halves the distance of its bounds,
+87 temperatures at first, and float32 numbers near zero may be only 2**-149 apart."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 
 
 def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
-    """Emits a search for the largest threshold on logits that keeps `goal`, a number of tokens, or their
-    weight if `room`, a buffer with the weights of all tokens, is passed. start: (register of the threshold,
-    which is raised; the row's largest logit; a guess).
+    """Emits a search that raises the threshold on a row's logits to the largest one that keeps `goal`: a
+    number of tokens, or their sum of weights if `room`, a buffer with the weights of all tokens, is passed.
+    start: (register of the threshold, the row's largest logit, the first threshold to try).
     """
     least, most, guess = start
     bounds = _Bounds.of(least, most)
@@ -173,10 +173,10 @@ def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, g
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Emits code that chooses the two thresholds that the search tries next, and writes them to `tried`. They
-    lie on either side of where linear interpolation puts the goal; in every third iteration, at one and two
-    thirds, in case the curve is far from linear. share: the position of the goal between the bounds, 0 to 1;
-    turn: number of the iteration.
+    """Emits code that chooses the two thresholds between `bounds` that the bisection tries next, and writes
+    them to `tried`. They lie on either side of the point where linear interpolation expects the goal; in
+    every third iteration, at one and two thirds, in case kept tokens are far from linear in the threshold.
+    share: that point, from 0 at the lower bound to 1 at the upper one; turn: number of the iteration.
     """
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
@@ -188,8 +188,9 @@ def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> Non
 
 
 def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
-    """Emits code that counts, for each of two thresholds, the lower one first, the tokens whose logits reach
-    it, or sums their weights if the buffer `room` has them, and returns both results as float64.
+    """Emits code that counts, for each of two thresholds, the lower one first, the tokens of a row whose
+    logits reach it, or sums their weights if `room`, a buffer with the weights of all tokens, is passed. It
+    returns both results as float64.
     """
     floats, lanes = row.floats, row.floats.lanes
     totals = [register(T.float64(0), 1, "float64") for _ in mids]
@@ -219,8 +220,9 @@ def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
 
 
 def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer]) -> Expr:
-    """Emits the copy of the first FEW logits between two bounds to lists[0], and of their weights in `room`
-    to lists[1]; returns the number of logits between the bounds, which may be larger than FEW.
+    """Emits the copy of up to 512 logits of a row that lie between two bounds to lists[0], and of their
+    weights to lists[1] if `room`, a buffer with the weights of all tokens, is passed. It returns the number
+    of logits between the bounds, which may be larger than 512.
     """
     floats, scalar, lanes = row.floats, row.floats.scalar, row.floats.lanes
     low, high = T.bind(bounds.low.value), T.bind(bounds.high.value)
@@ -259,9 +261,10 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """Emits a bisection for a threshold over the first `count` logits of a buffer, which it pads to full
-    vectors. values: (buffer, index of its row); weights: [buffer with the logits' weights], or empty to count
-    tokens; aim: (bounds of the threshold, number or weight of tokens to keep).
+    """Emits a bisection over the first `count` logits of a buffer, which it pads to full vectors; afterwards
+    bounds.low is the largest threshold that keeps the goal. values: (buffer, index of its row); weights:
+    [buffer with the logits' weights], or empty to count tokens; aim: (bounds, number or weight of tokens to
+    keep).
     """
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)

@@ -136,8 +136,8 @@ def infinity(sign: int, lanes: int = 1) -> Expr:
 
 
 def sum_block(row: Row, block: Expr, value: Read) -> None:
-    """Emits the sum of the weights of a block of a row, and stores it in the row's buffer of sums. value:
-    function from an index in the block to the vector of weights that starts there.
+    """Emits the sum of the sampling weights of the 256 tokens in one block of a row of logits, and its store
+    in row.sums. value: function from an index in the block to the vector of weights that starts there.
     """
     floats = row.floats
     total = register(f32(0, floats.lanes), floats.lanes)

@@ -31,7 +31,9 @@ class TableRow:
 
     @property
     def bits(self) -> int:
-        """Returns the number of bits of a stored code; 0 if the table holds floating point numbers."""
+        """Returns the number of bits of a stored code of the embedding table; 0 if it holds floating point
+        numbers.
+        """
         return self.scheme.bits
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
@@ -110,8 +112,9 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
 
 def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
-    """Returns the number, of two for the halves of a group of 32 values, that applies to one half. half: 0 or
-    1; None: the half in which the quad (four consecutive values) with index `quad` lies.
+    """Returns the scale or minimum of one half of a group of 32 values. numbers: those of both halves, or the
+    only one of the group; half: 0 or 1; None: the half in which the quad (four consecutive values) with index
+    `quad` lies.
     """
     return numbers[half] if half is not None else T.Select(quad < QUADS // 2, numbers[0], numbers[1])
 

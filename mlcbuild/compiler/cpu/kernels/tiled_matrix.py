@@ -17,8 +17,9 @@ from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
 from mlcbuild.quant.groups import GROUP, TILE_ROWS
 
 BLOCK_GROUPS = 16
-"""Number of groups that are unpacked at a time: with two tiles they take 16 KiB, half of a small L1 cache. On
-a core of Zen 5, 8 and 32 groups take the same time within 4 % (`ci/bench/constants`)."""
+"""Maximum number of groups of 32 columns that are unpacked at a time: of two tiles of 16 rows they take 16
+KiB, half of a small L1 cache. On a core of Zen 5, 8 and 32 groups take the same time within 4 %
+(`ci/bench/constants`)."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class TiledMatrix:
         return f"w{self.bits}a8" if self.blocks is None else f"{self.scheme.format}a8"
 
     def arguments(self, count: int) -> tuple[Buffer, ...]:
-        """Declares the kernel's arguments for the tensors that store a stack of `count` such matrices, and
-        returns their buffers.
+        """Declares the kernel's arguments for the tensors that store a stack of `count` matrices [n, k] in
+        the x16 layout, and returns their buffers.
         """
         tensors = ((item, item.shape(self.n, self.k)) for item in self.scheme.definition.tensors)
         return tuple(
@@ -145,8 +146,8 @@ class TiledMatrix:
 
     @property
     def block_groups(self) -> int:
-        """Returns the number of groups of columns that are unpacked together, such that all blocks have
-        nearly equal size.
+        """Returns the number of groups of 32 columns that are unpacked into a scratch buffer at a time, such
+        that all parts of a row have nearly equal size.
         """
         groups = self.records.groups
         return -(-groups // -(-groups // BLOCK_GROUPS))

@@ -64,8 +64,9 @@ class _Choice:
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
     ) -> None:
-        """Emits the allocation of the shared arrays in which a workgroup chooses the experts of one row. at:
-        (index of the row, index of the thread); out: buffers for the chosen experts' (numbers, weights).
+        """Emits the allocation of the shared arrays in which a workgroup chooses the experts of one row, and
+        keeps the arguments for the methods. at: (index of the row, index of the thread); out: the buffers
+        that the methods write, (experts' numbers int32 [n, chosen], experts' weights float32 [n, chosen]).
         """
         self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
         self._scores, self._left = k.shared(spec.count), k.shared(spec.count)
@@ -75,7 +76,8 @@ class _Choice:
 
     def scored(self, logits: Value, correction: Value | None) -> None:
         """Emits the choice of the experts with the largest scores, sigmoid or softmax of the logits, and
-        stores of their numbers and weights. correction: buffer float32 [experts] that is added to scores for
+        stores of their numbers in `routes` int32 [n, chosen], the best first, and of their weights in
+        `shares` float32 [n, chosen]. correction: buffer float32 [experts] that is added to scores for
         choosing only, or None.
         """
         spec, tx = self._spec, self._tx

@@ -38,8 +38,9 @@ class ExpertsSpec:
 
 
 def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
-    """Returns the kernel y[choice] = x[row of the choice] W^T with the matrix W of the choice's expert, for
-    few rows. It reads the experts' numbers from `routes` [choices].
+    """Returns the kernel y[row * chosen + i] = x[row] W^T for few rows of x float32 [n, inputs], with the
+    matrix W of the row's i-th expert; y is float32 [n * chosen, outputs]. It reads the experts' numbers from
+    `routes` int32 [n * chosen].
     """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
@@ -63,8 +64,9 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
 
 
 def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
-    """Returns the kernel y[row] = the sum over the row's choices of weight * x[choice] W^T with the matrix W
-    of the choice's expert. It reads experts' numbers from `routes` and weights from `shares`, both [choices].
+    """Returns the kernel y[row] = the sum of weight * x[row * chosen + i] W^T over the row's experts, with
+    the matrix W of the i-th one: x is float32 [n * chosen, inputs], y [n, outputs]. It reads the experts'
+    numbers from `routes` and their weights from `shares`, both [n * chosen].
     """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
@@ -99,8 +101,10 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
 
 
 def expert_gemm(name: str, spec: ProductSpec, experts: ExpertsSpec, per_row: int) -> KernelBuilder:
-    """Returns the kernel y[choice] = x[choice // per_row] W^T with the matrix W of the choice's expert, on
-    tiles of choices of one expert, which it reads from `order` and `tiles`.
+    """Returns the kernel y[choice] = x[choice // per_row] W^T for many rows, where a choice numbers a pair
+    (row, chosen expert) and W is the expert's matrix. It computes tiles of choices of one expert: `order`
+    int32 [choices] holds the choices sorted by expert, and `tiles` int32 [tiles, 3] expert, first index in
+    `order` and number of choices. per_row: number of choices that share a row of x.
     """
     with kernel(name) as k:
         n, choices, count = k.size("n"), k.size("choices"), k.size("tile_count")

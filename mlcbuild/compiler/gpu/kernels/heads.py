@@ -52,8 +52,8 @@ Part = Literal["all", "queries", "cached"]
 
 
 def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
-    """Returns the parts into which the heads are divided, one launch for each: all heads at once, unless
-    norms with biases need more buffers than a launch may bind.
+    """Returns the heads that each launch of the kernel computes: ("all",), or ("queries", "cached") for two
+    launches if norms with biases need more buffers than a launch may bind.
     """
     return ("queries", "cached") if spec.norm is not None and spec.norm.has_bias else ("all",)
 
@@ -103,8 +103,8 @@ def prepare_heads(
 
 
 def _range(cache: CacheSpec, part: Part) -> tuple[int, int]:
-    """Returns (first head, head after the last) of the heads that a launch computes for `part`. Heads are
-    numbered in the order queries, keys, values.
+    """Returns (first head, head after the last) of the heads that a launch computes. part: "all", "queries",
+    or "cached" for keys and values; heads are numbered in the order queries, keys, values.
     """
     first = cache.heads if part == "cached" else 0
     return first, cache.heads if part == "queries" else cache.heads + 2 * cache.kv_heads
@@ -134,13 +134,13 @@ def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
 
 
 class _Head:
-    """Emits the operations of one workgroup, which computes one head of one row."""
+    """Emits clipping, norm and rotation of one head of one row, a query, key or value, by one workgroup."""
 
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
     ) -> None:
-        """Stores the buffer `qkv` of queries, keys and values and the position of the head. at: (number of
-        the head in the order queries, keys, values; index of the row; index of the thread).
+        """Keeps the buffer `qkv` of queries, keys and values and the position of the head in attributes. at:
+        (number of the head in the order queries, keys, values; index of the row; index of the thread).
         """
         self._k, self._cache, self._spec, self._qkv = k, cache, spec, qkv
         self._place, self._row, self._tx = at

@@ -70,7 +70,7 @@ class LatentSpec:
 def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBuilder:
     """Returns the kernel that splits the query of each head: it copies the unrotated part to `plain` [n *
     heads, head_dim], and writes the rotated part to the last rope_dim columns of each head in `query` [n,
-    heads * cached].
+    heads * (latent + rope_dim)].
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -126,8 +126,8 @@ def append_latent(
 
 
 def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
-    """Returns the kernel y[vector] = x[vector] W^T for few rows, where W is the matrix of the vector's head,
-    vector % heads.
+    """Returns the kernel y[vector] = x[vector] W^T for few rows: x is float32 [n * heads, inputs], y [n *
+    heads, outputs], and W the matrix of head vector % heads in a stack.
     """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
@@ -145,8 +145,9 @@ def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
 
 
 def head_gemm(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
-    """Returns the kernel y[vector] = x[vector] W^T for many rows, where W is the matrix of the vector's head,
-    vector % heads. It computes tiles of 64 rows of one head.
+    """Returns the kernel y[vector] = x[vector] W^T for many rows: x is float32 [n * heads, inputs], y [n *
+    heads, outputs], and W the matrix of head vector % heads in a stack. It computes tiles of 64 rows of one
+    head.
     """
     with kernel(name) as k:
         n, vectors = k.scalar("n"), k.size("vectors")

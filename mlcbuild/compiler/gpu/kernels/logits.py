@@ -127,8 +127,9 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that combines the parts of each row in `best` and writes the token of the largest
-    logit to `sampled` int32 [q], or abi.INVALID_TOKEN if that logit is NaN or minus infinity.
+    """Returns the kernel that writes the token of each row's largest logit to `sampled` int32 [q], or
+    abi.INVALID_TOKEN if that logit is NaN or minus infinity. It reads the best of each part of 4096 logits,
+    (integer key of the logit, token), from `best` int32 [q, parts * 2].
     """
     parts = -(-vocab // PART)
     with kernel(name) as k:
@@ -152,8 +153,8 @@ def best_of_row(name: str, vocab: int) -> KernelBuilder:
 
 
 class _Chosen:
-    """The largest integer key of a logit that the threads of a workgroup have compared so far, and the lowest
-    token with this key.
+    """The largest logit that the threads of a workgroup have compared so far, as an int32 key in the order of
+    logits, and the lowest token that has it.
     """
 
     def __init__(self, k: KernelBuilder, threads: int = CHOOSERS) -> None:
@@ -164,16 +165,18 @@ class _Chosen:
         put(self._best, T.int32(0), 1)
 
     def consider(self, value: Value, token: Value) -> None:
-        """Emits code that compares the key of another logit (`value`) and its token with the stored ones. The
-        tokens of one thread must come in ascending order.
+        """Emits code that replaces the running thread's largest logit and its token if another logit is
+        larger. value: the other logit as an int32 key in the order of logits. A thread must pass tokens in
+        ascending order.
         """
         with when(value > self._best[0]):
             put(self._best, value, 0)
             put(self._best, token, 1)
 
     def reduce(self, tx: Value) -> None:
-        """Emits the reduction over the workgroup's threads, after which keys[0] and tokens[0] hold the
-        result. tx: index of the thread.
+        """Emits the reduction over the workgroup's threads, after which the shared keys[0] and tokens[0] hold
+        the largest logit, as an int32 key in the order of logits, and the lowest token that has it. tx: index
+        of the thread.
         """
         keys, tokens = self.keys, self.tokens
         put(keys, self._best[0], tx)
@@ -256,8 +259,9 @@ class _Line:
         return bind(T.reinterpret("float32", bits))
 
     def find_threshold(self, low: Value) -> None:
-        """Emits a search, bit by bit from the highest, for the largest integer key that at least 64 logits of
-        the row reach, and its store in `low`, an array of one int32 per thread.
+        """Emits a search, bit by bit from the highest, for the threshold that at least 64 logits of the row
+        reach, the largest int32 key in the order of logits, and its store in `low`, an array of one int32 per
+        thread.
         """
         thread_count, tx = self.thread_count, self.tx
         put(low, T.int32(_SMALLEST), 0)
@@ -278,8 +282,8 @@ class _Line:
                 put(low, probe, 0)
 
     def gather(self, top: Value, low: Value) -> None:
-        """Emits code that writes (bits of the logit, token) of up to CANDIDATES logits to `top`: first those
-        whose keys are above the threshold `low`, then those at it.
+        """Emits code that writes (bits of the logit, token) of up to CANDIDATES logits to the row's line of
+        `top`: first logits above the threshold `low`, an int32 key in the order of logits, then those at it.
         """
         thread_count, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)

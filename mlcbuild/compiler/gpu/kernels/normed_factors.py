@@ -30,8 +30,8 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The rows of x that one workgroup multiplies. Loops over these rows stay loops in the kernel; drivers
-    unroll them.
+    """A block of `count` rows of x, from row `first` on, that one workgroup multiplies. Loops over these rows
+    stay loops in the kernel; drivers unroll them.
     """
 
     x: RowsOf
@@ -42,14 +42,15 @@ class RowBlock:
     """The rows that are added to x while it is read; None: nothing is added."""
 
     def place(self, index: Value) -> Value:
-        """Returns the index, in x, of the row at position `index` of the block. Positions beyond the last row
-        give the last row.
+        """Returns the index, in x, of row `index` of the block of rows that a workgroup multiplies. Positions
+        beyond the last row of x give the last row.
         """
         return bind(T.min(self.first + index, self.n - 1))
 
     def chunk(self, index: Value, column: Value) -> list[Value]:
-        """Returns the four values in columns 4 * column to 4 * column + 3 of a row of the block, with 0
-        beyond the end of the row. index: position of the row in the block.
+        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, rows that
+        are added to x included, with 0 beyond the end of the row. index: position of the row in the
+        workgroup's block.
         """
         place = self.place(index)
         values = self.x.chunk(place, column)
@@ -63,7 +64,9 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """1 / root mean square of each added row of the block, an array in registers."""
+    """1 / root mean square of each row that is added to a row of the workgroup's block, an array in
+    registers.
+    """
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
@@ -82,8 +85,8 @@ class AddedRows:
 
 @dataclass(frozen=True)
 class AddedBuffers:
-    """The buffers of rows `delta` whose norm is added to x, and of the results: x + scale * norm(delta) is
-    also stored in `sum`.
+    """The buffers of a product that replaces its x by x + scale * norm(delta): the rows `delta`, the norm's
+    parameters, and `sum`, to which the new x is also written.
     """
 
     delta: RowsOf
@@ -98,9 +101,9 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Emits the norm of the added rows, and returns the block of rows with the sums x + scale *
-        norm(delta) as its values; the first workgroup of each block also stores the sums. at: (index of the
-        workgroup among those of the block, thread).
+        """Emits the computation of norm(delta) for the rows of a block, and returns a RowBlock that reads x +
+        scale * norm(delta) in place of x; the first workgroup of each block also stores these values in
+        `sum`. at: (index of the workgroup among those of the block, thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)
@@ -129,8 +132,8 @@ class RowsNorm:
 
     @classmethod
     def of(cls, k: KernelBuilder, vectors: NormVectors, block: RowBlock, tx: Value) -> RowsNorm:
-        """Emits code that computes mean and root mean square of a block's rows, and returns the norm. tx:
-        index of the thread.
+        """Emits code that computes 1 / root mean square, and for LayerNorm the mean, of each row of a block,
+        and returns them as a RowsNorm. tx: index of the thread.
         """
         spec = vectors.spec
         roots, means = local(block.count), local(block.count) if spec.is_centred else None
@@ -176,8 +179,8 @@ def _square(value: Value, column: Value, columns: int) -> Value:
 
 @dataclass(frozen=True)
 class Factors:
-    """Emits reads of normalized rows of x for a matrix product. The factor of a row that `RowsNorm.after`
-    applies to results is left out.
+    """Emits reads of normalized rows of x for a matrix product. With RMSNorm they lack the factor 1 / root
+    mean square of the row, by which the finished sums are multiplied instead.
     """
 
     block: RowBlock
@@ -204,8 +207,9 @@ class Factors:
     def chunk(
         self, row: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
     ) -> list[Value]:
-        """Returns the four values in columns 4 * column to 4 * column + 3 of a row of the block, with the
-        norm applied. row: position of the row in the block; norm: the result of `of_norm` for these columns.
+        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, with the
+        norm applied as far as it precedes the product. row: position of the row in the workgroup's block;
+        norm: (weight, bias) of the norm for each of the four columns, or None, as `of_norm` returns them.
         """
         values = self.block.chunk(row, column)
         if norm is None or self.norm is None:

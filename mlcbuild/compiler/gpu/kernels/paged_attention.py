@@ -174,7 +174,9 @@ class _HeadGroup:
     thread_scores: Value
     """Attention scores of the token for which this thread is responsible, one for each head of the group."""
     sums: Value
-    """Weighted sums of values, [head, part of its dimensions]; each thread computes every 64th dimension."""
+    """Weighted sums of values, in registers: for each query head of the group, the dimensions of this thread,
+    which are every 64th.
+    """
     state: Value
     """For each query head of the group, the running maximum of scores and the sum of weights."""
 

@@ -63,7 +63,9 @@ class ProductSpec:
     kernel's buffer `xielu`.
     """
     scale: float = 1.0
-    """Factor by which results, with their bias, are multiplied before they are capped or added."""
+    """Factor by which the product's results, after bias and activation, are multiplied before they are capped
+    or added to y.
+    """
     row_gate: bool = False
     """True if each row of results is multiplied by sigmoid(row_gate[row]), where row_gate is a buffer of the
     kernel.
@@ -77,9 +79,9 @@ class ProductSpec:
     cap: float | None = None
     """The cap in y = cap * tanh(y / cap); None: y is not limited."""
     stride: int = 0
-    """Number of columns of y if it has more than `outputs`; else 0."""
+    """Number of columns of the result y if the product computes only some of them, `outputs`; else 0."""
     first: int = 0
-    """Index of the first column of y that is computed."""
+    """Index of the first column of the result y that the product computes."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,9 @@ class GemvShape:
         return [row + half * self.spec.outputs for half in range(halves) for row in bounded]
 
     def sums(self, matrix: StoredMatrix, rows: list[Value], factors: Factors, tx: Value) -> Value:
-        """Emits the products of the columns that belong to a thread, and returns its sums, an array [row of
-        x, row of W]. rows: rows of W; factors: reads x; tx: index of the thread.
+        """Emits one thread's share of the products of rows of x with rows of W, and returns its sums, an
+        array [row of x, row of W]. rows: indices of rows of W; factors: emits reads of x; tx: index of the
+        thread.
         """
         count = len(rows) * factors.block.count
         sums, part = local(count), local(count)
@@ -293,7 +296,9 @@ class Outputs:
     """
     outputs: list[Value]
     bias: Value | int | None
-    """Index of the matrix's first bias; None: the sums already include their biases."""
+    """Index, in the buffer of biases, of the bias that belongs to the matrix's first row; None: the sums
+    already include their biases.
+    """
 
 
 def finish(

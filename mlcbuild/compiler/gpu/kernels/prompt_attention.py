@@ -29,7 +29,9 @@ QUERIES, KEYS = 32, 32
 """Number of query rows, and number of keys, in a tile of a prompt's attention."""
 _TILE_THREADS = 128
 _OWN = KEYS // 4
-"""Number of keys of a tile, or of 32 dimensions, that each of the four threads of a row computes."""
+"""Number of a tile's 32 keys that each of the four threads of a query row computes, and of every 32
+dimensions of the result.
+"""
 _STRIDE = KEYS + 1
 """Number of columns of a tile in shared memory. It is odd, so that the numbers of a column lie in different
 banks.
@@ -72,7 +74,9 @@ class _Keys:
 
     spec: AttentionSpec
     table: tuple[Value, Value]
-    """(buffer of the call's inputs, offset in it of the sequence's first page)."""
+    """(int32 buffer of the call's inputs, index in it of the page table's entry for the sequence's first
+    page).
+    """
     pages: Value
     kv_head: Value
     last: Value

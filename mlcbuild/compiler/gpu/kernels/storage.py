@@ -57,8 +57,9 @@ class StoredAs:
 
     @property
     def minimum_word(self) -> int:
-        """Returns the number of 32-bit words that hold the integer factors of the scales of BLOCK_WEIGHTS
-        weights; those of minima follow them.
+        """Returns the number of 32-bit words with the integer factors of the scales of 256 weights, one byte
+        for each group, where scales have two levels. As many words with the factors of minima follow if there
+        are any.
         """
         return BLOCK_WEIGHTS // self.group // 4
 
@@ -205,8 +206,8 @@ class StoredMatrix:
         return [self.number(row, T.min(column * CHUNK + place, self.columns - 1)) for place in range(CHUNK)]
 
     def chunk_at(self, row: Value, group: Value, chunk: Value) -> list[Value]:
-        """Returns four dequantized weights, float32, of a group of 32 weights: those of the chunk `chunk`,
-        which may be an expression of the kernel.
+        """Returns four dequantized weights of a row, float32: those in columns 4 * chunk to 4 * chunk + 3 of
+        a group of 32, where `chunk` may be an expression of the kernel.
         """
         if not self.form.bits:
             column = bind(group * (GROUP // CHUNK) + chunk)

@@ -56,17 +56,21 @@ def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
 
 @dataclass(frozen=True)
 class TileRows:
-    """The rows of x and of the result y that belong to a tile of 64 rows, as functions of the index of a line
-    of the tile.
+    """The rows of x and of the result y that belong to a tile of 64 rows, as functions of a *line*, the
+    position of a row in the tile.
     """
 
     row: Callable[[Value], Value]
-    """Function that maps the index of a line of the tile to the index of its row of the result y."""
+    """Function that maps the position of a row in the tile, 0 to 63, to the index of its row of the result y.
+    """
     inside: Callable[[Value], Value]
-    """Function that maps the index of a line of the tile to the condition under which its results are stored.
+    """Function that maps the position of a row in the tile, 0 to 63, to the condition, an expression of the
+    kernel, under which its results are stored.
     """
     read: Callable[[Value, Value], Value]
-    """Function of (line of the tile, column) that returns one value of the left factor x."""
+    """Function of (position of a row in the tile, column) that returns one float32 value of the left factor
+    x.
+    """
     matrix: Value | int = 0
     """Index, in a stack of matrices, of the first row of the matrix that is multiplied."""
     bias: Value | int = 0
