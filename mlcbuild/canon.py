@@ -130,7 +130,9 @@ class Entry:
 
 
 def tree_digest(entries: Iterable[Entry]) -> str:
-    """Returns the identity of a tree of files: names and contents, without modes and times."""
+    """Returns the BLAKE3 digest, in hex, of a tree of files: of their paths and contents, without modes and
+    times.
+    """
     return rows_digest(map(_row, entries))
 
 

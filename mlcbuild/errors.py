@@ -130,7 +130,9 @@ class SetupError(MlcbuildError):
 _LISTED = 30
 """Maximum number of valid names that a message lists, enough for all presets and schemes."""
 _COMPARED = 500
-"""Maximum number of valid names with which a name is compared, which takes up to 2 ms."""
+"""Maximum number of valid names with which an unknown name is compared to suggest a similar one, which takes
+up to 2 ms.
+"""
 _LONGEST = 100
 """Maximum length of a name that is compared, since the time grows with its square."""
 

@@ -39,8 +39,9 @@ HERE = Execution()
 
 
 def options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
-    """Converts an execution into the options of the build engine. force, outputs: names or globs of steps,
-    as in Options. Raises UsageError for an executor that does not exist.
+    """Converts the options of a caller for running steps into those of the build engine. force: names or
+    globs of steps to run even if the store has their results; outputs: those of steps whose files must be on
+    this machine at the end. Raises UsageError for an executor that does not exist.
     """
     from mlcbuild.build.cluster import SCHEME, address
 

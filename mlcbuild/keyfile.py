@@ -51,7 +51,9 @@ def is_right(public: str, signature: bytes, message: bytes) -> bool:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns the path in $MLCBUILD_KEY, or the path in the user's configuration directory on this system."""
+    """Returns the path of the file with the user's signing key: $MLCBUILD_KEY, or by default mlcbuild/key.pem
+    in the user's configuration directory on this system.
+    """
     if chosen := environ.get("MLCBUILD_KEY"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":

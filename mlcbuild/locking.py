@@ -29,8 +29,9 @@ class LockedSource:
 def read_recipe(
     recipe: str | Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> Recipe:
-    """Reads a recipe and the configs of its local models. Parameters as in `session.open`. Raises
-    InputError with all problems of both.
+    """Reads a recipe and the configs of its local models, and returns the recipe. settings: variable name ->
+    value for the recipe's vars; allow_outside: True if paths may leave the project. Raises InputError with
+    all problems of both.
     """
     return load(Path(recipe), settings, allow_outside, prospect.faults)
 
@@ -57,8 +58,8 @@ def read_lock(recipe: Recipe) -> Lock:
 def check(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Variant, ...]:
-    """Checks a recipe, its local models and its lock, and returns the variants. Parameters as in
-    session.open.
+    """Checks a recipe, its local models and its lock, and returns the variants. settings: variable name ->
+    value for the recipe's vars; allow_outside: True if paths may leave the project.
 
     Raises InputError with all problems. Unlike `open` it accepts sources that are not locked yet.
     """
@@ -72,8 +73,8 @@ def check(
 def lock(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, tuple[LockedSource, ...], bool]:
-    """Pins every hub source of a recipe at the commit that its branch or tag has now. Parameters as in
-    session.open.
+    """Pins every hub source of a recipe at the commit that its branch or tag has now. settings: variable name
+    -> value for the recipe's vars; allow_outside: True if paths may leave the project.
 
     Returns (path of the lock, pinned sources by name, True if the file was written). It is not written if it
     is up to date or there is nothing to pin. Raises InputError for the recipe, SourceError for a source that
@@ -95,7 +96,8 @@ def lock(
 def moved(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, dict[HubSource, tuple[str, str]]]:
-    """Compares a recipe's lock with the hub, and writes nothing. Parameters as in session.open.
+    """Compares a recipe's lock with the hub, and writes nothing. settings: variable name -> value for the
+    recipe's vars; allow_outside: True if paths may leave the project.
 
     Returns (path of the lock, source -> (pinned commit, current commit) for each branch or tag that has
     moved). Raises InputError and UsageError for a lock that does not fit the recipe, SourceError if the hub

@@ -34,8 +34,8 @@ class Sample:
     sent: float
     end: float
     texts: tuple[float, ...] = ()
-    """Arrival time of each piece of the answer's text, in seconds of the clock of the sample's
-    other times.
+    """Arrival time of each piece of the answer's text, in seconds of the same clock as `due`, `sent` and
+    `end`.
     """
     prompt_tokens: int | None = None
     """Number of tokens of the request's prompt; None if the server does not report it."""

@@ -37,10 +37,11 @@ class SpeedPlan:
 
 
 def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: measures the speed of the bundle inputs["bundle"] and writes it to speed.json, as `measure`
-    returns it.
+    """Action: measures load time and tokens per second of the bundle inputs["bundle"], and writes them to
+    speed.json as a JSON object.
 
-    params["machine"] names the kind of machine for which the figures hold.
+    params: `prompt_tokens` and `generate_tokens`, numbers of tokens; `machine`, the kind of machine for which
+    the figures hold.
     """
     prompt, answer = (int(str(params[name])) for name in ("prompt_tokens", "generate_tokens"))
     figures = measure(inputs["bundle"], SpeedPlan(prompt, answer))
@@ -48,11 +49,12 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 
 
 def measure(bundle: Path, plan: SpeedPlan) -> dict[str, object]:
-    """Measures the speed of a bundle, and returns a JSON object: number of threads, `load_seconds`, and
-    tokens per second of prefill and of decoding.
+    """Measures the speed of a bundle with the workload `plan`, and returns a JSON object: number of threads,
+    `load_seconds`, and, for `prefill` and for `decode N` with N sequences, tokens per second in the median,
+    slowest and fastest round.
 
-    Raises UsageError when the plan does not fit the bundle, and VerificationError with the runtime's
-    message when the bundle cannot be run.
+    Raises UsageError if prompt and answer do not fit the bundle's context window, and VerificationError with
+    the runtime's message when the bundle cannot be run.
     """
     from mlcbuild_format import bundle as form
 
@@ -111,8 +113,8 @@ def _pages(model: Executor, plan: SpeedPlan, number: int) -> range:
 
 
 def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
-    """Returns the seconds that prefill of one sequence's prompt takes, chunk by chunk. number: index of the
-    sequence.
+    """Returns the seconds that prefill of one sequence's prompt takes, all chunks together. number: index of
+    the sequence.
     """
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward
@@ -128,8 +130,8 @@ def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
 
 
 def _decode(model: Executor, plan: SpeedPlan, count: int, steps: int | None = None) -> float:
-    """Returns the seconds that decoding `count` sequences takes, whose prompts are already in the KV cache.
-    steps: number of decode steps; None: as many as the plan states.
+    """Returns the seconds that decoding takes for `count` sequences, after their prompts were prefilled,
+    which is not counted. steps: number of decode steps; None: plan.answer_tokens.
     """
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward

@@ -17,12 +17,16 @@ class Change:
     """One difference between two pre-images of a step's key, which are all that is hashed into the key."""
 
     subject: str
-    """The part of the pre-image that differs, in words: "scheme q4: group_size", "mlcbuild/canon.py",
-    "checkpoint: config.json"."""
+    """The part of a step's key (of all that is hashed into it) that differs, in words: "scheme q4:
+    group_size", "mlcbuild/canon.py", "checkpoint: config.json"."""
     before: str | None
-    """The old value, or its digest; None if this part of the pre-image did not exist before."""
+    """The old value of the part of a step's key that differs, or its digest; None if the old key had no such
+    part.
+    """
     after: str | None
-    """The new value, or its digest; None if this part of the pre-image no longer exists."""
+    """The new value of the part of a step's key that differs, or its digest; None if the new key has no such
+    part.
+    """
     by_value: bool
     """True if `before` and `after` are readable values; False if they are digests, which messages leave
     out.

@@ -38,7 +38,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Source:
-    """Files of the user on this machine. Steps read them where they are; they are never copied."""
+    """Files of the user on this machine, below one directory, that are inputs of steps. Steps read them where
+    they are; they are never copied.
+    """
 
     name: str
     root: Path

@@ -68,8 +68,8 @@ class InputFetcher:
         return missing
 
     def fetch(self, name: str, files: tuple[Entry, ...], user: str) -> StepFetching:
-        """Starts the download of files of the step `name` on behalf of the step `user`, and returns the event
-        to report.
+        """Starts the download of `files`, results of the step `name`, from the remote that has them, and
+        returns the event that announces it. user: name of the step that waits for the files.
         """
         remote = self._steps[name].remote
         assert remote is not None

@@ -210,8 +210,8 @@ class Planner:
         return Preimage(step.action, params, self._code.files(step), dict(step.tools), inputs)
 
     def _expected(self, step: Step) -> Expected:
-        """Returns the text that the store's record of a step must have, according to the step's key and
-        inputs.
+        """Returns the part of a record's text that follows from a step's action, code, inputs, parameters and
+        tools. A record in the store without this text is not valid for the step.
         """
         _, code, tools = self._code.salt(step)
         inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
@@ -334,10 +334,11 @@ def step_modules(step: Step) -> tuple[str, ...]:
 def explain(
     graph: Graph, store: Store, name: str, sharing: Sharing | None = None
 ) -> tuple[Planned, tuple[Change, ...]]:
-    """Returns the plan of one step, and the differences of its key from the most similar recent record
-    under its name.
+    """Returns the plan of the step `name`, and the differences of its key from that of the most similar
+    recent record under its name.
 
-    There are no differences while an input is not built. Raises the same exceptions as `plan`.
+    There are no differences while an input is not built. Raises UsageError for an unknown step, SourceError
+    for an unreadable source, and StoreError when the store cannot be read.
     """
     step = graph.step(name)
     planner = Planner(graph, store, only=frozenset((step.name,)), sharing=sharing)

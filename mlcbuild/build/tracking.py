@@ -60,7 +60,9 @@ class TrackedStep:
     missing: frozenset[str] = frozenset()
     """Names of the inputs that have no result yet, for a step that waits for them."""
     remote: Planned | None = None
-    """The step's plan if a remote has the record; None if the step's files must come from this store."""
+    """The plan that names a remote and its record of the step's result; None if no remote has them, so that
+    the files must be in this store.
+    """
     requests: frozenset[int] = frozenset()
     """Numbers of the running downloads for which the step waits."""
     lock_wait: LockWait | None = None
@@ -100,8 +102,9 @@ class Tracker:
         self._keep_going = options.keep_going
         self._end = end
         self._ready: list[tuple[float, int, str]] = []
-        """Heap of (-chain, place, name) of steps that were ready. Entries whose step is not READY any more
-        are skipped.
+        """Heap of (minus the seconds from a step's start to the end of the longest chain of steps after it,
+        index of the step in the plan, its name), for steps that were ready. Entries of steps that are not
+        READY any more are skipped.
         """
         self._by_state: dict[StepState, dict[str, TrackedStep]] = {state: {} for state in StepState}
         self._plan()

@@ -49,7 +49,8 @@ class JobInput:
     argument: str
     files: tuple[Entry, ...]
     root: Path | None = None
-    """Directory of the user's files; None for the result of a step, whose files are linked from the store."""
+    """Directory that holds the files if they are the user's; None for the result of a step, whose files are
+    linked from the store."""
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Source file -> (size in bytes, mtime in ns) at the time it was hashed."""
 

@@ -163,8 +163,8 @@ def _serving_defaults(path: Path) -> Serving:
 
 
 def _check_serving(manifest: Manifest) -> None:
-    """Validates a bundle's manifest as the runtime does, so that invalid token ids of a checkpoint are
-    reported during the build and not when the bundle is served.
+    """Raises CheckpointError if a bundle's manifest is not valid by the runtime's rules, so that invalid
+    token ids of a checkpoint are reported during the build and not when the bundle is served.
     """
     from mlcbuild_format.bundle import parse
     from mlcbuild_format.fields import FieldError

@@ -46,9 +46,11 @@ class Upgrade:
     matrix: str
     option: Option
     bytes: int
-    """Number of bytes by which the bundle grows."""
+    """Number of bytes by which the bundle grows when the larger scheme replaces the smaller one."""
     saved: float
-    """Decrease of the loss (mean KL divergence) in nats."""
+    """Decrease of the model's loss (mean KL divergence), in nats, when the larger scheme replaces the smaller
+    one.
+    """
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,18 @@ class Ladder:
     """The upgrades that lead from the smallest mixture of schemes for a model to the most accurate one."""
 
     smallest: Mapping[str, Option]
-    """Name of a matrix -> its smallest option."""
+    """Name of a matrix -> the scheme that stores it in the fewest bytes."""
     upgrades: tuple[Upgrade, ...]
-    """All upgrades, the one that saves the most loss per byte first."""
+    """All replacements of one matrix's scheme by a larger one, the one that saves the most loss per byte
+    first.
+    """
     rest: int
-    """Bytes of the parameters that are not matrices, which no option changes."""
+    """Bytes of the parameters that are not matrices, whose schemes do not change."""
 
     def mixture(self, applied: Sequence[Upgrade]) -> dict[str, Option]:
-        """Returns name of a matrix -> its option, after these upgrades of the smallest mixture."""
+        """Returns name of a matrix -> its scheme, starting from the smallest ones and replaced as `applied`
+        lists.
+        """
         return {**self.smallest, **{upgrade.matrix: upgrade.option for upgrade in applied}}
 
     def size(self, options: Mapping[str, Option]) -> int:
@@ -86,8 +92,9 @@ class Ladder:
 
 
 def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
-    """Computes the upgrades for a model. table: name of a matrix -> its options; rest: bytes of the
-    parameters that are not matrices.
+    """Returns the smallest scheme of each matrix of a model, and the replacements by larger schemes, sorted
+    by loss saved per byte. table: name of a matrix -> its candidate schemes; rest: bytes of the parameters
+    that are not matrices.
     """
     hulls = {name: hull(options) for name, options in table.items()}
     upgrades = [
@@ -171,8 +178,8 @@ class _Chooser:
         return self._trial.tokens
 
     def described(self, applied: Sequence[Upgrade]) -> tuple[str, list[tuple[str, str]]]:
-        """Returns (name of the most suitable base scheme, overrides as pairs of pattern and scheme name)
-        for the mixture after these upgrades.
+        """Returns (name of the most suitable base scheme, overrides as pairs of pattern and scheme name) that
+        give each matrix its smallest scheme, or the larger one to which `applied` upgrades it.
         """
         names = {name: option.scheme for name, option in self.ladder.mixture(applied).items()}
         return base_and_overrides(names, tuple(self._trial.params.values()))
@@ -196,8 +203,9 @@ class _Chooser:
         progress.report(self._done, 0, "prompts")
 
     def under(self, limit: float) -> Sequence[Upgrade]:
-        """Finds, by bisection, the fewest upgrades with which the measured loss of the model is at most
-        `limit`, and returns them. Raises UsageError if the loss is larger with all upgrades.
+        """Finds, by bisection, how many upgrades to larger schemes, the one that saves the most loss per byte
+        first, bring the measured loss of the model to at most `limit`, and returns these. Raises UsageError
+        if the loss is larger with all upgrades.
         """
         upgrades = self.ladder.upgrades
         low, high = 0, len(upgrades)
@@ -256,8 +264,8 @@ def _size(chooser: _Chooser, name: str, option: Option) -> dict[str, float]:
 
 
 def _curve(ladder: Ladder) -> list[tuple[int, float]]:
-    """Returns (bytes of the model, sum of the losses of all matrices in nats) before the first upgrade and
-    after each one.
+    """Returns (bytes of the model, sum of the losses of all matrices in nats), first with the smallest scheme
+    of each matrix, then after each further replacement of one scheme by a larger one.
     """
     loss, size = sum(option.loss for option in ladder.smallest.values()), ladder.size(ladder.smallest)
     points = [(size, float(f"{loss:.4g}"))]

@@ -153,7 +153,8 @@ def _subject(document: Mapping[str, Json]) -> object:
 
 
 def _signers(path: Path, payload: bytes) -> Iterator[str]:
-    """Yields the public keys whose signature of exactly this statement is valid.
+    """Yields the public keys whose signatures, in the file `path`, of the provenance statement `payload` are
+    valid.
 
     Raises ProvenanceError when the file is not a list of envelopes, is about another statement, or has an
     invalid signature.

@@ -22,7 +22,8 @@ from mlcbuild.models import ModelConfig, Rope, frequencies, parameters
 
 Weights: TypeAlias = Mapping[str, Any]
 """Parameter name -> values in the shape that the model's architecture defines for it: arrays of any dtype
-that NumPy can convert. A stack may be a quant.stack.Stack, since its matrices are read one at a time.
+that NumPy can convert. A stack of matrices, such as those of all experts, may be a quant.stack.Stack, which
+is read one matrix at a time.
 """
 
 
@@ -33,7 +34,7 @@ class Past:
     """
 
     length: int
-    """Number of positions of the sequence that were computed before."""
+    """Number of positions of the sequence whose states are stored here."""
     states: tuple[State, ...]
     """The state of each layer's mixer, such as its keys and values."""
 

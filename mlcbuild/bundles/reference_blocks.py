@@ -30,7 +30,8 @@ from mlcbuild.models.rounding import bf16
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 State: TypeAlias = tuple[Array, ...]
 """The state of a mixer after the positions so far; () before the first. Attention: keys (rotated) and values,
-each [k, m, d], which a window does not shorten. Latent attention: latents and rotated keys, each [m, ...].
+each [kv heads, positions, head_dim], which a window does not shorten. Latent attention: latents and rotated
+keys, each [positions, ..].
 """
 
 BLOCK = 1 << 24
@@ -41,7 +42,9 @@ computed at once.
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary embedding at the positions of the new tokens."""
+    """Cosines and sines of a rotary embedding at the positions of the new tokens, and factors of the queries
+    there.
+    """
 
     cos: Array
     """Cosines of the rotary embedding's angles times its attention factor, [n positions, dim / 2]. `sin` has
@@ -54,7 +57,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one layer's blocks, except for the rows that the blocks process."""
+    """The inputs of one layer's mixer and feed-forward, except for the rows of the residual stream: weights,
+    positions, rotary embeddings, and the mixer's state.
+    """
 
     weight: Callable[..., Array]
     """Function from (name of a parameter within the layer, optional expert) to its values, or those of one

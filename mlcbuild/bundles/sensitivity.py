@@ -130,8 +130,8 @@ def _begin(trial: WeightTrial, run: _Run) -> None:
 
 
 def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
-    """Computes the layer `index` of all trials with exact weights, which are read once, and replaces their
-    residual streams by its output.
+    """Computes the layer `index` with exact weights, which are read once, for all `runs` (one matrix in one
+    scheme each), and replaces their residual streams by its output.
     """
     held = _held(trial.exact, [name for name in trial.params if name.startswith(f"layers.{index}.")])
 

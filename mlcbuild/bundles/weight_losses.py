@@ -64,8 +64,8 @@ class WeightTrial:
         return tuple(param for param in self.params.values() if param.matrix is not None)
 
     def within(self, most: int) -> WeightTrial:
-        """Returns this trial with its first prompts only: as many as have at most `most` tokens together,
-        but at least one.
+        """Returns a copy of this object with its first prompts only: as many as have at most `most` tokens
+        together, but at least one.
         """
         count, total = 0, 0
         for prompt in self.prompts:
@@ -96,8 +96,9 @@ class WeightTrial:
 
 
 def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> WeightTrial:
-    """Returns the model and the prompts with which a step measures losses. params: `context_window`, and
-    the parameters of steps that read weights; inputs: config, checkpoint, reference.
+    """Returns a model with exact weights and the prompts on which a step measures losses (KL divergences from
+    it). params: `context_window` in tokens or None, and `file` and `adapters` of the checkpoint if there are
+    any; inputs: directories of config, checkpoint, reference and adapters.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     names = read_tensor_names(inputs["config"])

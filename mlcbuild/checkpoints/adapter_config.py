@@ -48,7 +48,9 @@ class AdapterConfig:
     dora: bool = False
     """True if the rows of a merged matrix are scaled to lengths that the adapter stores (DoRA)."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Pattern of module names -> rank of these modules, where it differs from `rank`."""
+    """Regular expression for the end of a module's name -> rank of the module's two LoRA matrices, where it
+    differs from `rank`.
+    """
     alphas: Mapping[str, float] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:

@@ -13,8 +13,8 @@ Codes = NDArray[np.uint8]
 
 
 def unpacked(words: NDArray[Any], bits: int) -> Codes:
-    """Unpacks words [lines, words] into integers [lines, count]. Each line is a separate stream of bits,
-    lowest first.
+    """Unpacks unsigned words [lines, words] into integers, uint8 [lines, count]. Each line is a separate
+    stream of bits, lowest first.
 
     bits: bits of one integer, 1 to 8. An integer may cross the border of two words, as those of 3 bits do.
     """

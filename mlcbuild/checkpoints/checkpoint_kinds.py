@@ -47,8 +47,8 @@ class CheckpointKind:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that a step imports by name when it reads weights of a
-        checkpoint of this kind.
+        """Returns the names of the modules that a step imports by name when it reads the weights of such a
+        checkpoint: its `reader`, or none.
         """
         return () if self.reader is None else (self.reader,)
 
@@ -89,8 +89,8 @@ def kind_of(path: Path) -> CheckpointKind:
 
 
 def kind_of_files(names: Collection[str]) -> CheckpointKind:
-    """Returns the kind of a checkpoint whose directory has files with these names. PyTorch files count only
-    if there are no safetensors files.
+    """Returns the kind of a checkpoint, SAFETENSORS or PYTORCH, whose directory has files with these names.
+    PyTorch files count only if there are no safetensors files.
     """
     others = ("adapter", "consolidated")
     if any(".safetensors" in name and not name.startswith(others) for name in names):

@@ -19,7 +19,8 @@ from mlcbuild.checkpoints.quantization import method_of, module_of, read_setting
 
 
 def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
-    """Returns the views for a step: dequantization as inputs["config"] requires, and merging of the adapters.
+    """Returns the functions that dequantize a checkpoint's tensors for a step, as inputs["config"] requires,
+    and that merge its adapters.
 
     params["adapters"]: for each adapter its weight in the sum, as a string; inputs["adapter-1"] and so on are
     their directories. inputs["config"]: the output of the config step. Raises CheckpointError for an unknown
@@ -34,8 +35,9 @@ def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
 
 
 def views_for(settings: object) -> Views:
-    """Returns the views for a checkpoint whose config has this quantization_config; None means that weights
-    are not quantized. Raises CheckpointError for a quantization method that no module reads.
+    """Returns the functions that dequantize the tensors of a checkpoint with this quantization_config in its
+    config.json; None means that weights are not quantized. Raises CheckpointError for a quantization method
+    that no module reads.
     """
     if settings is None:
         return PLAIN

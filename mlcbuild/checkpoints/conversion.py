@@ -56,11 +56,10 @@ exceed it.
 CHUNK_BYTES = 4 << 20
 """Number of checkpoint bytes that a worker thread reads at once."""
 BLOCK_BYTES = 2 << 20
-"""Number of bytes in one write, which starts at a multiple of this number.
+"""Number of bytes in one write to a weights file, at a multiple of this number in the file.
 
 The system then keeps the file in huge pages where it supports them; with small pages, TLB misses take a tenth
-of the time of a decoding step.
-"""
+of the time of a decoding step."""
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -83,9 +82,9 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
 
 
 def write(sources: Sequence[ParameterSource], scheme: Storage, out: Path, cores: int = 1) -> None:
-    """Quantizes every parameter to a scheme, and writes the weights files
-    weights-0000i-of-0000N.safetensors to `out`. cores: number of threads. Raises the same exceptions as
-    `convert`."""
+    """Quantizes every parameter to a scheme, and writes the weights files weights-0000i-of-0000N.safetensors
+    to `out`. cores: number of threads. Raises CheckpointError with all problems, UsageError for a layout that
+    the scheme's format lacks, and StepError when the disk is full."""
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}

@@ -134,7 +134,10 @@ def read_tensors(path: Path) -> dict[str, PackedTensor]:
 
 
 def _head_counts(gguf: Gguf, name: str, place: str) -> dict[str, int]:
-    """Returns tensor name in a layer -> number of heads, for the tensors whose rows are stored in pairs."""
+    """Returns {"attn_q": number of query heads, "attn_k": number of key-value heads}, the kinds of tensors in
+    which rows i and i + dim / 2 of a head are stored side by side. Raises CheckpointError if the GGUF
+    metadata lacks these numbers.
+    """
     queries: Value | None = gguf.metadata.get(f"{name}.attention.head_count")
     keys = gguf.metadata.get(f"{name}.attention.head_count_kv", queries)
     for count in (queries, keys):

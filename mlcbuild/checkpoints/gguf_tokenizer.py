@@ -78,7 +78,9 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
-    """Returns name of a tokenizer file -> its bytes; {} if `reader` has problems."""
+    """Returns name of a tokenizer file -> its bytes; {} if the file names an unknown pre-tokenizer, which
+    `reader` then lists as a problem.
+    """
     if vocabulary.model == "gpt2":
         if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
             return {}

@@ -50,8 +50,8 @@ class GgufVocabulary:
     ids: Mapping[str, int]
     """Role of a token, such as "bos" -> its id. Roles that the file does not state are absent."""
     flags: Mapping[str, bool]
-    """Name of a flag (add_bos_token, add_eos_token, add_space_prefix) -> its value. Flags that the file does
-    not state are absent.
+    """Name of a tokenizer flag (add_bos_token, add_eos_token, add_space_prefix) -> its value in the GGUF
+    file. Flags that the GGUF file does not state are absent.
     """
 
 
@@ -245,8 +245,9 @@ def _ids(reader: MetadataReader, size: int) -> dict[str, int]:
 
 
 def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
-    """Returns the type of each token. pieces: True if the tokenizer is SentencePiece's, which has types for
-    bytes and for the unknown token.
+    """Returns the type of each token by id, one of GGUF's integers 1 to 6 such as NORMAL, CONTROL or BYTE; []
+    after adding a problem to `reader` for an invalid type. pieces: True if the tokenizer is SentencePiece's,
+    which has types for bytes and for the unknown token.
     """
     key = "tokenizer.ggml.token_type"
     entries = reader.array(key, (int,))

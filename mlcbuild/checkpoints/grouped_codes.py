@@ -21,8 +21,8 @@ from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.groups import GROUP
 
 Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
-"""Function of (reader, first row, number of rows) that returns these rows of a matrix's codes, scales, zero
-points or minima.
+"""Function of (reader of the checkpoint's files, first row, number of rows) that returns these rows of a
+matrix's codes [rows, columns], or of its scales, zero points or minima [rows, groups].
 """
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
 """(type, least integer, greatest integer) of the tensor types whose weights are an integer times a
@@ -103,8 +103,8 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group // GROUP, axis=1)[:, : self.columns // GROUP]
 
     def tensor(self, parts: StoredParts, note: str = "", name: str = "weight") -> ComputedTensor:
-        """Returns the matrix as the tensor `name` of a module, whose rows are computed when they are read.
-        parts: the stored tensors of the module; note: a remark for the log.
+        """Returns this matrix as the tensor `name` of a module of the model, whose rows are computed when
+        they are read. parts: the stored tensors of the module; note: a remark for the log.
         """
         matrix = replace(self, kind=self._kind())
         unpack = None if matrix.kind == "F32" else matrix.unpack

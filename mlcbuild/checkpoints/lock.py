@@ -110,7 +110,9 @@ def _advised(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Checks the data of a recipe.lock file and collects all problems."""
+    """Checks the data of a recipe.lock file, and adds every problem to the list `problems` instead of raising
+    it.
+    """
 
     document: Document
     problems: list[Problem]

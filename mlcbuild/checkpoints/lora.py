@@ -67,12 +67,17 @@ class _Change:
     """The change that one adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
-    """The left factor of the product that is added to the matrix: B [rows, rank], or A if `crossed`."""
+    """The left factor of a LoRA change of a matrix: B [rows, rank], or A [rank, rows] if `crossed` is True.
+    """
     right: Tensor
-    """The right factor of the product that is added to the matrix: A [rank, columns], or B if `crossed`."""
+    """The right factor of a LoRA change of a matrix: A [rank, columns], or B [columns, rank] if `crossed` is
+    True.
+    """
     scale: np.float32
     crossed: bool
-    """True if the product of the factors is transposed before it is added to the matrix."""
+    """True if the transpose of the LoRA product B A is added to the matrix: to an embedding table, or to a
+    matrix that the base model stores as [in, out].
+    """
     magnitude: Tensor | None
 
 
@@ -158,9 +163,9 @@ def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Tensor) -> _Change:
-    """Checks an adapter's tensors for one module and returns the change that they make. parts: part of the
-    adapter -> tensor; base: the matrix that is changed. Raises CheckpointError if tensors are missing, or
-    their shapes do not fit.
+    """Checks an adapter's tensors for one module and returns the scaled product of two of them that is added
+    to the matrix `base`. parts: A, B, magnitude_vector, embedding_A or embedding_B -> tensor. Raises
+    CheckpointError if tensors are missing, or their shapes do not fit.
     """
     is_table = "embedding_A" in parts
     names = ("embedding_A", "embedding_B") if is_table else ("A", "B")
@@ -202,7 +207,9 @@ def _fault(tensor: Tensor, message: str) -> CheckpointError:
 
 
 def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: int, count: int) -> Floats:
-    """Returns `count` rows of a matrix from row `first` on, in float32, with all changes applied."""
+    """Returns `count` rows of a base model's matrix from row `first` on, as float32 [count, columns], with
+    the changes of all LoRA adapters in `changes` applied one after the other.
+    """
     original = reader.values(base, first, count)
     rows = original.copy() if len(changes) > 1 else original
     for change in changes:

@@ -47,15 +47,18 @@ class Views:
     """The functions that turn the tensors stored in a checkpoint into the tensors of its model."""
 
     quantized: View = dict
-    """The view that replaces the stored parts of each quantized matrix, by their names in the files, by one
-    tensor.
+    """Function that replaces the stored tensors of each quantized matrix (codes, scales and so on) by one
+    tensor with its values. It maps name -> tensor, by names in the checkpoint's files, and passes other
+    tensors through.
     """
     adapted: View = dict
-    """The view that merges adapters into tensors. It receives and returns them by transformers' names."""
+    """Function that merges LoRA adapters into a checkpoint's tensors: from transformers' tensor name ->
+    tensor to the same names with merged tensors.
+    """
 
 
 PLAIN = Views()
-"""The views for a checkpoint whose stored tensors are already those of the model."""
+"""The functions for a checkpoint whose stored tensors are already those of the model: they change nothing."""
 
 
 def locate(
@@ -249,7 +252,9 @@ def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
 
 
 def _joined(piece: Tensor) -> Tensor:
-    """Returns a view of a three-dimensional tensor as a matrix with the same bytes."""
+    """Returns a view of a tensor [a, b, c] as a matrix [a * b, c] with the same bytes; other tensors are
+    returned unchanged.
+    """
     if len(piece.shape) != 3:
         return piece
     return replace(piece, shape=(piece.shape[0] * piece.shape[1], piece.shape[2]))

@@ -33,9 +33,8 @@ class ParameterSource:
     two dimensions count as one.
     """
     parts: tuple[Piece, ...] = ()
-    """For each stored tensor, which of its rows or columns are rows of the parameter; (): the tensors hold
-    nothing else, in order.
-    """
+    """For each stored tensor, a Piece that states which of its rows or columns are rows of the parameter; ():
+    all rows of the tensors are, in order."""
 
     @property
     def rows(self) -> int:
@@ -181,11 +180,11 @@ class Rows:
         return raw
 
     def blocks(self, source: ParameterSource, start: int, stop: int) -> list[BlockRows]:
-        """Returns rows start..stop-1 of a quantized parameter as codes and scales, without dequantizing
-        them: consecutive parts, each of one tensor type.
+        """Returns rows start..stop-1 of a quantized parameter as codes and scales, without dequantizing them:
+        a list of BlockRows with some of these rows each, in order.
 
-        Raises CheckpointError as `read` does, and for a tensor that is not quantized.
-        """
+        Raises CheckpointError when a file cannot be read or is too short, and for a tensor that is not
+        quantized."""
         parts: list[BlockRows] = []
         for number, first, rows in _ranges(source, start, stop):
             piece, order = source.pieces[number], source.parts[number] if source.parts else None
@@ -226,9 +225,9 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Fills `out` with rows of a parameter, from row `first` on, that the stored tensor holds in
-        another order or among other rows. ranges: the tensor's rows that belong to the parameter.
-        """
+        """Fills `out` [rows, ..] with rows of a parameter, from row `first` on, that the stored tensor holds
+        in another order or among rows of other parameters. ranges: which rows of the tensor belong to the
+        parameter."""
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1
         _cast(self._rows(piece, low, high - low)[rows - low], out)

@@ -27,8 +27,8 @@ class PackedTensor(Tensor):
     interleaved_heads: int = 0
     """Number of heads whose rows i and i + dim/2 are stored side by side; 0 if rows are in order."""
     unpack: Callable[[NDArray[np.uint8]], BlockRows] | None = None
-    """Function that returns codes and scales of rows, passed as bytes [rows, bytes of a row]; None: the
-    tensor is not quantized."""
+    """Function that maps rows, passed as bytes [rows, bytes of a row], to their codes and scales (a
+    BlockRows), without dequantizing them; None: the tensor is not quantized."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class ComputedTensor(Tensor):
     """A tensor whose rows are computed from stored tensors when they are read."""
 
     load: Callable[[RowReader, int, int], NDArray[np.float32]]
-    """Function of (reader, first row, number of rows) that returns float32 rows [number, columns], or
-    [number] for a vector. The rows of a stack of matrices follow each other.
+    """Function of (reader of the stored tensors, first row, number of rows) that returns float32 rows
+    [number, columns], or [number] for a vector. The rows of a stack of matrices follow each other.
     """
     unpack: Callable[[RowReader, int, int], BlockRows] | None = None
-    """Function like `load` that returns rows as codes and scales, without dequantizing them; None: the
-    tensor has no quantized form.
+    """Function of (reader of the stored tensors, first row, number of rows) that returns these rows as codes
+    and scales, without dequantizing them; None: the tensor has no quantized form.
     """
     by_columns: bool = False
-    """True if the indices that `load` and `unpack` receive count columns, each of which they return
-    as a row.
+    """True if the functions `load` and `unpack` receive a first column and a number of columns of the tensor
+    in place of rows, and return each column as a row.
     """
     note: str = ""
     """A remark for the log on how the tensor's values were interpreted; "" if there is none."""

@@ -40,7 +40,9 @@ class Fp4Matrix:
     (MXFP4).
     """
     divides: bool = False
-    """True if scales are divided by `overall`, False if they are multiplied by it."""
+    """True if the scales of groups are divided by the scale of the whole matrix, False if they are multiplied
+    by it.
+    """
 
     def _codes(self, reader: RowReader, first: int, count: int) -> Codes:
         lines = self.columns // 2 // self.packed.shape[-1]

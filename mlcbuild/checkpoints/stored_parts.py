@@ -1,4 +1,6 @@
-"""Checks the names, shapes and types of the tensors in which a quantized checkpoint stores one matrix."""
+"""Checks the names, shapes and types of the tensors in which a quantized checkpoint stores one matrix, and
+raises CheckpointError for wrong ones.
+"""
 
 from __future__ import annotations
 
@@ -87,12 +89,13 @@ class StoredParts:
         note: str = "",
         name: str = "weight",
     ) -> ComputedTensor:
-        """Returns the tensor `name` of the module, whose rows are computed from the stored tensors when
-        they are read.
+        """Returns the tensor `name` of the module, whose rows are computed from the stored tensors when they
+        are read.
 
-        shape: its shape. load: function of (reader, first row, number of rows) that returns float32 rows.
-        kind: the type whose format holds the values (see `FORMATS` of quant/as_is.py), which `unpack` then
-        returns; "F32" if no format does. note: a remark for the log.
+        shape: its shape. load: function of (reader of stored tensors, first row, number of rows) that returns
+        float32 rows. kind: the tensor type, such as "Q4_0", that holds the values exactly and whose codes and
+        scales `unpack` returns (see `FORMATS` of quant/as_is.py); "F32" if no type does. note: a remark for
+        the log.
         """
         if kind == "F32":
             note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32

@@ -15,7 +15,7 @@ from typing import Any
 from mlcbuild_format.fields import printable
 
 MOST_OPCODES = 1_000_000
-"""Maximum number of opcodes that are executed; a tensor takes about 35."""
+"""Maximum number of opcodes of a pickle that are executed; a pickled tensor takes about 35."""
 LARGEST = 32 << 20
 """Maximum size in bytes of the pickle in a PyTorch file."""
 
@@ -65,9 +65,11 @@ class PickledStorage:
     """A member of a PyTorch file (a zip file), which holds the numbers of one or more tensors."""
 
     dtype: str
-    """The safetensors name of the dtype of the storage's numbers; "" if each tensor states its dtype."""
+    """The safetensors name of the dtype of the member's numbers, such as "F16"; "" if each tensor states its
+    dtype.
+    """
     member: str
-    """Name, below `data/`, of the zip file's member with the numbers."""
+    """Name, below `data/` in a PyTorch file (a zip file), of the member with the numbers."""
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ class _Search:
 
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
-    """Returns the files of a source directory that are among `files`, including deleted files of a
-    checkpoint.
+    """Returns the paths, relative to a source directory, of its files that are among `files`. For a
+    checkpoint, whose whole directory is an input, deleted files are included.
     """
     root = source.root.resolve()
     # A link is an input in two respects: its target path, and the contents there.

@@ -37,7 +37,9 @@ class CiJob:
     runner: str
     """Label of the machine that runs the job: `runs-on` on GitHub, a tag on GitLab."""
     key: str | None
-    """Key of the last step of the job's variant; None while an input of it is not built, and for a shard."""
+    """Key of the last step of the variant that the CI job builds; None while an input of this step is not
+    built, and for a job that builds a shard.
+    """
     reason: str
     """The reason why the CI job has work to do; "" if it has none."""
     arguments: str
@@ -64,7 +66,7 @@ class Matrix:
     """The options of the command `ci matrix`."""
 
     command: Command
-    """The parts of the command line that all jobs of the matrix share."""
+    """The parts of the command line that all generated CI jobs share."""
     shards: int | None = None
     """Number of CI jobs (shards) that share all work; None: one job for each variant."""
     labels: tuple[str, ...] = ()
@@ -147,7 +149,9 @@ def variants(
 def shards(
     products: Sequence[Product], count: int, labels: Mapping[str, str], command: Command
 ) -> list[CiJob]:
-    """Returns CI jobs that share the work of `products`, `count` jobs but at most one for each product."""
+    """Returns CI jobs that share the work of building the variants `products`: `count` jobs, but at most one
+    for each variant.
+    """
     count = min(count, len(products))
     only = [word for product in products for word in ("--only", product.variant.name)]
     label = labels.get(ANY, OTHER)
@@ -188,4 +192,6 @@ def gitlab(jobs: Sequence[CiJob]) -> str:
 
 
 _INSTALL = 'eval "${MLCBUILD_INSTALL:-}"'
-"""Shell command that installs mlcbuild on a runner; the pipeline template sets the variable."""
+"""Shell command that installs mlcbuild on a CI runner: it executes the text of $MLCBUILD_INSTALL, which the
+user sets for GitLab's pipeline template.
+"""

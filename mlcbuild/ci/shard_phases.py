@@ -1,5 +1,5 @@
-"""Runs a shard in two phases: first the steps that need little of other shards, then the rest with the
-others' results.
+"""Runs a shard, the part of a build that one machine does, in two phases: first the steps that need few
+results of other shards, then the rest with the others' results.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """Returns the results of a shard's later phase. A step that it reused gets the result of the phase that
-    built it. first: name of a step -> result of an earlier phase.
+    """Returns the results of a shard's later phase. A step that it only reused, because an earlier phase of
+    the shard had built it, keeps the earlier result. first: name of a step -> result of an earlier phase;
+    steps of the later phase are removed from it.
     """
     results = []
     for step in steps:

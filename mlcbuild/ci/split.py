@@ -47,8 +47,8 @@ FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
 """Maximum size in bytes of a file of step durations."""
 _TRIED = 16
-"""Maximum number of thresholds that are tried for keeping steps together; of more, evenly spaced ones are
-tried.
+"""Maximum number of step durations that are tried as thresholds: final steps that share a step at least as
+long are kept in one shard. Of more durations, evenly spaced ones are tried.
 """
 
 
@@ -74,7 +74,9 @@ class Split:
 
     shards: tuple[StepShard, ...]
     identity: str
-    """Eight hex digits that are equal on machines with the same split."""
+    """Eight hex digits, a digest of all inputs of the division: machines with the same digits have the same
+    shards.
+    """
 
 
 def parse(text: str) -> tuple[int, int]:
@@ -86,7 +88,8 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
-    """Divides steps and their dependencies into `count` shards. only: names of the steps; () means all.
+    """Divides steps and their dependencies into `count` shards, and returns a Split. only: names of the
+    steps; () means all.
 
     durations: step name -> milliseconds. The result is deterministic.
     """
@@ -163,8 +166,9 @@ def _kind(name: str) -> str:
 
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
-    """Returns the thresholds in milliseconds at which final steps are kept together in one shard: the costs
-    of steps, and one above all of them, with which none are kept together.
+    """Returns thresholds in milliseconds, ascending: final steps that share a step at least as long as the
+    threshold are kept in one shard. They are the costs of steps, and one above all of them, with which none
+    are kept together.
     """
     levels = sorted(set(costs.values()))
     if len(levels) > _TRIED:

@@ -18,7 +18,9 @@ from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 PER_CLIENT, OPEN_REQUESTS = 8, 100
-"""Default number of requests for each client of a closed loop, and for an open loop."""
+"""Default number of requests of each client in a closed loop, and default number of all requests in an open
+loop.
+"""
 
 
 def bench(arguments: argparse.Namespace) -> int:

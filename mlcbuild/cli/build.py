@@ -32,8 +32,8 @@ def print_warnings(event: Event) -> None:
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
-    """Returns what the options --only, --affected-by, --shard and --force select, as far as the verb has
-    these options.
+    """Returns the Selection of variants and steps that the options --only, --affected-by, --shard and --force
+    state; a verb without one of these options limits or forces nothing by it.
     """
     return Selection(
         tuple(getattr(arguments, "only", ())),
@@ -177,8 +177,8 @@ def _end(result: Result) -> list[str]:
 
 
 def listed(result: Result) -> list[VariantResult]:
-    """Returns the variants that have a line each. Those that an interrupted run did not reach are counted in
-    the last line only.
+    """Returns the variants for each of which the output of a run has a line. Those that an interrupted run
+    did not reach are only counted in the last line of the output.
     """
     return [item for item in result.variants if not (result.run.interrupted and item.status == "skipped")]
 

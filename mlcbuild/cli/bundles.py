@@ -85,8 +85,9 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
 
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
-    """Returns the mapping that a library's JSON states under `key`: use -> kernel, or use -> reason for a
-    slow kernel. Raises BundleError if it is not such a mapping.
+    """Returns the mapping that library.json states under `key`, from use (a kind of matrix, or attention) to
+    the name of its kernel or the reason why its kernel is slow. Raises BundleError if it is not such a
+    mapping.
     """
     try:
         section = Fields(library.get(key, {}), key)

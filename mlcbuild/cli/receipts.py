@@ -43,16 +43,16 @@ class Printed:
 
 
 class _DoubtError(Exception):
-    """The error that ends the writing of a receipt, because an input's mtime is too recent to detect a later
-    change, or its state is unexpected.
+    """The error that prevents the writing of a receipt, by which a later run sees that nothing has changed:
+    an input's mtime is too recent to detect a later change, or a file is not in the state that the run left.
     """
 
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
-    """Writes a receipt for a command line, unless an input changed so recently that a later change may not
-    show.
+    """Writes a receipt for a command line to the store, by which a later run sees that nothing has changed
+    and ends at once. It writes none if an input changed so recently that a later change may not show.
 
-    words: the command line. result: that of a run after which nothing is left to do. began: start of the
+    words: the command line. result: outcome of a run after which nothing is left to do. began: start of the
     run in nanoseconds since 1970, before which it read nothing.
     """
     if sys.platform == "darwin":
@@ -96,8 +96,9 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the paths in output directories that a receipt must watch, and adds their files to `blobs` and
-    `listed`. looked: time of the run, in ns since 1970.
+    """Yields the directories of bundles, and those around them, whose stats will show later changes, and adds
+    the bundles' files to `blobs`; what other directories hold is added to `listed`. looked: time of the run,
+    in ns since 1970.
     """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
@@ -181,8 +182,9 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directories of one bundle that a receipt must watch, and adds the bundle's files to
-    `blobs`. looked: time of the run, in ns since 1970.
+    """Yields the directories of one bundle whose stats will show later changes, adds what its other
+    directories hold to `listed`, and adds its files that are no blobs of the store to `blobs`, as copies.
+    looked: time of the run, in ns since 1970.
     """
     if output.is_symlink():
         raise _DoubtError(output)
@@ -195,8 +197,9 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
 
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields `directory` if its stat will show later changes of the names in it; otherwise adds these names
-    to `listed`, which the receipt holds. looked: time of the run, in ns since 1970.
+    """Yields `directory` if its mtime is old enough that any later change of the names in it will change its
+    stat. Otherwise adds to `listed` the directory, the number of its entries, and their names and inodes, for
+    a later run to compare. looked: time of the run, in ns since 1970.
     """
     if not is_racy(_latest(receipt.stats([directory])), looked):
         yield directory

@@ -88,9 +88,8 @@ class Document:
         return Place(self.file, *self.values.get(where, (1, 1)))
 
     def key_place(self, where: Where) -> Place:
-        """Returns the position of the key of a value, or of the value itself if it has no key. where: path
-        of the value.
-        """
+        """Returns the Place (file, line, column) of the key of a value, or of the value itself if it has no
+        key. where: path of the value."""
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
@@ -119,9 +118,8 @@ def read(path: Path) -> Document:
 
 
 def parse(data: bytes, file: str) -> Document:
-    """Parses the bytes of a YAML file. file: its name, for messages. Raises InputError with all problems if
-    it cannot be parsed.
-    """
+    """Parses the bytes of a YAML file and returns its data with their positions. file: its name, for
+    messages. Raises InputError with all problems if it cannot be parsed."""
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -240,7 +238,8 @@ def _odd_space(text: str) -> tuple[int, str] | None:
 
 
 def _cuts_text(written: str, column: int) -> bool:
-    """Returns True if an unquoted brace or bracket at `column` ended the text `written` early."""
+    """Returns True if YAML probably ended an unquoted text early, because a brace or bracket stands in the
+    line `written` at the offset `column` of a syntax error, or is the last character before it."""
     brackets = ("{", "[", "}", "]")
     return written[column : column + 1] in brackets or written[:column].rstrip()[-1:] in brackets
 
@@ -252,7 +251,7 @@ class _Frame:
     container: dict[str, Data] | list[Data]
     where: Where
     key: str | None = None
-    """The key of the next value of the mapping; None in a list."""
+    """The key, in the YAML mapping that is being read, of the value that follows; None in a list."""
     drop: bool = False
     """True if the next value of the mapping is discarded, because its key is a duplicate."""
     is_key: bool = False

@@ -109,7 +109,9 @@ def described(value: object) -> str:
 
 @lru_cache(maxsize=2)
 def _checker(name: Name) -> tuple[Schema, Validator]:
-    """Returns (JSON schema that a document must satisfy after substitution of variables, its validator)."""
+    """Returns (JSON schema that a recipe or target file must satisfy after substitution of its variables, its
+    validator). name: "recipe" or "target".
+    """
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 

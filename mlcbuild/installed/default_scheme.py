@@ -13,12 +13,13 @@ from mlcbuild.models.config import ModelConfig, parameters
 from mlcbuild.models.parsing import parse
 
 SMALL = 1_000_000_000
-"""Number of parameters below which a model gets 8 or 6 bits per weight where they fit. The perplexity of
-SmolLM2-135M rises by 0.5 percent in 8 bits, by 3 in 6, and by far more in 5 or 4 (`ci/bench/accuracy`).
+"""Number of parameters below which a model gets 8 or 6 bits per weight, where its weights then fit into
+memory. The perplexity of SmolLM2-135M rises by 0.5 percent in 8 bits, by 3 in 6, and by far more in 5 or 4
+(`ci/bench/accuracy`).
 """
 _PART_OF_MEMORY = 0.5
-"""Maximum part of the memory for steps that weights may take; the rest is for the cache and for other
-programs.
+"""Maximum fraction, for weights, of the memory that steps may use (nine tenths of the machine's); the rest is
+for the KV cache and for other programs.
 """
 _BYTES = {8: 1.07, 6: 0.83, 4: 0.58}
 """Bits of a quantized weight -> bytes of storage per weight, scales included."""
@@ -30,7 +31,9 @@ class SchemeChoice:
 
     scheme: str
     reason: str
-    """Reason that follows "with SCHEME" in a message. It names the alternative if there was one."""
+    """The reason for the choice, in words that follow the scheme's name in a message, such as "which fits
+    this CPU". It names the alternative scheme if there was one.
+    """
 
 
 def choose_scheme(words: str, count: int | None = None, memory: int | None = None) -> SchemeChoice:

@@ -27,7 +27,7 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
 
     source: an address, or the absolute path of a checkpoint. target: this machine, as `machine_words`
     describes it. Raises UsageError, and the exceptions of building and downloading; KeyboardInterrupt if the
-    build was interrupted. An entry without a bundle is removed.
+    build was interrupted. The directory of an installed model that got no bundle is removed.
     """
     named = options.scheme
     if named is not None and named not in (names := (*SCHEMES, as_is.NAME)):

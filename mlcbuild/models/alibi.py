@@ -22,8 +22,8 @@ def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
 
 
 def _slope(heads: int, i: int) -> float:
-    """Returns the slope of head `i` of `heads` heads: a power of a base that is rounded to float32, as the
-    models compute it.
+    """Returns the ALiBi slope of head `i`, counted from 1, of `heads` heads: the i-th power of 2^(-8 /
+    heads), with base and result rounded to float32, as the models compute it.
     """
     base = f32(2.0 ** -(2.0 ** -(math.log2(heads) - 3)))
     return f32(base**i)

@@ -50,7 +50,9 @@ class Router:
     scale: float = 1.0
     """Factor of the weights of chosen experts, applied at the end."""
     jitter: float | None = None
-    """Relative distance of logits that sparsemixer uses; None for other scores."""
+    """Half of the relative distance within which sparsemixer counts other experts' logits as near the largest
+    one, for the weight of the chosen expert; None for other scores.
+    """
     group_by_largest: bool = False
     """True if a group's score is its largest score (DeepSeek-V2) and not the sum of two."""
 

@@ -47,8 +47,8 @@ POST_NORMS: Names = {
     "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
 }
-"""Tensor names, in the form of Names, for norms after each half of a layer. Gemma 2 and OLMo 2 introduced
-them."""
+"""Parameter name within a layer -> names of the checkpoint's tensors, for layers that also have norms after
+attention and after the feed-forward. Gemma 2 and OLMo 2 introduced them."""
 KINDS = ("weight", "bias")
 MEGATRON: Names = {
     **{f"attn.qkv.{kind}": (f"self_attention.query_key_value.{kind}",) for kind in KINDS},
@@ -129,7 +129,8 @@ class Common:
         return LayerSpec(replace(self.attention, **attention), self.feed_forward, Norms(self.norm))
 
     def of(self, layers: Iterable[LayerSpec], **changes: Any) -> ModelConfig:
-        """Returns the model with these layers. changes: fields to replace in its config."""
+        """Returns a copy of the model's config with `layers` as its layers. changes: further fields to
+        replace."""
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
@@ -247,9 +248,8 @@ def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ..
 
 
 def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Piece, ...]:
-    """Returns the tensors that hold a parameter: a single one, one for each part, one for each expert, or one
-    for each part of each expert.
-    """
+    """Returns the checkpoint's tensors that hold a parameter: a single one, one for each part (such as gate
+    and up), one for each expert, or one for each part of each expert."""
     rest = param.shape[1:]
     numbered = any("{}" in name for name in tensors)
     if len(tensors) == 1 and numbered and not rest:
@@ -283,8 +283,8 @@ def _whole(family: Family, param: Param, tensor: str) -> Piece:
 def _reordered(
     family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Returns the tensors `pieces` of an attention parameter with the order of their rows in the parameter.
-    mixer: the layer's attention."""
+    """Returns `pieces`, the tensors that hold an attention parameter, with the ranges of their rows in the
+    order of the parameter's rows. mixer: the layer's attention."""
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
     if is_qkv and family.tensors.fused_heads:
@@ -305,11 +305,11 @@ def _reordered(
 def latent_pieces(
     mixer: LatentAttention, kind: str, pieces: tuple[Piece, ...], interleaved: bool
 ) -> tuple[Piece, ...]:
-    """Returns the tensors `pieces` of a latent attention parameter with the order of their rows in the
-    parameter.
+    """Returns `pieces`, the tensors that hold a parameter of latent attention, with the ranges of their rows
+    in the order of the parameter's rows.
 
-    kind: name of the parameter in its layer. interleaved: True if rotated dimensions form pairs of
-    neighbours in the tensors."""
+    kind: name of the parameter in its layer. interleaved: True if rotated dimensions form pairs of neighbours
+    in the tensors."""
     both = mixer.head_dim + mixer.value_dim
     if kind == "attn.k_b.weight":
         rows, take = mixer.heads * mixer.latent, ((0, mixer.head_dim, 1),)

@@ -50,7 +50,8 @@ class Fields:
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
-        """Returns a reader of the same JSON object under the field names that all families share.
+        """Returns a Fields that reads this JSON object under the field names that all families share, and
+        adds problems to the same list.
 
         spellings: name that only a family uses -> shared name. defaults: shared name -> value of an absent
         field.
@@ -202,7 +203,9 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Marks fields as read because they do not affect results, whatever their values."""
+        """Marks fields of the JSON object as read, so that no problem is recorded for them: they do not
+        affect results, whatever their values.
+        """
         self._read.update(names)
 
     def ignore_private(self) -> None:

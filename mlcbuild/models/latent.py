@@ -58,8 +58,8 @@ class LatentAttention:
 
 
 def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of multi-head latent attention. The products of heads with latents are stacks,
-    with one matrix per head. hidden: size of the residual stream.
+    """Yields the parameters of multi-head latent attention. The matrices between the heads and the latents,
+    attn.k_b and attn.v_b, are stacks with one matrix for each head. hidden: size of the residual stream.
     """
     queries = block.heads * block.query_dim
     if block.query_latent:

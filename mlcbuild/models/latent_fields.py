@@ -8,8 +8,8 @@ from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.rotary import yarn_attention
 
 SPELLINGS = {"qk_rope_head_dim": "head_dim"}
-"""Field of config.json -> name under which the reader of rotary embeddings expects it. The rotated part of a
-head counts as its whole head there.
+"""Field of config.json -> name of the field that code for rotary embeddings reads instead: to it, the rotated
+part of a head is the whole head.
 """
 
 

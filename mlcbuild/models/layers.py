@@ -193,16 +193,20 @@ class Block:
     kind: str
     """The name of this kind of mixer or feed-forward in JSON."""
     parameters: Callable[[Any, int], Iterator[Param]]
-    """Function of (block, hidden size) that yields the block's parameters, by their names within the layer,
-    in stored order."""
+    """Function of (description of a mixer or feed-forward, hidden size) that yields its parameters, named as
+    within the layer, in stored order."""
     cached: Callable[[Any], tuple[int, ...]]
-    """Function from a block to the shapes of the values that it caches for each token."""
+    """Function from the description of a mixer or feed-forward to the shape of what it caches for each token,
+    such as (2, kv_heads, head_dim); () if it caches nothing.
+    """
     faults: Callable[[Any, Sequence[Rope]], Iterator[str]]
     """Function of (block, the model's rotary embeddings) that yields an error message for each contradiction
     between the block's fields.
     """
     numbers: Callable[[Any], Iterator[float]]
-    """Function from a block to those of its numbers that must be finite and above 0."""
+    """Function that yields those numbers in the description of a mixer or feed-forward, such as scale and
+    eps, that must be finite and above 0.
+    """
 
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
@@ -296,12 +300,14 @@ MIXERS: Mapping[type, Block] = {
         latent_numbers,
     ),
 }
-"""Class of a mixer -> the functions and names that other modules need of it."""
+"""Class that describes a kind of mixer, such as Attention -> its name in JSON, and the functions that return
+parameters, cached shape and faults of such a mixer."""
 FEED_FORWARDS: Mapping[type, Block] = {
     Dense: Block("dense", _dense_parameters, lambda block: (), _dense_faults, lambda block: iter(())),
     Experts: Block("experts", experts_parameters, lambda block: (), experts_faults, experts_numbers),
 }
-"""Class of a feed-forward -> the functions and names that other modules need of it."""
+"""Class that describes a kind of feed-forward, such as Dense -> its name in JSON, and the functions that
+return parameters and faults of such a feed-forward."""
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:

@@ -21,8 +21,8 @@ from mlcbuild.build.graph import Step
 from mlcbuild.errors import SetupError, UsageError
 
 PLENTY = float(1 << 30)
-"""The amount of a label that a cluster worker declares if any number of steps may use it at once; each step
-uses 1.
+"""The amount that a cluster worker declares of a label, a named capability such as `avx2`, if any number of
+steps may use it at once; each step uses 1.
 """
 SCHEME = "dask://"
 _SAME = "install the same version there"

@@ -92,8 +92,8 @@ class Site:
 
 
 sites: list[Site] = []
-"""The state of this cluster worker, at most one entry. It is global because dask calls `work` with the
-encoded job as the only argument.
+"""The Site of this process, a cluster worker: its store and the rest that all jobs share; empty in other
+processes. It is global because dask calls `work` with the encoded job as the only argument.
 """
 
 
@@ -316,8 +316,9 @@ class _Attempt:
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Uploads a step's result to remotes that the run can read, unless worker and run use the same
-        store. Returns the answer with the remotes that have the result, and those that failed.
+        """Uploads a step's result to remotes that the run can read, unless worker and run use the same store.
+        Returns `answer`, the worker's reply to the run, with the result added, a remote that has it, and
+        those that failed.
 
         Raises RemoteError when no remote that the run reads has the files.
         """

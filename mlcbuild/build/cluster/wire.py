@@ -45,7 +45,9 @@ class Order:
     """
     key: str
     info: BuildInfo
-    """The metadata of the step's future record, without the costs, which are measured on the worker."""
+    """The step's name and all that is hashed into its key, for the record of the result; the worker adds the
+    costs that it measures.
+    """
     inputs: Mapping[str, OrderInput]
     cores: int
     again: bool

@@ -1,4 +1,6 @@
-"""Checks the file names of a published bundle: a tree that can be written below one directory."""
+"""Raises an error unless the file names of a published bundle form a tree that can be written below one
+directory.
+"""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def push(
 
 
 def _there(source: HubSource) -> dict[str, HubFile]:
-    """Returns path -> description of each file in a branch of the hub's repository; {} if the repository or
-    branch does not exist yet.
+    """Returns path -> size and digests (HubFile) of each file in a branch of the hub's repository; {} if the
+    repository or branch does not exist yet.
     """
     with suppress(hub.AbsentError):
         return hub.list_files(source)[1]

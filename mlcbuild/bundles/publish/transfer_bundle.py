@@ -33,10 +33,11 @@ class PublishedBundle:
 
 
 def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> PublishedBundle:
-    """Checks a bundle completely, and sends it to an address that `fault` accepts.
+    """Checks every file of a bundle, sends the bundle to the address `to` of a registry or model hub, and
+    returns its immutable address and the number of bytes sent.
 
-    uploaded: files that registries have, which is updated and can be passed to the next call. Raises
-    PublishError, and BundleError for a damaged bundle.
+    uploaded: files that registries have (see Uploaded), which is updated and can be passed to the next call.
+    Raises PublishError if the transfer fails, and BundleError for a damaged bundle.
     """
     manifest = form.check(bundle, full=True)
     try:

@@ -20,11 +20,14 @@ class Sent:
     """The result of sending one bundle to one address."""
 
     name: str
-    """Name of the variant, or of the bundle's directory."""
+    """Name of the bundle: that of its variant in a recipe, or that of its directory if it was sent by path.
+    """
     to: str
     """Address as the recipe or the caller stated it; "" for a variant that is not sent."""
     status: Literal["published", "present", "failed", "skipped"]
-    """The outcome. "present" means that the destination already had all files."""
+    """The outcome of sending the bundle: "present" means that the destination already had all files,
+    "skipped" that a recipe's variant is not published because it is not verified.
+    """
     address: str = ""
     """Immutable address of the published bundle, with the digest or commit of its content."""
     size: int = 0

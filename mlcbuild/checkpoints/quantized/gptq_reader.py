@@ -32,8 +32,8 @@ _BITS = (2, 3, 4, 5, 6, 8)
 _FORMATS = {"gptq": 1, "": 1, "gptq_v2": 2}
 """Value of checkpoint_format -> version of the GPTQ format."""
 _MODULES, _OUTPUTS = 16, 32
-"""Number of modules, and number of rows of each, whose codes are averaged to detect the version of the
-format.
+"""Number of modules, and number of rows of each, whose codes are averaged and compared with the average
+stored zero point, to detect the version of the GPTQ format.
 """
 
 
