@@ -53,8 +53,9 @@ sampled, INVALID_TOKEN for a row whose largest logit is NaN."""
 
 
 class LoopState(NamedTuple):
-    """The progress of a decode loop, which every step updates: the int32 argument `state` of the library's
-    functions for decode loops."""
+    """The progress of a decode loop: the argument `state`, int32 [3], of the library's functions for decode
+    loops. Its elements are the number of steps done, which each step increments, and two limits of that
+    number."""
 
     steps_done: int
     pause_after: int
@@ -172,11 +173,13 @@ STEP = Function("step", (*_STEP, FORKS, PARAMS))
 else is in the batch.
 """
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
-"""The library function for steps whose tokens belong to prompts. It works like the function `step`, with
-kernels that are faster for many rows and may round differently."""
+"""The library function for steps whose tokens belong to prompts: it runs the model on a batch, samples a
+token from each row of logits and returns the masked logits, float32 [1, q, vocab]. Its kernels are faster for
+many rows than those of the function `step`, and may round differently."""
 STEP_ON = Function("step_on", (*_LOOP, *BATCH, PARAMS))
-"""The library function for a decode step with one token per sequence. It works like the function `step`, and
-also writes the inputs of the next step into its arguments."""
+"""The library function for a decode step with one token per sequence: it runs the model, samples a token from
+each row of logits, writes the inputs of the next step into its arguments, and returns the masked logits,
+float32 [1, n, vocab]."""
 STEPS = Function("steps", (*_LOOP, *BATCH, PARAMS))
 """The library function that repeats decode steps, one token per sequence and without masks, while the flag
 `continues` is true; it returns `continues`."""

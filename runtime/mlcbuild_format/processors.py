@@ -178,15 +178,16 @@ def _auxiliary_value(entry: int) -> int:
 
 
 def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
-    """Returns LLVM's names of the checkable features that an Apple machine's processor has. sysctl: function
-    from a name of sysctl to its value, "" if there is no such name."""
+    """Returns LLVM's names of the instruction-set extensions that an Apple machine's processor has, among
+    those of ARM_FEATURES. sysctl: function from a name of macOS's sysctl to its value, "" if there is no such
+    name."""
     named = {name: apple for name, (_, apple) in ARM_FEATURES.items() if apple}
     return frozenset(name for name, apple in named.items() if sysctl(f"hw.optional.arm.{apple}") == "1")
 
 
 def present() -> frozenset[str] | None:
-    """Returns LLVM's names of the checkable features that this machine's processor has; None where the system
-    does not report them."""
+    """Returns LLVM's names of the instruction-set extensions that this machine's processor has, among those
+    that CHECKABLE lists for its architecture; None where the system does not report them."""
     kind = sys.platform, family(platform.machine())
     try:
         if kind == ("darwin", "aarch64"):

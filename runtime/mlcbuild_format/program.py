@@ -117,7 +117,8 @@ class Section:
     start: int
     """Index of the input's first int32 word in the buffer of all inputs."""
     size: Expression
-    """Size of the input in int32 words."""
+    """Size of one input of a GPU program's call in int32 words, as an expression over the sizes of the
+    call."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from mlcbuild_format import regular
 from mlcbuild_format.fields import FieldError, Fields, Json, describe, parse_json, printable
 
 MAX_HEADER = 32 << 20
-"""Maximum header size in bytes that is read. The format allows 100 MB."""
+"""Maximum size, in bytes, of a safetensors file's header that is read. The safetensors format allows 100
+MB."""
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
 ALIGNMENT = 64

@@ -186,8 +186,8 @@ class Response(JsonDocument):
 
 
 class _Responses:
-    """The common part of Responses and AsyncResponses. Responses are stored in memory, as by
-    the HTTP server."""
+    """Checks requests to /v1/responses, and stores their responses in memory, as the HTTP server does; the
+    base class for callers that block and for those in an event loop."""
 
     def __init__(self, running: engine.Engine) -> None:
         self._running, self._history, self._lock = running, History(), threading.Lock()

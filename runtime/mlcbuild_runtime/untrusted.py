@@ -111,9 +111,9 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 
 
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
-    """Loads parts of a bundle in a child process, and returns (parts that have passed, error message for the
-    next one or ""). Raises SetupError if no process can be started.
-    """
+    """Loads parts of a bundle ("library", "tokenizer") in a child process. Returns (parts that could be
+    loaded, error message for the first one that could not, or ""). Raises SetupError if no process can be
+    started."""
     how, code = f"takes more than {SECONDS:g} s", None
     try:
         process = subprocess.run(
@@ -148,8 +148,8 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
 
 
 def work() -> None:
-    """Runs the child process that tries a bundle: loads the parts that its arguments name, after the
-    directory.
+    """Runs inside the child process that tries a bundle. Its command-line arguments are the bundle's
+    directory and the parts to load: "library", "tokenizer".
 
     Writes a line with the name of each part that could be loaded, or an error message.
     """

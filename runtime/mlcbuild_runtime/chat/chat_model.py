@@ -66,7 +66,8 @@ class ChatModel(Protocol):
 
     @property
     def speed(self) -> Speed:
-        """Returns the speed of the model's last answer that has ended."""
+        """Returns the numbers of tokens, and the seconds of computing, of the model's last complete answer
+        and of its prompt."""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
         """Raises RequestError for settings, or messages, that the model refuses, as far as this can be

@@ -23,7 +23,8 @@ _LARGEST = 16 << 20
 
 
 class ServerModel:
-    """The model of a server, for a chat. Every request uses a new connection."""
+    """Answers the messages of a chat with a model behind an OpenAI-compatible HTTP server. Every request uses
+    a new connection."""
 
     def __init__(self, url: str, key: str | None, name: str) -> None:
         self.url, self.name = url, name

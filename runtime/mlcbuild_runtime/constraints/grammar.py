@@ -41,8 +41,8 @@ clients send the same ones repeatedly."""
 MAX_SOURCE = 1 << 18
 """Maximum length of a constraint in characters."""
 _WORTH = 2
-"""Minimum number of forced bytes for which their tokens are computed: a single byte is hardly ever a token,
-since it may begin a longer one."""
+"""Minimum number of next bytes for which a constraint must allow no alternative, so that the tokens which
+spell them are computed: a single byte is hardly ever a token, since it may begin a longer one."""
 
 
 class Matcher:
@@ -58,11 +58,13 @@ class Matcher:
         self._spelled: int | None = None
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None
-        """A token that `tries` has already passed to llguidance; the next call of `take` must be with it."""
+        """A sampled token that llguidance's matcher has already consumed, but that is not counted in the
+        answer yet: the next call of `take` must pass the same token. None if there is no such token."""
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
-        """CPU time spent on the logit masks of the answer, and number of tokens appended to the answer."""
+        """CPU seconds spent on computing the logit masks of the answer, with their limit, and number of
+        tokens appended to the answer."""
 
     def mask(self) -> Mask:
         """Returns the mask of the tokens that may come next in the answer, among them end-of-sequence tokens
@@ -95,10 +97,11 @@ class Matcher:
         return self._spelled
 
     def tries(self, token: int) -> bool:
-        """Appends a token to the answer if the constraint allows it, and returns True if so. It is much
-        cheaper than a mask.
+        """Returns True if the constraint allows a token next; llguidance's matcher has then consumed it, and
+        `take` must be called with the same token, which appends it to the answer. This is much cheaper than a
+        mask.
 
-        Must be called only if `free` is True, and `take` must follow with the same token. End-of-sequence
+        Must be called only if the constraint allows more than one next byte (`free` is True). End-of-sequence
         tokens are never allowed here.
         """
         if token in self._of.ends:
@@ -191,7 +194,7 @@ class Compiled:
         give_back()
 
     def matcher(self) -> Matcher:
-        """Returns a new matcher for one answer."""
+        """Returns a new matcher, which decides token by token what the constraint allows in one answer."""
         return Matcher(self, self._matcher.deep_copy())
 
 
@@ -231,7 +234,8 @@ class Grammars:
         return outcome
 
     def close(self) -> None:
-        """Ends all running trials of constraints. Any thread may call it."""
+        """Ends the child processes in which constraints are tried before they are compiled. Any thread may
+        call it."""
         with self._first:
             if "_trials" in self.__dict__:
                 self._trials.close()
@@ -299,9 +303,8 @@ class Grammars:
             ) from None
 
     def _made(self, grammar: str, key: Key, outcome: TrialOutcome) -> Compiled | str:
-        """Compiles a constraint that has passed its trial, and returns it, or an error message if it cannot
-        be used. key: the constraint's key in the cache.
-        """
+        """Compiles a constraint that was compiled and followed successfully in a child process (its trial),
+        and returns it, or an error message if it cannot be used. key: the constraint's key in the cache."""
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)

@@ -38,7 +38,8 @@ class Stage:
     niceness: int = 0
     """Niceness of the process that tries the constraint."""
     compile_niceness: int = 0
-    """Niceness of the thread that compiles the constraint after its trial succeeded."""
+    """Niceness of the server's thread that compiles a constraint, after it was compiled and followed
+    successfully in a child process."""
 
 
 STAGES = (
@@ -46,20 +47,22 @@ STAGES = (
     Stage(0.25, places=64, patience=10),
     Stage(2.0, places=64, patience=20, niceness=10, compile_niceness=5),
 )
-"""The stages in which constraints are tried, shortest first. With a vocabulary of 150,000 tokens, ordinary
-schemas take 1 to 12 ms on a quiet machine, and more if many processes share the caches: 40 slow constraints
-that come at once delay them by 1.2 CPU seconds. With a short last queue, clients with slow constraints would
-be refused at once and return to the first stage, again and again; the longer they wait in the last queue, the
-later they return.
-"""
+"""The limits of the stages in which constraints are tried, shortest first: a constraint that exceeds the CPU
+time of one stage is tried again in the next. With a vocabulary of 150,000 tokens, ordinary schemas take 1 to
+12 ms on a quiet machine, and more if many processes share the caches: 40 slow constraints that come at once
+delay them by 1.2 CPU seconds. With a short queue in the last stage, clients with slow constraints would be
+refused at once and return to the first stage, again and again; the longer they wait in the last queue, the
+later they return."""
 KEPT = 256
-"""Number of short constraints whose trial outcome is cached."""
+"""Maximum number of short constraints for which it is cached how trying them in a child process ended: the
+memory that they need, or the reason why they are refused."""
 SHORT = 1 << 12
 """Maximum characters of a constraint that counts as short."""
 
 
 class _Try:
-    """One stage of trials of constraints: its limits, its child process and its queue."""
+    """One stage of trying constraints: its limits, the child process that compiles and follows one constraint
+    at a time, and the queue of constraints that wait for it."""
 
     def __init__(self, stage: Stage, tokens: Tokens) -> None:
         self.stage, self.turns = stage, FairLock(stage.places)
@@ -74,15 +77,17 @@ class Trials(Generic[T]):
         self.tries = tuple(_Try(stage, tokens) for stage in stages)
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[Hashable, tuple[int, TrialOutcome]] = OrderedDict()
-        """Key of a constraint -> (number of the stage that decided, its outcome)."""
+        """Key of a constraint -> (index of the stage in which trying it ended, the result: the memory that it
+        needs, or the reason why it is refused)."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
-        """Tries the constraint `grammar` (in Lark), unless its outcome is cached under `key`. Returns
-        `use(outcome)` if it passes, or the reason why it cannot be used.
+        """Tries the constraint `grammar` (in Lark) in a child process, with one stage's limit of CPU time
+        after the other until it suffices, unless the outcome is cached under `key`. Returns `use(outcome)` if
+        the constraint passes, or the reason why it cannot be used.
 
-        use: compiles the constraint and returns the result or an error message; for constraints that the
-        first stage does not decide, only one runs at a time, in a thread of low priority. Raises CrowdedError
-        if too many constraints wait, and SetupError if no child process can be started.
+        use: compiles the constraint and returns the result or an error message; for constraints that exceed
+        the first stage's limit, each stage runs only one at a time, in a thread of low priority. Raises
+        CrowdedError if too many constraints wait, and SetupError if no child process can be started.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):
@@ -103,7 +108,7 @@ class Trials(Generic[T]):
             self._outcomes.pop(key, None)
 
     def close(self) -> None:
-        """Ends all running trials of constraints. Any thread may call it."""
+        """Ends the child processes in which constraints are tried. Any thread may call it."""
         for each in self.tries:
             each.trial.close()
 
@@ -115,8 +120,10 @@ class Trials(Generic[T]):
             return self._outcomes[key]
 
     def _tried(self, key: Hashable, number: int, grammar: str) -> TrialOutcome:
-        """Returns the outcome of trying the constraint `grammar` in stage `number`, and caches it for short
-        constraints. Raises TooCostlyError if the constraint reaches a limit and there is a longer stage."""
+        """Compiles and follows the constraint `grammar` in the child process of the stage with index
+        `number`. Returns the outcome, memory used or reason of refusal, and caches it for short constraints.
+        Raises TooCostlyError if the constraint reaches the stage's limit of CPU time or memory, unless this
+        is the last stage."""
         each = self.tries[number]
         try:
             outcome = each.trial.run(grammar)

@@ -30,7 +30,8 @@ work."""
 MEMORY = 128 << 20
 """Maximum bytes that one constraint may use while it is compiled and followed."""
 STEPS = 16
-"""Number of tokens for which a trial follows a constraint before it is accepted."""
+"""Number of tokens for which a compiled constraint is followed, with random tokens that it allows, before the
+server accepts it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class TrialOutcome:
     error: str
     """The reason why the constraint cannot be used; "" if it can."""
     bytes: int
-    """Bytes of memory that the trial of the constraint used."""
+    """Bytes of memory that compiling the constraint, and following it for some tokens, took in a child
+    process."""
 
 
 class TooCostlyError(Exception):
@@ -52,8 +54,9 @@ class Trial:
     run it; any thread may close it."""
 
     def __init__(self, tokens: Tokens, seconds: float, niceness: int = 0) -> None:
-        """Creates a trial, whose child process starts on first use. tokens: the model's vocabulary; seconds:
-        CPU time that one constraint may take; niceness: niceness of the process."""
+        """Sets the limits; the child process that compiles and follows constraints starts on first use.
+        tokens: the model's vocabulary; seconds: CPU time that one constraint may take; niceness: niceness of
+        the process."""
         self._seconds = seconds
         # Latin-1 can represent every byte, such as the 255 in tokens that are not text.
         self._child = Child(
@@ -68,9 +71,9 @@ class Trial:
         )
 
     def run(self, grammar: str) -> TrialOutcome:
-        """Returns the outcome of compiling and following a Lark grammar in the child process. Raises
-        TooCostlyError if it reaches the limit of time or memory, and SetupError if no child process can be
-        started."""
+        """Compiles a Lark grammar in the child process and follows it for some tokens. Returns the bytes of
+        memory that this took, or the reason why the grammar is refused. Raises TooCostlyError if it reaches
+        the limit of time or memory, and SetupError if no child process can be started."""
         try:
             answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
         except EndedError:
@@ -81,7 +84,7 @@ class Trial:
         raise TooCostlyError
 
     def close(self) -> None:
-        """Ends a running trial and its child process. Any thread may call it."""
+        """Ends the child process that tries constraints, also while it tries one. Any thread may call it."""
         self._child.close()
 
 

@@ -59,14 +59,14 @@ def read(path: Path, manifest: Manifest) -> Program:
 
 @dataclass
 class _Prepared:
-    """A variant of a function of a GPU program, with the pipelines, bind groups and grids that its launches
-    need.
-    """
+    """The kernel launches of one function of a GPU program, for calls up to certain sizes, with the
+    pipelines, bind groups and numbers of workgroups that they need."""
 
     variant: CallVariant
     uniforms: Any
     steps: list[tuple[Any, Any, Struct]]
-    """(pipeline, bind group, form of the uniforms) of each launch."""
+    """(pipeline, bind group, struct format that packs its scalars as int32 words into the uniform buffer) of
+    each launch of a kernel."""
     sizes: Sizes | None = None
     grids: Sequence[tuple[int, int]] = ()
     """Number of workgroups (x, y) of each launch, for calls whose sizes are `sizes`."""

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
-"""Seconds of computing between two measurements; seconds of the first and of the longest pause before more
-threads are tried again. A failed trial costs one step, which may take a second."""
+"""WINDOW is the number of seconds of computing between two measurements of the CPU time that the threads got;
+SHORTEST and LONGEST are the minimum and maximum pause, in seconds, before more threads are tried again. A
+failed attempt costs one step, which may take a second."""
 SHARE = 0.7
 """Minimum ratio of the CPU time that the computing threads got to the time that they could have had. Below it
 the process competes for cores and uses fewer threads. `ci/bench/busy` shows what this and the constants below
@@ -26,8 +27,8 @@ class Meter:
     """Measures the wall time and the CPU time of decode steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """Creates a meter whose sums are 0. now: returns the time; spent: returns the CPU time of this
-        process; both in seconds."""
+        """Creates a meter whose sums of the times of decode steps are 0. now: returns the time; spent:
+        returns the CPU time of this process; both in seconds."""
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
@@ -69,9 +70,10 @@ class Workers:
         spent: Clock,
         free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """Starts with the maximum number of threads, `most`. use: sets the number of threads; now: returns
-        the time, and spent the CPU time of this process, both in seconds; free: returns the number of idle
-        cores, counted up to its argument, or None if the system does not report it."""
+        """Chooses `most` threads, the maximum number, to begin with. use: sets the number of threads that
+        compute; now: returns the time, and spent the CPU time of this process, both in seconds; free: returns
+        the number of idle cores, or None if the system does not report it; it may stop counting at its
+        argument."""
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False
@@ -83,9 +85,8 @@ class Workers:
 
     @property
     def settled(self) -> bool:
-        """Returns True if no number of threads is on trial, so that the current threads are known to have
-        free cores.
-        """
+        """Returns True if the last step ended at most IDLE seconds ago and no larger number of threads is
+        being tried, so that each of the present threads is known to get a core."""
         return not self._trying and self._meter.now() - self._ended <= IDLE
 
     def __enter__(self) -> None:

@@ -1,4 +1,5 @@
-"""Checks that a request fits the model before the engine accepts it."""
+"""Checks that a request fits the model before the engine accepts it; RequestError is raised for one that does
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The client's side of a sequence: its ticket, and the text made of its tokens."""
+"""The client's side of a sequence: the text made of its tokens, and the handle with which the client cancels
+or pauses the request."""
 
 from __future__ import annotations
 
@@ -28,9 +29,8 @@ class Stopwatch:
         self._first = self._first or self._last
 
     def times(self) -> EngineTimes | None:
-        """Returns the seconds that the engine has spent on prompt and answer so far; None before the first
-        token.
-        """
+        """Returns (seconds that the engine has spent on the prompt, seconds on the answer so far); None
+        before the first token of the answer."""
         if not self._first:
             return None
         return EngineTimes(self._first - self._begin, self._last - self._first)
@@ -51,7 +51,8 @@ class ClientStream:
         self.unsent = 0
         """Number of tokens at the end of the answer whose events are not delivered to the client yet."""
         self.error: ServingError | None = None
-        """The error that ends the answer after the unsent tokens, if any."""
+        """The error with which the answer ends, after the tokens whose events are not delivered to the client
+        yet; None without an error."""
         self._max_tokens, self._sink = request.max_tokens or 0, sink
         self._text = tokenizer.stream(request.stop, request.message, dict(request.shown))
 

@@ -19,7 +19,7 @@ class DraftState:
         self.best_path = 0
         """Index of the accepted path of the last draft tree: 0 is the draft itself, 1 the first branch."""
         self.branch_gain = 0
-        """Number of tokens on branches that the last step accepted."""
+        """Number of draft tokens on branches (alternatives to the draft) that the last step accepted."""
         self.cached = 0
         """Number of tokens whose keys and values are in the draft model's KV cache."""
         self.doubts: list[tuple[float, int]] = []

@@ -38,9 +38,11 @@ class Branch:
     after a token of this path.
     """
     shared: int = 0
-    """Number of full pages that the branch shares with the path that it leaves."""
+    """Number of full KV cache pages that a branch of a draft tree shares with the draft or branch that it
+    leaves, counted from the start of the sequence."""
     pages: list[int] = field(default_factory=list)
-    """Numbers of the KV cache pages that only this branch uses; they follow the shared pages."""
+    """Numbers of the KV cache pages that only this branch of a draft tree uses, in order; its sequence
+    continues on them after the shared pages."""
 
 
 def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[int]:
@@ -76,9 +78,8 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path of a draft tree: index of its first row in the step, minus the number of draft tokens
-    before that row.
-    """
+    """For each path of a draft tree, the number to add to a token's depth to get its row, for the tokens that
+    the path does not share with its parent. Depth: number of draft tokens up to and including the token."""
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]
@@ -92,8 +93,9 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
 
 
 def parts(length: int, trunk: list[int], branches: List[Branch], size: int) -> tuple[list[Part], list[Fork]]:
-    """Returns (parts, page copies) that the branches of one sequence's draft add to a step. Each branch
-    becomes a part, like another sequence of the batch, with its tokens and pages.
+    """Returns what the branches of one sequence's draft add to a step: (tokens, length of the sequence after
+    them, KV cache pages) of each branch, which the step computes like another sequence, and (source page,
+    destination page, number of tokens) of each partly filled page that a branch copies.
 
     length: number of tokens of the sequence; trunk: its pages; size: number of tokens in a page.
     """

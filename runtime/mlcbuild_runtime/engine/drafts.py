@@ -55,9 +55,10 @@ class Lookup:
         occurrence.
         """
         self._others: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> latest index, in the text, of a different token that followed the n-gram."""
+        """N-gram of tokens -> index, in the text, of the latest token that followed the n-gram and differs
+        from the one after the n-gram's latest occurrence."""
         self._learned = 0
-        """Number of the text's tokens that both tables of n-grams already include."""
+        """Number of tokens at the beginning of the text whose n-grams are in `_places` and `_others`."""
 
     def _learn(self, tokens: Sequence[int]) -> None:
         places, others = self._places, self._others
@@ -72,9 +73,9 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns alternatives to a draft: branches with the other continuations that the draft's n-grams
-        have had in the text. tokens: the text, which the draft follows; count: maximum number of tokens on
-        all branches."""
+        """Returns alternatives to a draft: branches, each of which leaves the draft where another token
+        followed the same n-gram earlier in the text. tokens: the text, which the draft follows; count:
+        maximum number of tokens on all branches together."""
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):
@@ -154,16 +155,17 @@ class Credit:
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
         """Updates the balance from which a sequence pays for drafts, after a draft was verified. drafted,
         accepted: numbers of tokens of the draft that were verified and accepted; price: cost of one draft
-        token, in tokens computed without drafts; gained: number of tokens on a branch that were accepted
-        after them."""
+        token, in tokens computed without drafts; gained: number of tokens accepted after them on a branch, an
+        alternative to the rest of the draft."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 
 
 class Odds:
-    """Decides whether branches beside a draft pay off, from the acceptance rate of earlier branches.
+    """Decides whether it saves time to verify branches (alternatives to the rest of a draft) together with
+    the draft, from the acceptance rate of earlier branches.
 
-    A sequence starts with a guess, to which the rate slowly returns while there are no branches.
+    A sequence starts with an assumed rate, to which the estimate slowly returns while there are no branches.
     """
 
     _FIRST, _WEIGHT, _PACE, _BACK = 0.15, 1 / 24, 1 / 8, 1 / 500

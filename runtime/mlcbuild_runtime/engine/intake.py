@@ -82,7 +82,8 @@ class Intake:
         return sequence
 
     def received(self) -> None:
-        """Records that the engine now counts the request that `get` returned among its own."""
+        """Stops counting the request that `get` returned last as pending, because it is now among the running
+        and waiting requests that the engine counts."""
         self._received += 1
 
     def _put(self, item: Sequence | None) -> None:

@@ -96,8 +96,8 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(late(sequence.request.timeout)))
 
     def _prefill(self) -> None:
-        """Computes some more tokens of the prompts that are not computed yet, as many as one turn has time
-        for."""
+        """Computes some more tokens of the prompts that are not computed yet: as many as the engine may
+        compute between two decode steps."""
         room = self._turn.tokens(alone=len(self._schedule.active) + len(self._schedule.waiting) == 1)
         begun = self._executor.seconds()
         parts = self._schedule.prefills(room)

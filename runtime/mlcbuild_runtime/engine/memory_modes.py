@@ -40,13 +40,13 @@ MODES: Mapping[Mode, Share] = {
 
 @dataclass(frozen=True)
 class LimitOverrides:
-    """The limits that the command line states. None: the memory mode decides."""
+    """The limits of memory, batch size and prompt tokens that the command line states for serving a bundle.
+    None: the memory mode (interactive, local or server) decides."""
 
     mode: Mode = "server"
     memory: int | None = None
     """Maximum number of bytes of memory that all loaded bundles together may use, as the command line states
-    it; None: the mode decides.
-    """
+    it; None: the share of the machine's memory that the memory mode sets."""
     max_batch: int | None = None
     max_pages: int | None = None
     prefill_chunk: int | None = None

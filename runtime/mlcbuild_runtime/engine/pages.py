@@ -109,9 +109,9 @@ class Pages:
             node = child
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
-        """Ends one sequence's use of its pages; list entries that are GONE are skipped. Pages outside the
-        prefix tree become free. forget: True if other sequences must not share the pages' contents any more.
-        """
+        """Ends one sequence's use of KV cache pages. pages: their numbers; GONE stands for a page that was
+        released before. Pages outside the prefix tree become free. forget: True if other sequences must not
+        share the pages' contents any more."""
         for page in reversed(pages):
             if page == GONE:
                 continue
@@ -169,8 +169,8 @@ class PageKeys:
     """
 
     def __init__(self, prompt: int) -> None:
-        """Creates the page keys of a sequence, none of which is computed yet. prompt: number of tokens of the
-        prompt."""
+        """Prepares the keys that identify the contents of a sequence's KV cache pages; none is computed yet.
+        prompt: number of tokens of the prompt."""
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, answer_key: int) -> Sequence[Key]:

@@ -32,8 +32,8 @@ class TurnLength:
     the speed of the last turn."""
 
     def __init__(self, limit: int) -> None:
-        """Begins with the maximum number of prompt tokens of a turn, `limit`, because no speed is measured
-        yet."""
+        """Sets the next turn to `limit`, the maximum number of prompt tokens that are computed between two
+        decode steps, because no speed is measured yet."""
         self._limit = limit
         self._token_seconds = 0.0
 

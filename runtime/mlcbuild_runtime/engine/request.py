@@ -1,4 +1,5 @@
-"""Defines the engine's inputs and outputs: requests, events, tickets."""
+"""Defines the engine's inputs and outputs: requests, the events of their answers, and tickets, by which
+clients cancel or pause their requests."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class Event(NamedTuple):
     vector: Floats | None = None
     """The embedding, in the only event of a request with `pooling`."""
     times: EngineTimes | None = None
-    """The times of the whole request, in the last event of an answer with tokens."""
+    """Seconds that the engine spent on the prompt and on the answer, in the last event of an answer with
+    tokens; None in other events."""
 
     @property
     def last(self) -> bool:

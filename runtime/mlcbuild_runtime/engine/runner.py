@@ -44,8 +44,9 @@ class Runner:
         self.delivery = Delivery(schedule, self.counters)
 
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
-        """Computes one step of the model and delivers the events of the new tokens. Returns the outcome of
-        the draft of each sequence for which a token was sampled: those of which all tokens are then computed.
+        """Computes one step of the model and delivers the events of the new tokens. Returns, for each
+        sequence from which a token was sampled, how many draft tokens were verified and accepted; sequences
+        whose prompt is not computed completely yet are left out.
 
         parts: (sequence, number of its next tokens to compute, draft tokens included); prompt: True if the
         tokens belong to prompts.

@@ -106,9 +106,10 @@ class Sampler:
         return self._mask_numbers.at(position)
 
     def next_number(self, position: int) -> float | None:
-        """Returns the random number for the token at index `position` of the answer in a decode step that
-        follows another one at once, and sets the logit mask to use. Returns None if the host must sample the
-        token, or if the constraint allows a single one."""
+        """Returns the random number, in [0, 1), for the token at index `position` of the answer, if the token
+        is sampled in a decode step that follows another one before tokens are delivered; sets `mask` to the
+        logit mask to use, or None. Returns None if the host must sample the token, or if the constraint
+        allows a single one."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)

@@ -77,7 +77,8 @@ class Sequence:
         the request's constraint, None without one."""
         self.request = request
         self.order = 0
-        """The number of the request in order of arrival; set by the intake."""
+        """The number of the request in order of arrival, from 0; set when the engine takes the request from
+        its queue."""
         self.tokens = list(request.prompt)
         self.length = 0
         """Number of the sequence's tokens whose keys and values are in the KV cache."""
@@ -148,9 +149,8 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Returns the number of tokens that may still be added to the answer within max_tokens and the
-        client's window.
-        """
+        """Returns the number of tokens that may still be added to the answer: at most max_tokens in all, and
+        no more events than the client may still leave unread."""
         remaining, room = (self.request.max_tokens or 0) - self.answered, self.client.ticket.room
         return remaining if room is None else min(remaining, room)
 
@@ -184,8 +184,9 @@ class Sequence:
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:
-        """Returns the sequence's input for a decode step that follows another one at once; None if no step
-        may follow at once."""
+        """Returns (last token, random number for sampling the next one, logit mask or None), the sequence's
+        input for a decode step that follows another one before tokens are delivered; None if tokens must be
+        delivered first."""
         number = self.sampler.next_number(self.answered)
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
@@ -202,8 +203,8 @@ class Sequence:
         return not self.client.is_end(token)
 
     def take_events(self) -> list[Event]:
-        """Returns the events of the tokens that decode steps of a burst have appended without delivering an
-        event."""
+        """Returns the events, one per token, of the tokens that decode steps have appended without delivering
+        them, then those of tokens that the constraint forces to follow, or of an error."""
         client, events = self.client, list[Event]()
         for position in range(self.answered - client.unsent, self.answered):
             events.append(self._event_at(position))

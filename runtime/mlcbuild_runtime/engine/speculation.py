@@ -43,9 +43,10 @@ class DraftOutcome(NamedTuple):
     drafted: int
     accepted: int
     branched: int
-    """Number of the sequence's draft tokens that were on branches in this step."""
+    """Number of the sequence's draft tokens that were on branches (alternatives to the draft) in this
+    step."""
     gained: int
-    """Number of accepted tokens on branches, after the accepted ones of the draft."""
+    """Number of accepted draft tokens on branches in this step; `accepted` does not count them."""
 
 
 class Speculation:
@@ -119,8 +120,8 @@ class Speculation:
             sequence.draft.tokens = sequence.allowed(sequence.draft.tokens)
 
     def spread(self, sequences: List[Sequence], rows: int, batch: int) -> None:
-        """Adds branches to the drafts of `sequences`, as many as pay off for the time that they add to the
-        step.
+        """Adds branches (alternatives to the rest of a draft, verified in the same step) to the drafts of
+        `sequences`, as many as are expected to save more time than they add to the step.
 
         rows, batch: number of rows and of sequences of the step without drafts.
         """
@@ -163,7 +164,8 @@ class Speculation:
 
     def prefilled(self, parts: List[tuple[Sequence, Part]]) -> None:
         """Makes the draft model, if there is one, compute the prompt tokens that the model has just computed,
-        since both use the same pages. parts: (sequence, its part of the step)."""
+        since both use the same pages. parts: (sequence, (new tokens, length after them, KV cache pages)) of
+        each."""
         if self._drafter is not None:
             try:
                 self._drafter.follow(parts)
@@ -234,7 +236,7 @@ class Drafter:
 
     def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
         """Computes, with the draft model, the keys and values of tokens that the model has just computed.
-        parts: (sequence, its part of the step)."""
+        parts: (sequence, (new tokens, length after them, KV cache pages)) of each."""
         fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
         if fitting:
             self._forward([part for _, part in fitting])
@@ -283,8 +285,8 @@ class Drafter:
         return ready
 
     def _forward(self, parts: List[Part]) -> Floats:
-        """Computes a step of the draft model. Returns its logits, float32 [len(parts), vocabulary], of the
-        last token of each part."""
+        """Computes a step of the draft model. parts: (new tokens, length after them, KV cache pages) of each
+        sequence. Returns the logits of each sequence's last new token, float32 [len(parts), vocabulary]."""
         manifest = self._executor.manifest
         size, last = manifest.limits.page_size, manifest.vocab_size - 1
         # The larger vocabulary ends with padding tokens that the smaller one lacks.
@@ -294,8 +296,9 @@ class Drafter:
 
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelStep:
-    """Returns the input of a decode step to which each branch of a draft is added as a separate part, after
-    the part of its sequence in `inputs`. size: number of tokens in a page."""
+    """Returns the input of a decode step in which each branch of a draft is a separate part, computed like
+    another sequence. inputs: (new tokens, length after them, KV cache pages) of each sequence; size: number
+    of tokens in a page."""
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):
         draft = sequence.draft

@@ -46,8 +46,8 @@ class ModelStep(NamedTuple):
         counts: Sequence[int] | None = None,
         prompt: bool | None = None,
     ) -> ModelStep:
-        """Returns the input of a step that computes `parts`: (new tokens, length after them, KV cache pages)
-        of each sequence. A negative page is one that no layer reads any more.
+        """Returns the input of a step of the model. parts: (new tokens, length after them, KV cache pages) of
+        each sequence; a negative page is one that no layer reads any more.
 
         counts: for each sequence the number of its last tokens that need logits (default: 1). prompt: True if
         the tokens belong to prompts; by default if any sequence has more than one new token.
@@ -85,7 +85,8 @@ class FollowingSteps(NamedTuple):
     of these steps a sequence continues with the token that was sampled for it."""
 
     random_numbers: Sequence[Sequence[float]]
-    """For each following step, the random number of each sequence."""
+    """The random numbers, in [0, 1), with which tokens are sampled in the decode steps after the first one:
+    one list for each of these steps, with a number for each sequence."""
     stops_at_eos: Sequence[bool]
     """For each sequence, True if it ends once it has sampled one of `eos_tokens`, so that no step follows."""
     eos_tokens: Collection[int]

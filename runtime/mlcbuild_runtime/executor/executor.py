@@ -143,8 +143,9 @@ def next_step(step: ModelStep, tokens: Sequence[int]) -> ModelStep:
 def guided_by_step(
     executor: Executor, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks
 ) -> GuidedSteps:
-    """Yields the output of decode steps whose inputs the caller sends, as Executor.guided_steps does, by
-    calling `step` of an executor for each: an implementation for devices without a faster one."""
+    """Yields the output (tokens and logits) of decode steps, the first of which is `step`; after each, the
+    caller sends a list with the next token, random number and logit mask of every sequence. It calls `step`
+    of an executor for each: an implementation for devices without a faster one."""
     params = list(sampling_params)
     while True:
         inputs = yield executor.step(step, params, masks)

@@ -105,7 +105,7 @@ class Logprob:
 
 
 Score = tuple[Logprob, tuple[Logprob, ...]]
-"""(log-probability of a token, those of the most likely tokens at its position)."""
+"""(a token with its log-probability, the most likely tokens at its position with theirs)."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:
@@ -130,7 +130,8 @@ class RandomNumbers:
         return self._drawn[position]
 
     def some(self, first: int, count: int) -> list[float]:
-        """Returns the random numbers for the positions `first` to `first` + `count` - 1 of the answer."""
+        """Returns the random numbers, in [0, 1), for the positions `first` to `first` + `count` - 1 of the
+        answer."""
         self.at(first + count)
         return self._drawn[first : first + count]
 

@@ -21,12 +21,13 @@ SMALL = 32 << 10
 parsed on a thread, one at a time: 8 MiB may take a second and 150 MB of memory."""
 FEW_VALUES = 1 << 13
 """Maximum number of JSON values in a large request body that may be processed while others are; they take up
-to 0.6 MB of memory besides their texts. Bodies with more values are processed one at a time.
-"""
+to 0.6 MB of memory besides their texts. Request bodies with more values are processed one at a time."""
 TURN_SECONDS = 30.0
-"""Maximum seconds for which a body with many values waits for others: their constraints may take long."""
+"""Maximum seconds that a request body with more than FEW_VALUES JSON values waits for other such bodies,
+which are processed one at a time: compiling their constraints may take long."""
 MAX_LARGE = 64 << 20
-"""Maximum bytes of all bodies together that are held in memory, not counting the first SMALL of each."""
+"""Maximum bytes of all request bodies together that are held in memory, not counting the first SMALL (32 KiB)
+of each body."""
 
 
 def _trim() -> None:
@@ -82,8 +83,8 @@ class BodyReader:
             return await to_thread.run_sync(parse_body, data)
 
     async def _alone(self, turn: AsyncExitStack) -> None:
-        """Waits until no other body with many values is being processed, and keeps others waiting until
-        `turn` is closed. Raises RequestError after TURN_SECONDS."""
+        """Waits until no other request body with many JSON values is being processed, and makes further ones
+        wait until the exit stack `turn` is closed. Raises RequestError after TURN_SECONDS."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await turn.enter_async_context(self._processing)

@@ -53,7 +53,8 @@ class _Outlet(asyncio.Transport):
         self._wire, self._connection, self._begun = wire, connection, False
 
     def begin(self) -> None:
-        """Sends the first bytes of an answer whose status is not known yet."""
+        """Sends "HTTP/1.1 ", the first bytes of every HTTP answer, while the answer's status is not known
+        yet."""
         if not self._begun:
             self._begun = True
             self._wire.write(_BEGINNING)

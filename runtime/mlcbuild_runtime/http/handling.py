@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 COMPILERS, MAX_COMPILING = 200, 128
 """COMPILERS is the maximum number of requests with constraints whose bodies are processed at a time,
-MAX_COMPILING the maximum number that wait for that. Most of the former wait where constraints are compiled,
-which has 192 places: see constraints/stages.py."""
+MAX_COMPILING the maximum number of further requests that wait for that. Most of the bodies that are processed
+wait until their constraints are compiled, in queues of 192 in all: see constraints/stages.py."""
 RENDERERS = 80
-"""Maximum requests with messages whose bodies are processed at a time; most wait for the chat template, which
-has 64 places."""
+"""Maximum number of requests with chat messages whose bodies are processed at a time. Most of them wait in
+the queues for rendering the chat template, which hold 64 requests."""
 
 
 class RequestHandling:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 
 HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
-"""Maximum number of bytes and of fields of a request's head; also of the framing and trailers of a chunked
-body."""
+"""HEAD_BYTES is the maximum number of bytes of an HTTP request's head, HEAD_FIELDS of its header fields. In a
+chunked body they limit the framing (beyond 8 bytes per byte of content) and the trailers."""
 
 _END = re.compile(rb"\n\r?\n")
 """Regular expression that matches the end of a request's head or of a chunked body; the data of a chunk may
@@ -56,8 +56,9 @@ class RequestInput:
         return self._at >= len(self._ahead)
 
     def take(self) -> bytes:
-        """Returns the received bytes that are not parsed yet, at most up to the end of the current request or
-        of its head, and counts them as parsed."""
+        """Returns the received bytes that are not parsed yet, and counts them as parsed. While the request's
+        head is being parsed, they reach at most to the end of the head, and later at most to the end of the
+        request."""
         part = self._ahead[self._at : self._at + self._size()]
         self._at += len(part)
         if self._left:
@@ -88,7 +89,7 @@ class RequestInput:
     # Events of the parser
 
     def begin(self) -> None:
-        """Resets the counts of the last request when the next one begins."""
+        """Resets the counts of header fields and of the body's bytes when the next HTTP request begins."""
         self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
 
     def add_field(self) -> bool:

@@ -38,8 +38,9 @@ class Sites:
     pages of another origin."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """Creates the check. hosts: host names that requests may address besides those of the loopback
-        interface. origins: origins of web pages that may send requests; "*" stands for all."""
+        """Creates the middleware that checks the Host and Origin headers of requests. hosts: host names that
+        requests may address besides those of the loopback interface. origins: origins of web pages that may
+        send requests; "*" stands for all."""
         self._app, self._hosts, self._origins = app, {host_name(host) for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

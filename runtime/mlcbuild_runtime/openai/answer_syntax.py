@@ -33,7 +33,8 @@ class AnswerSyntax(Protocol):
         ...
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser of one answer; None if the whole answer is text."""
+        """Returns a function that creates the parser which splits one answer into reasoning, text and tool
+        calls; None if the whole answer is text."""
         ...
 
 
@@ -63,8 +64,8 @@ class ChannelSyntax:
         return self.channels.constraint(call.toolbox, call.options.constraint)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser of one answer; None if the answer is not split into
-        pieces."""
+        """Returns a function that creates the parser which splits one answer into reasoning, text and tool
+        calls; None if the whole answer is text."""
         has_tools = call.toolbox is not None
         return partial(HarmonyReader, has_tools) if has_tools or call.splits_reasoning else None
 
@@ -95,8 +96,8 @@ class MarkedSyntax:
         return self.thinking.before(constraint, space, free)
 
     def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
-        """Returns a function that creates the parser of one answer; None if the answer is not split into
-        pieces."""
+        """Returns a function that creates the parser which splits one answer into reasoning, text and tool
+        calls; None if the whole answer is text."""
         box, formatted = call.toolbox, call.options.constraint is not None
         texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
         inner = None if box is None else partial(Reader, self.form, box.choice, formatted, texts)

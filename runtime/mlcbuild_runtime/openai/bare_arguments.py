@@ -65,7 +65,8 @@ class BareReader:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True if the object has not begun, or if its closing brace has been read."""
+        """Returns True if the object with the arguments of the tool call has not begun, or if its closing
+        brace has been read."""
         return not self._open
 
     def _punctuation(self, letter: str) -> str:
@@ -82,8 +83,9 @@ class BareRules:
     (unquoted) keys."""
 
     def __init__(self, quote: str, literal: Callable[[str], str]) -> None:
-        """Creates the rules that do not depend on a schema. quote: text on both sides of each string.
-        literal: function that returns a text as a Lark expression, with its special tokens."""
+        """Creates those rules of the Lark grammar that do not depend on a schema: for strings, objects,
+        arrays and other values. quote: text on both sides of each string. literal: function that returns a
+        text as a Lark expression, with its special tokens."""
         self._mark, self._quote, self._literal = quote, literal(quote), literal
         end = "" if self._quote.startswith("<[") else "[lazy]"
         self.listed = [

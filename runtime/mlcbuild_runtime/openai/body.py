@@ -29,7 +29,8 @@ _WHOLE_TEXTS = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _VAST = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
 _LONGEST_MATCH = 300
-"""Length, in bytes, of the longest match of the two regular expressions _HALF and _VAST."""
+"""Maximum length, in bytes, of a match of _HALF (half of a surrogate pair) or _VAST (a number that may be
+infinite as a float) in a request body: the parts of the body that are searched overlap by as many bytes."""
 
 
 def parse_body(data: bytes) -> dict[str, Json]:

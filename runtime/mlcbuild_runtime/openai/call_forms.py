@@ -37,7 +37,8 @@ class NamedCall:
     numbered: bool = False
     """True if NAME, the name of the called function, is followed by a colon and the number of the call."""
     tags: Tags | None = None
-    """Texts around each argument of a tool call; None: arguments are one JSON object."""
+    """Texts around the key and the value of each argument of a tool call; None: the arguments are one JSON
+    object."""
     quote: str = ""
     """Text on both sides of each string, in arguments with bare keys (`BareReader`); "" for JSON."""
 
@@ -60,9 +61,8 @@ class Form:
     by_name: NamedCall | None = None
     """The syntax of calls that begin with the tool's name; None: calls are JSON objects."""
     optional: bool = False
-    """True if the text FIRST may be absent before the tool calls. It is left out if it is not a special
-    token.
-    """
+    """True if the text `first` may be absent before the tool calls. The syntax then has no such text for
+    vocabularies in which it is not a special token."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Text -> token, for the special tokens that occur in the texts of this syntax of tool calls."""
     short_ids: bool = False
@@ -83,13 +83,14 @@ class Form:
 
     @property
     def tags(self) -> Tags | None:
-        """Returns the texts around each argument of a tool call; None if arguments are JSON."""
+        """Returns the texts around the key and the value of each argument of a tool call; None if the
+        arguments are one JSON object."""
         return None if self.by_name is None else self.by_name.tags
 
     @property
     def quote(self) -> str:
-        """Returns the text on both sides of each string, in arguments of tool calls that have bare (unquoted)
-        keys; "" for other arguments."""
+        """Returns the quotation mark, such as "<escape>", that models write on both sides of each string in
+        arguments of tool calls whose keys are bare (unquoted); "" for other arguments."""
         return "" if self.by_name is None else self.by_name.quote
 
     @property
@@ -107,7 +108,7 @@ class Form:
 
     @property
     def tail(self) -> str:
-        """Returns the text that follows the arguments of a tool call."""
+        """Returns the text that ends a tool call in this syntax, after the arguments."""
         return "}" + self.end if self.by_name is None else self.end
 
     def write(self, name: str, arguments: Json) -> str:
@@ -130,8 +131,8 @@ class Form:
         return self.literal(self.head(name))
 
     def literal(self, text: str) -> str:
-        """Returns a text as a Lark expression, in which texts of this syntax that are special tokens stand as
-        tokens."""
+        """Returns a text as a Lark expression, in which the special tokens of this syntax of tool calls stand
+        as tokens."""
         parts = re.split("(" + "|".join(map(re.escape, self.tokens)) + ")", text) if self.tokens else [text]
         literals = [
             f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part, ensure_ascii=False)
@@ -150,10 +151,10 @@ class CallSyntax:
     """One syntax of tool calls, with the texts by which its chat templates are recognised."""
 
     texts: tuple[str, ...]
-    """Texts that a chat template must all contain to have this syntax."""
+    """Texts that a chat template must all contain to be recognised as one with this syntax of tool calls."""
     form: Form
     special: tuple[str, ...] = ()
-    """Texts of the syntax that are special tokens in some vocabularies."""
+    """Texts of this syntax of tool calls that are special tokens in some vocabularies."""
 
 
 _DEEPSEEK = (

@@ -36,12 +36,12 @@ class AnswerReader(Protocol):
         ...
 
     def call_id(self) -> str:
-        """Returns a new random id, for the tool call whose beginning was yielded last."""
+        """Returns a new random id, for the tool call whose beginning `read` has yielded last."""
         ...
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
-        more text will follow."""
+        """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
+        beginnings of tool calls and their arguments. last: True if no more text will follow."""
         ...
 
 
@@ -52,8 +52,8 @@ class JsonReader:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Reads more text of the object. Returns (the text up to the brace that closes the object, or all of
-        it; the number of these characters)."""
+        """Reads more text of one JSON object. Returns (the text up to the brace that closes the object, or
+        all of it; the number of these characters)."""
         end = 0
         for letter in text:
             end += 1
@@ -106,12 +106,12 @@ class Reader:
         self._head = re.compile(rf"[\s,]*{first}\s*{re.escape(form.lead)}{name}{key}")
 
     def call_id(self) -> str:
-        """Returns a new id, for the tool call whose beginning was yielded last."""
+        """Returns a new random id, for the tool call whose beginning `read` has yielded last."""
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
-        more text will follow."""
+        """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
+        beginnings of tool calls and their arguments. last: True if no more text will follow."""
         self._held += text
         step = {
             "start": self._read_start,

@@ -27,13 +27,14 @@ def error_document(error: ServingError) -> dict[str, Json]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The part of a response document that depends on the prompt of an answer."""
+    """The properties of an answer's prompt that the response documents need: its number and length, the text
+    to repeat with its tokens, and the parser of the answer."""
 
     number: int
     size: int
     """Length of the prompt in tokens."""
     echo: str = ""
-    """Text that is repeated in front of the answer."""
+    """Text of the prompt that the response repeats in front of the answer; "" for none."""
     tokens: Sequence[int] = ()
     """The tokens of `echo`, if their log-probabilities are reported, too."""
     offsets: Sequence[int] = ()
@@ -84,7 +85,8 @@ class Reply:
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
         """Creates the response to a request, without any event. chat: True for chat completions, False for
-        text completions; model: its name in the response; prompts: one entry for each answer."""
+        text completions; model: its name in the response; prompts: for each answer, the properties of its
+        prompt."""
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.prompts = prompts

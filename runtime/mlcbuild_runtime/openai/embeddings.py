@@ -65,7 +65,7 @@ class EmbeddingsJob:
 
     def vectors(self, events: Sequence[Event]) -> list[Json]:
         """Returns the embedding of each text in the form that the request states: a list of numbers, or
-        base64 of float32 values. events: the event of each text."""
+        base64 of float32 values. events: the engine's only event for each text, which holds its embedding."""
         shown = []
         for event in events:
             assert event.vector is not None
@@ -73,7 +73,8 @@ class EmbeddingsJob:
         return shown
 
     def document(self, events: Sequence[Event]) -> dict[str, Json]:
-        """Returns OpenAI's document with the embeddings of all texts. events: the event of each text."""
+        """Returns OpenAI's document with the embeddings of all texts. events: the engine's only event for
+        each text, which holds its embedding."""
         vectors = enumerate(self.vectors(events))
         data: list[Json] = [
             {"object": "embedding", "index": index, "embedding": vector} for index, vector in vectors

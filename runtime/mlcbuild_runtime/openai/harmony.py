@@ -50,9 +50,9 @@ class Harmony:
         return cls(tokens) if len(tokens) == len(MARKS) else None
 
     def constraint(self, box: Toolbox | None, answer: Constraint | None) -> Constraint | None:
-        """Returns the constraint, a Lark grammar, of an answer in channels that may call the tools of `box`,
-        or whose text must match `answer`; None if any answer is allowed. Raises RequestError if the request
-        states a grammar beside tools."""
+        """Returns the constraint, a Lark grammar, of an answer in OpenAI's harmony format, which may call the
+        tools in `box` or whose text must match `answer`; None if any answer is allowed. Raises RequestError
+        if the request states a grammar beside tools."""
         if box is None and answer is None:
             return None
         if box is not None and answer is not None and answer.kind == "lark":
@@ -83,8 +83,8 @@ class Harmony:
         return Constraint("lark", "\n".join(rules), "tools" if answer is None else answer.param)
 
     def _calls(self, box: Toolbox | None) -> Iterator[str]:
-        """Yields the Lark rules that match a call of one of the tools in `box`. The model may name the
-        function in front of the channel or after it."""
+        """Yields the Lark rules that match a call of one of the request's tools, `box`, in OpenAI's harmony
+        format. The model may name the function in front of the channel's name or after it."""
         if box is None:
             return
         channel, message = self._mark(_CHANNEL), self._mark(_MESSAGE)
@@ -106,9 +106,11 @@ class HarmonyReader:
     def __init__(self, has_tools: bool) -> None:
         self._has_tools, self._held, self._is_first = has_tools, "", True
         self._kind = ""
-        """Kind of the harmony message that is being read; "" while its header is being read."""
+        """Kind of the harmony message that is being read: "reasoning", "text" or "arguments"; "" while its
+        header is being read."""
         self._kinds = set[str]()
-        """Kinds of the harmony messages read before. Messages of one kind are joined as paragraphs."""
+        """Kinds ("reasoning", "text", "arguments") of the harmony messages that have ended. An empty line
+        separates a message from an earlier one of its kind."""
 
     @property
     def is_thinking(self) -> bool:
@@ -116,12 +118,12 @@ class HarmonyReader:
         return self._kind == "reasoning"
 
     def call_id(self) -> str:
-        """Returns a new random id, for the tool call whose beginning was yielded last."""
+        """Returns a new random id, for the tool call whose beginning `read` has yielded last."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
-        more text will follow."""
+        """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
+        beginnings of tool calls and their arguments. last: True if no more text will follow."""
         self._held += text
         while self._held:
             before = self._kind, len(self._held)

@@ -206,11 +206,13 @@ class _OpenCalls:
         return id
 
     def take(self, id: str) -> str | None:
-        """Removes the tool call with this id and returns the id; None if there is no such call."""
+        """Removes the tool call with this id from the chat's calls without a result, and returns the id; None
+        if there is no such call."""
         return None if self._names.pop(id, None) is None else id
 
     def take_name(self, name: str) -> str | None:
-        """Removes the first tool call of a function and returns its id; None if there is no such call."""
+        """Removes the first call of the function `name` from the chat's tool calls without a result, and
+        returns the call's id; None if there is no such call."""
         ids = self._ids.get(name, ())
         while ids:
             if (id := self.take(ids.popleft())) is not None:
@@ -218,7 +220,8 @@ class _OpenCalls:
         return None
 
     def take_first(self) -> str | None:
-        """Removes the first tool call that has no result yet and returns its id; None if there is none."""
+        """Removes the first one of the chat's tool calls without a result, and returns its id; None if there
+        is none."""
         return self._names.popitem(last=False)[0] if self._names else None
 
 

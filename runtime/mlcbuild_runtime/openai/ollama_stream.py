@@ -92,8 +92,8 @@ class OllamaOutput:
         return {**shared, "message": {"role": "assistant", "content": content, **more}, "done": False}
 
     def _called(self) -> Iterator[Document]:
-        """Yields the stream document of the tool call whose arguments have arrived completely, if there is
-        one."""
+        """Yields the chunk of Ollama's stream, a JSON document, with the tool call whose arguments have
+        arrived completely, if there is one."""
         if self._name:
             try:
                 arguments: Json = json.loads(self._arguments)

@@ -23,8 +23,8 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<thought>", "</thought>"),
 )
-"""Texts around the reasoning of models: Qwen, DeepSeek, GLM and most others; Magistral; Seed-OSS; Kimi-VL;
-Command A; EXAONE Deep."""
+"""Pairs (text before, text after) of the marks around the reasoning of models, in this order: Qwen, DeepSeek,
+GLM and most others; Magistral; Seed-OSS; Kimi-VL; Command A; EXAONE Deep."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """Values of the field `reasoning_effort`."""
 
@@ -91,8 +91,9 @@ class Thinking:
 
 
 class ThinkingReader:
-    """Splits an answer into its reasoning and the rest, as its text arrives; the reader `inner` splits the
-    rest, which is text without one. White space around the reasoning belongs to neither."""
+    """Splits an answer into its reasoning and the rest, as its text arrives. The parser `inner` splits the
+    rest into text and tool calls; without it, the rest is text. White space around the reasoning belongs to
+    neither."""
 
     def __init__(self, thinking: Thinking, inner: AnswerReader | None) -> None:
         self._marks, self._inner, self._held = thinking, inner, ""
@@ -105,13 +106,13 @@ class ThinkingReader:
         return self._state == "thought"
 
     def call_id(self) -> str:
-        """Returns a new random id, for the tool call whose beginning was yielded last."""
+        """Returns a new random id, for the tool call whose beginning `read` has yielded last."""
         assert self._inner is not None
         return self._inner.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text of the answer to the parser, and yields the pieces that are complete. last: True if no
-        more text will follow."""
+        """Adds text of the answer to the parser, and yields the parts that are complete: reasoning, text,
+        beginnings of tool calls and their arguments. last: True if no more text will follow."""
         self._held += text
         if self._state == "start":
             self._begin(last)

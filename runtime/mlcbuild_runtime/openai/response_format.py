@@ -18,7 +18,8 @@ white space write it for ever."""
 
 
 def text_kind(key: str) -> Json:
-    """Returns the JSON Schema of a response format whose field `key` holds a text."""
+    """Returns the JSON Schema of objects such as {"type": "regex", "regex": "a+"}: the value of a request's
+    field `response_format` whose type is `key`, and whose field `key` is a string."""
     return {
         "type": "object",
         "required": ["type", key],

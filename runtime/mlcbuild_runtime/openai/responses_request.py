@@ -147,7 +147,7 @@ class ResponsesCall:
     items: tuple[Item, ...]
     """The items of the field `input`, without those of earlier responses."""
     chat: Mapping[str, Json]
-    """The fields of the chat request that means the same, without its messages."""
+    """The fields, without the messages, of the chat completions request that is equivalent to this one."""
     instructions: str | None
     previous: str | None
     store: bool

@@ -29,8 +29,9 @@ try:
 except BrokenPipeError:
     os._exit(0)
 """
-"""The program of a child process. When it writes an answer after its server has ended, it ends silently:
-another exit would flush its output again, and print a traceback on the terminal of a chat that has ended."""
+"""The program of a child process, which calls the function `work` of a module. If the child writes an answer
+after its server has ended, it exits at once and silently: an ordinary exit would flush the output again, and
+print a traceback on the terminal of a chat that has ended."""
 
 
 class EndedError(Exception):
@@ -38,8 +39,8 @@ class EndedError(Exception):
     took too long."""
 
     def __init__(self, code: int | None) -> None:
-        """Creates the error. code: exit code of the child process, negative for a signal; None if it was
-        killed after its time limit, or closed."""
+        """Creates the error for a child process that gave no answer. code: exit code of the process, negative
+        for a signal; None if the process was killed after its time limit, or `Child.close` was called."""
         super().__init__(code)
         self.code = code
 

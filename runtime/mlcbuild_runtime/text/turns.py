@@ -1,8 +1,9 @@
 """Defines a lock for work that only one thread may do at a time, which serves clients in turn.
 
 The threads of one client are served in order of arrival, and a thread waits for at most one thread of each
-other client at a time. If the queue of expensive work were short, clients that are refused would come back at
-once and fill the queue of cheap work before it. So it is long.
+other client at a time. Where cheap work and expensive work have separate locks, the queue for expensive work
+should be long: clients that it refuses come back at once, and fill the queue for cheap work in which they
+start.
 """
 
 from __future__ import annotations
