@@ -14,7 +14,7 @@ from ctranslate2.specs import common_spec, transformer_spec
 
 
 def main() -> None:
-    root, out = map(Path, sys.argv[1:])
+    root, out = map(Path, sys.argv[1:3])
     config = json.loads((root / "config.json").read_text())
     weights = dict(read(root))
     spec = transformer_spec.TransformerDecoderModelSpec.from_config(

@@ -1,5 +1,5 @@
 """Writes int4 (symmetric, groups of 32; the embedding has 8 bits, OpenVINO's default) and int8 models for
-OpenVINO. argv: checkpoint, directory of the results.
+OpenVINO. argv: checkpoint, directory of the results, formats (default: both).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def main() -> None:
     # imported.
     subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
     export = str(Path(sys.executable).with_name("optimum-cli"))
-    for name, options in FORMATS.items():
+    for name in sys.argv[3:] or FORMATS:
         command = [export, "export", "openvino", "-m", root, "--task", "text-generation-with-past"]
-        subprocess.run([*command, "--weight-format", *options, str(out / name)], check=True)
+        subprocess.run([*command, "--weight-format", *FORMATS[name], str(out / name)], check=True)
 
 
 main()
