@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.forkserver import PRELOADED, ForkServer, Process
+
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = {
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "2",
     "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "60s",
 }
+
+SERVER = ForkServer(preloaded=(*PRELOADED, "distributed", "distributed.cli.utils", "click"), variables=QUIET)
+atexit.register(SERVER.close)
 
 
 @dataclass
@@ -27,28 +31,23 @@ class Cluster:
     arguments: tuple[str, ...] = ()
     """More for scheduler and workers."""
     address: str = ""
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def start(self) -> None:
         """Starts a dask scheduler on a free port."""
         file = self.place / "scheduler.json"
         tls = [f"--tls-{part}={self.place}/tls/{name}.pem" for part, name in TLS] if self.arguments else []
-        command = [
-            "-m",
-            "distributed.cli.dask_scheduler",
-            "--host",
-            "tls://127.0.0.1" if tls else "127.0.0.1",
-        ]
+        command = ["distributed.cli.dask_scheduler", "--host", "tls://127.0.0.1" if tls else "127.0.0.1"]
         self._run(
             [*command, "--port", "0", "--no-dashboard", "--scheduler-file", str(file), *tls], "scheduler"
         )
         _wait(lambda: file.exists() and b"address" in file.read_bytes(), "the scheduler")
         self.address = "dask://" + json.loads(file.read_bytes())["address"].partition("://")[2]
 
-    def worker(self, name: str, *arguments: str, store: Path | None = None) -> subprocess.Popen[bytes]:
+    def worker(self, name: str, *arguments: str, store: Path | None = None) -> Process:
         """Returns a worker with a store of its own below `place`, or with `store`."""
         where = str(store or self.place / name)
-        command = ["-m", "mlcbuild", "worker", self.address, "--name", name, "--store", where]
+        command = ["mlcbuild", "worker", self.address, "--name", name, "--store", where]
         inputs = [] if "--cores" in arguments else ["--cores", "1", "--memory", "2GB"]
         return self._run([*command, *inputs, *arguments, *self.arguments], name)
 
@@ -56,10 +55,10 @@ class Cluster:
         for name in names:
             _wait(lambda name=name: "ready" in self.said(name), f"the worker {name}")
 
-    def named(self, name: str) -> subprocess.Popen[bytes]:
+    def named(self, name: str) -> Process:
         return next(process for process in self.processes if name in process.args)  # type: ignore[operator]
 
-    def declare_dead(self, worker: subprocess.Popen[bytes]) -> None:
+    def declare_dead(self, worker: Process) -> None:
         """Stops a worker without ending it, and has the scheduler give it up."""
         from distributed import Client
 
@@ -75,12 +74,11 @@ class Cluster:
     def said(self, name: str) -> str:
         return (self.place / f"{name}.txt").read_text()
 
-    def _run(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
+    def _run(self, command: list[str], name: str) -> Process:
+        module, *arguments = command
         environment = {**os.environ, **QUIET, "MLCBUILD_KEY": str(self.place / "no.key")}
         with (self.place / f"{name}.txt").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, stdout=output, stderr=output, env=environment
-            )
+            process = SERVER.start(module, arguments, ROOT, environment, output)
         self.processes.append(process)
         return process
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import buckets, registries
-from tests.forkserver import ForkServer
+from tests.forkserver import COMMANDS
 
 # A machine that does other things beside fails no test: an example may take as long as it takes.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -102,7 +102,6 @@ def pytest_sessionfinish() -> None:
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-COMMANDS = ForkServer()
 
 
 def mlcbuild(
@@ -110,11 +109,26 @@ def mlcbuild(
 ) -> subprocess.CompletedProcess[str]:
     """Returns the command line as a user runs it: a process of its own, no terminal, more environment
     variables."""
+    return _command("mlcbuild", arguments, store, cwd, variables)
+
+
+def fill(*arguments: str | Path, store: Path) -> subprocess.CompletedProcess[str]:
+    """Returns `mlcbuild run` with work of a few bytes in the place of the real one: see tests/product.py."""
+    return _command("tests.product", ("fill", *arguments), store, ROOT, None)
+
+
+def _command(
+    module: str,
+    arguments: Sequence[str | Path],
+    store: Path,
+    cwd: Path,
+    variables: Mapping[str, str] | None,
+) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
     # Not the key of who runs the tests.
     environment |= {"MLCBUILD_KEY": str(store / "no-key.pem"), **(variables or {})}
     environment |= {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
-    return COMMANDS.run("mlcbuild", [str(argument) for argument in arguments], cwd, environment)
+    return COMMANDS.run(module, [str(argument) for argument in arguments], cwd, environment)
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> str:

@@ -11,7 +11,9 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
@@ -40,6 +43,8 @@ PRELOADED = (
     "mlcbuild.checkpoints.conversion",
     "mlcbuild.compiler.cpu.toolchain",
     "mlcbuild.remotes.archive",
+    "mlcbuild.remotes.sharing",
+    "mlcbuild.reports.report",
     "mlcbuild.store.export",
     "mlcbuild.store.upkeep",
     "cryptography.hazmat.primitives.asymmetric.ed25519",
@@ -51,6 +56,69 @@ PRELOADED = (
     "tarfile",
     "yaml",
 )
+
+
+class Forked:
+    """A process that a fork server has started, with the methods of subprocess.Popen that tests use."""
+
+    def __init__(self, args: list[str], server: socket.socket, files: Sequence[IO[bytes]]) -> None:
+        """Reads the process id from the connection to the server, which sends the exit code later.
+
+        `files` are those with the process's standard output and errors, or none.
+        """
+        self.args = args
+        self.returncode: int | None = None
+        self._server, self._files = server, files
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        digits = b""
+        while not digits.endswith(b"\n"):
+            byte = self._server.recv(1)
+            assert byte, "the fork server has ended"
+            digits += byte
+        return int(digits)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._server], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = self._number()
+            self._server.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for the end, and returns standard output and errors."""
+        self.wait(timeout)
+        out, err = ((file.seek(0), file.read().decode())[1] for file in self._files)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        for file in self._files:
+            file.close()
+
+
+Process = Forked | subprocess.Popen[str]
 
 
 class ForkServer:
@@ -87,10 +155,9 @@ class ForkServer:
         `timeout` is in seconds; `before` is a command that runs the command line as its last arguments.
         Raises subprocess.TimeoutExpired.
         """
-        command = [*before, sys.executable, "-m", module, *arguments]
-        if before or needs_python(environment, self._variables):
+        if before:
             return subprocess.run(
-                command,
+                [*before, sys.executable, "-m", module, *arguments],
                 cwd=cwd,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -99,28 +166,54 @@ class ForkServer:
                 timeout=timeout,
                 check=False,
             )
+        with self.start(module, arguments, cwd, environment) as process:
+            try:
+                texts = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.wait(), *texts)
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        output: IO[bytes] | None = None,
+        session: bool = False,
+    ) -> Process:
+        """Returns the process `python -m module arguments...`, without a terminal.
+
+        `output` is the file for standard output and errors; without it, `communicate` returns them.
+        `session`: True to start a process group of its own.
+        """
+        command = [sys.executable, "-m", module, *arguments]
+        if needs_python(environment, self._variables):
+            return subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output or subprocess.PIPE,
+                stderr=output or subprocess.PIPE,
+                text=True,
+                start_new_session=session,
+            )
         request = {
             "module": module,
             "arguments": arguments,
             "cwd": str(cwd),
             "environment": dict(environment),
+            "session": session,
         }
+        files = [output or tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - Forked closes them
         ours, theirs = socket.socketpair()
-        with ours, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            with theirs:
-                descriptors = [theirs.fileno(), out.fileno(), err.fileno()]
-                socket.send_fds(self._started(), [b"+"], descriptors)
-            ours.sendall(json.dumps(request).encode() + b"\n")
-            ours.settimeout(timeout)
-            with ours.makefile("rb") as answers:
-                pid = int(answers.readline())
-                try:
-                    code = int(answers.readline())
-                except TimeoutError:
-                    os.kill(pid, 9)
-                    raise subprocess.TimeoutExpired(command, timeout or 0) from None
-            texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
-        return subprocess.CompletedProcess(command, code, *texts)
+        with theirs:
+            descriptors = [theirs.fileno(), *(file.fileno() for file in files)]
+            socket.send_fds(self._started(), [b"+"], descriptors)
+        ours.sendall(json.dumps(request).encode() + b"\n")
+        return Forked(command, ours, [] if output else files)
 
     def _started(self) -> socket.socket:
         with self._starting:
@@ -148,6 +241,10 @@ class ForkServer:
             self._control.close()
             self._process.wait()
             self._control = self._process = None
+
+
+COMMANDS = ForkServer()
+"""The fork server of this test process, for command lines and builds."""
 
 
 def needs_python(environment: Mapping[str, str], of_server: Mapping[str, str] | None = None) -> bool:
@@ -212,6 +309,8 @@ def _report(watched: int, pid: int, client: socket.socket) -> None:
 
 def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str, list[str]]:
     """Makes this process what the request describes: its environment, directory, output and arguments."""
+    if request["session"]:
+        os.setsid()
     environment, arguments, cwd = request["environment"], request["arguments"], str(request["cwd"])
     assert isinstance(environment, dict) and isinstance(arguments, list)
     os.environ.clear()

@@ -108,6 +108,10 @@ def verify(params: Mapping[str, object], inputs: Inputs, out: Path) -> None:
     (out / "bundle.json").write_text(json.dumps(document))
 
 
+def bench(params: Mapping[str, object], inputs: Inputs, out: Path) -> None:
+    (out / "speed.json").write_text(json.dumps({"machine": params["machine"]}))
+
+
 def need_no_tools(*_: object) -> None:
     """Replaces the check for linkers, which no step here needs."""
 
@@ -122,6 +126,7 @@ REPLACED: Mapping[str, Callable[..., None]] = {
     "mlcbuild.bundles.assemble:assemble": assemble,
     "mlcbuild.bundles.reference_logits:reference": reference,
     "mlcbuild.bundles.verify:verify": verify,
+    "mlcbuild.bench.speed:bench": bench,
     "mlcbuild.session:require_tools": need_no_tools,
 }
 

@@ -32,6 +32,7 @@ from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests import builder
 from tests.cluster import ROOT, Cluster, started
+from tests.forkserver import Process
 
 pytestmark = pytest.mark.xdist_group("cluster")
 TEXT = "tests.actions:text"
@@ -172,9 +173,7 @@ def test_a_source_that_workers_see_is_read_in_place(two: Cluster, tmp_path: Path
     assert b"seen by all" not in files(tmp_path / "remote").values()
 
 
-def lose(
-    two: Cluster, run: Run, place: Path, do: Callable[[subprocess.Popen[bytes]], None]
-) -> tuple[StepResult, list[str]]:
+def lose(two: Cluster, run: Run, place: Path, do: Callable[[Process], None]) -> tuple[StepResult, list[str]]:
     """Runs a step that waits on the first worker which gets it, and calls `do` for that worker. Returns
     (result of the step, workers that it ran on).
     """

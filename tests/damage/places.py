@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import COMMANDS, ROOT
+from tests.conftest import ROOT
+from tests.forkserver import COMMANDS
 
 PATIENCE = 100
 """Seconds after which a command waits for something that never comes."""
