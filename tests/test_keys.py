@@ -238,12 +238,19 @@ class Source:
     server: ForkServer
     """Runs the command line of the copy. What it has imported is never edited but by comments."""
 
-    def steps(self, verb: str) -> list[tuple[str, str]]:
-        """Runs a verb on the recipe with the copied packages. Returns (kind, status) of every step."""
+    def run(self) -> list[tuple[str, str]]:
+        """Runs the recipe with work of a few bytes, on which no key depends: see tests/product.py."""
+        return self._steps("tests.product", "fill", "recipe.yaml", "--json")
+
+    def plan(self) -> list[tuple[str, str]]:
+        return self._steps("mlcbuild", "plan", "recipe.yaml", "--json")
+
+    def _steps(self, module: str, *arguments: str) -> list[tuple[str, str]]:
+        """Runs a module with the copied packages. Returns (kind, status) of every step that it lists."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
-        environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "runtime")])
+        environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "runtime"), str(ROOT)])
         environment["MLCBUILD_STORE"] = str(self.root / "store")
-        done = self.server.run("mlcbuild", [verb, "recipe.yaml", "--json"], self.root / "work", environment)
+        done = self.server.run(module, arguments, self.root / "work", environment)
         assert done.returncode == 0, done.stderr
         steps = json.loads(done.stdout)["steps"]
         return [(step["name"].partition("/")[0], step["status"]) for step in steps]
@@ -261,7 +268,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     project(root / "work", text + "verify: {prompts: [The quick brown fox.]}\n")
     with closing(ForkServer(root)) as server:
         actual = Source(root, server)
-        assert {status for _, status in actual.steps("run")} == {"built"}
+        assert {status for _, status in actual.run()} == {"built"}
         yield actual
 
 
@@ -271,7 +278,7 @@ def runs_after_edits(source: Source, *names: str) -> set[str]:
     for path, text in texts.items():
         path.write_bytes(text + b"\n# edited\n")
     # What waits for a result that may stay as it is, is `pending`, and no step to run.
-    kinds = {kind for kind, status in source.steps("plan") if status == "run"}
+    kinds = {kind for kind, status in source.plan() if status == "run"}
     for path, text in texts.items():
         path.write_bytes(text)
     return kinds
@@ -308,7 +315,7 @@ def test_an_edit_without_effect_stops_at_its_step(source: Source) -> None:
     path = source.root / "mlcbuild" / "models" / "families" / "llama.py"
     text = path.read_bytes()
     path.write_bytes(text + b"\n# edited\n")
-    built = {kind for kind, status in source.steps("run") if status == "built"}
+    built = {kind for kind, status in source.run() if status == "built"}
     path.write_bytes(text)
     assert built == {"config"}
 

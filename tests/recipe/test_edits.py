@@ -14,7 +14,7 @@ from mlcbuild import pipeline, recipe
 from mlcbuild.build.plan import plan
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.store.store import Store
-from tests.conftest import ROOT, checked, mlcbuild, project
+from tests.conftest import ROOT, checked, fill, project
 
 pytestmark = pytest.mark.xdist_group("edits")  # one process builds what is edited
 RECIPE = """\
@@ -35,11 +35,11 @@ NAMES = frozenset({"bundle", "verify"})
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the recipe, run once, with a store of its own."""
+    """Returns the recipe, run once with work of a few bytes, with a store of its own."""
     home = tmp_path_factory.mktemp("edits")
     path = project(home / "project", RECIPE)
     shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", path.parent / "prompts.txt")
-    checked(mlcbuild("run", path, store=home / "store"))
+    checked(fill(path, store=home / "store"))
     return home
 
 
@@ -143,6 +143,6 @@ def test_an_edit_runs_what_depends_on_it(name: str, done: Path, tmp_path: Path) 
 def test_an_edit_without_effect_stops_where_that_shows(done: Path, tmp_path: Path) -> None:
     home = shutil.copytree(done / "project", tmp_path / "project", ignore=shutil.ignore_patterns("dist"))
     document("config.json", "_name_or_path", "somewhere else")(home)
-    said = json.loads(checked(mlcbuild("run", home / "recipe.yaml", "--json", store=done / "store")))
+    said = json.loads(checked(fill(home / "recipe.yaml", "--json", store=done / "store")))
     built = {step["name"].partition("/")[0] for step in said["steps"] if step["status"] == "built"}
     assert built == {"config", "tokenizer"}
