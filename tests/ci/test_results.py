@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from tests.conftest import ROOT
 
@@ -108,20 +112,95 @@ def test_tables_stand_in_the_order_of_a_reader(tmp_path: Path) -> None:
     assert titles[3:] == ["accuracy-x", "weights-x", "build-1000", "other"]
 
 
-def test_every_benchmark_of_the_front_page_starts_and_keeps_its_figures() -> None:
-    for name in ("cpu", "serve", "accuracy", "weights", "build"):
-        done = subprocess.run(
-            [sys.executable, BENCH / name, "--help"], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0 and "--json DIR" in done.stdout, done.stderr
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Returns the program ci/bench/build."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return _loaded("bench_build", BENCH / "build")
 
 
-def test_a_row_of_cold_builds_compares_the_same_copies() -> None:
-    sys.path.insert(0, str(BENCH))
-    build = _loaded("bench_build", BENCH / "build")
-    actual = {("mlcbuild", "no-op"): [1.0], ("mlcbuild, graph", "cold"): [3.0], ("dvc", "cold"): [9.0]}
-    rows = {row.figure: row.samples for row in build.rows(actual | {("doit", "cold"): "no run"})}
-    assert rows == {"no-op": {"mlcbuild": [1.0]}, "plan": {}, "cold": {"mlcbuild": [3.0], "dvc": [9.0]}}
+def test_rows_of_cold_and_shared_builds_compare_the_same_copies(build: ModuleType) -> None:
+    samples = {("mlcbuild", "no-op"): [1.0], ("mlcbuild, graph", "cold"): [3.0], ("dvc", "cold"): [9.0]}
+    samples |= {("mlcbuild, graph", "shared"): [0.5, 0.7], ("snakemake", "shared"): [2.0]}
+    missing = {("doit", "cold"): "no run", ("dvc", "shared"): "stopped after 600 s"}
+    rows = {row.figure: row.samples for row in build.rows(samples | missing)}
+    assert rows == {
+        "no-op": {"mlcbuild": [1.0]},
+        "plan": {},
+        "cold": {"mlcbuild": [3.0], "dvc": [9.0]},
+        "all results from a shared cache": {"mlcbuild": [0.5, 0.7], "snakemake": [2.0]},
+    }
+    assert [row.figure for row in build.rows({("dvc", "plan"): [1.0]})] == ["no-op", "plan"]
+
+
+def test_a_run_from_a_shared_cache_begins_in_a_fresh_place(build: ModuleType, tmp_path: Path) -> None:
+    """The run removes the results of the run before it, and nothing else; a tool without a cache has no
+    command."""
+    script = "test -e cache && ! test -e out && ! test -e state && mkdir out && echo {count} >state"
+    tool = build.Tool(
+        "own", Path.mkdir, (), (), (), ("cache",), shared=("sh", "-c", script), fresh=("out", "state")
+    )
+    (tmp_path / "cache").touch()
+    for count in (20, 30):
+        assert build.attempt(tool, tmp_path, count, "shared", 60.0) >= 0
+        assert (tmp_path / "state").read_text() == f"{count}\n"
+    with_cache = {own.name for own in build.tools.ours() if build.commands(own)["shared"]}
+    assert with_cache == {"mlcbuild, graph"}
+
+
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 3,
+    "vocab_size": 10,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": 0,
+}
+EXPERTS = {**SIZES, "moe_intermediate_size": 5, "num_experts": 4, "num_experts_per_tok": 2}
+ATTENTION = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8
+"""Weights of queries, keys, values and outputs in a layer of SIZES."""
+
+
+def _experts_read(rows: int) -> float:
+    """Returns how many of 4 experts are read on average if each row chooses 2: all choices are counted."""
+    choices = [*itertools.combinations(range(4), 2)]
+    unions = [set(itertools.chain(*rows_of)) for rows_of in itertools.product(choices, repeat=rows)]
+    return statistics.mean(map(len, unions))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expert", "stored", "read", "multiplied"),
+    [
+        (SIZES, 3 * 8 * 6, 1, (1, 1, 1), 1),
+        (EXPERTS, 3 * 8 * 5, 4, tuple(map(_experts_read, (1, 2, 3))), 2),
+    ],
+    ids=["dense", "experts"],
+)
+def test_the_limit_of_a_machine_counts_what_must_be_read_and_multiplied(
+    sizes: dict[str, int],
+    expert: int,
+    stored: int,
+    read: tuple[float, ...],
+    multiplied: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for parts in ("cpu_parts", "results_parts"):
+        monkeypatch.syspath_prepend(str(BENCH / parts))
+    figures = _loaded("bench_cpu_figures", BENCH / "cpu_parts" / "figures.py")
+    machine = {"read": 3.0, "int8": 5.0, "float32": 7.0}
+    total = 3 * (ATTENTION + stored * expert) + 2 * 10 * 8
+    entry = figures.Entry("ours", 4, True, (), "", total // 2)  # half a byte for each weight
+    for batch, experts in enumerate(read, 1):
+        weights = 3 * (ATTENTION + experts * expert) + 10 * 8  # of the table of tokens, only a few rows
+        cache = batch * figures.CONTEXT * 3 * 2 * 4 * 2  # layers, keys and values, values, bytes
+        rate = figures._limit(f"decode {batch}", entry, sizes, machine)
+        assert rate == pytest.approx(batch / ((weights / 2 + cache) / 3e9))
+    products = 2 * 16 * 3 * (ATTENTION + multiplied * expert)
+    # Each of 16 tokens is compared with those before it, then sums their values: 2 operations for each.
+    attention = 3 * 2 * 2 * 8 * 16 * 16 / 2
+    rate = figures._limit("prefill 16", entry, sizes, machine)
+    assert rate == pytest.approx(16 / (products / 5e9 + attention / 7e9))
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
