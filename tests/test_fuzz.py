@@ -56,8 +56,8 @@ def test_every_target_is_fuzzed_here() -> None:
     assert "{" + ",".join(CASES) + "}" in output.replace("\n", "").replace(" ", "")
 
 
-@pytest.mark.parametrize("target", sorted(path.name for path in SAVED.iterdir()))
-def test_what_was_found_once_is_right(target: str, toy_bundle: Path) -> None:
-    done = fuzz("--toy", toy_bundle, "--replay", SAVED / target)
+def test_what_was_found_once_is_right(toy_bundle: Path) -> None:
+    cases = [path for target in SAVED.iterdir() for path in target.iterdir()]
+    done = fuzz("--toy", toy_bundle, "--replay", SAVED)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": right\n") == len(list((SAVED / target).iterdir()))
+    assert done.stdout.count(": right\n") == len(cases) >= 10

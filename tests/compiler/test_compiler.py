@@ -30,6 +30,7 @@ from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, Rms
 from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
+from tests import compiler_process
 from tests.compiler.test_decoder import SMALL
 from tests.configs import rope, with_attention, with_feed_forward, with_windows
 from tests.libharness import EVERY, HERE, Session, compiled, golden, pack, random_weights
@@ -54,6 +55,7 @@ def request(
 
 
 def build(directory: Path, config: ModelConfig, params: Mapping[str, Json]) -> Path:
+    """Returns the directory with a library that is compiled by a child process of its own."""
     (directory / "in").mkdir(parents=True)
     (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
     out = directory / "out"
@@ -93,8 +95,9 @@ def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_an_object_for_linking_elsewhere_and_slow_kernels_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compiler_process.preloaded(monkeypatch)
     target = Target("old", "x86_64-unknown-linux-gnu", "x86-64", output="object")
     if not linkable(target):
         pytest.skip("no linker for x86-64 here")
@@ -202,7 +205,8 @@ print(json.dumps(resident() - before))
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux's /proc"
 )
-def test_memory_is_what_was_estimated(tmp_path: Path) -> None:
+def test_memory_is_what_was_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler_process.preloaded(monkeypatch)
     config = replace(with_windows(smol(1), None, 200, None, 200), vocab_size=16000)
     out = build(tmp_path, config, request("q0f16", context_window=1024, prefill_chunk=512, max_batch=4))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])}
@@ -239,22 +243,15 @@ def linkable(target: Target) -> bool:
     return True
 
 
-CROSS = [presets.resolve(name) for name in ("aarch64-linux", "macos-arm64")]
-
-
-@pytest.mark.parametrize("target", CROSS, ids=lambda item: item.name)
-def test_other_machines_are_compiled_for(target: Target, tmp_path: Path) -> None:
-    """For those that this machine can link."""
+def test_libraries_for_macos_are_linked_elsewhere(tmp_path: Path) -> None:
+    """tests/cli/test_run.py has a library for another Linux machine."""
+    target = presets.resolve("macos-arm64")
     if not linkable(target):
         pytest.skip(f"no linker for {target.architecture} {target.system} is here")
     out = build(tmp_path, SMALL, request("q4a8_1", target))
     about = json.loads((out / "library.json").read_text())
-    data = (out / action.library_name(target)).read_bytes()
     assert about["target"]["triple"] == target.triple
-    if target.system == "linux":
-        assert int.from_bytes(data[18:20], "little") == {"aarch64": 183, "x86_64": 62}[target.architecture]
-    else:
-        assert data[:4] == b"\xcf\xfa\xed\xfe"
+    assert (out / action.library_name(target)).read_bytes().startswith(b"\xcf\xfa\xed\xfe")
 
 
 def refused(tmp_path: Path, params: Mapping[str, Json]) -> str:
