@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 PACKAGES = ("mlcbuild", "mlcbuild_format", "mlcbuild_runtime")
@@ -35,6 +36,30 @@ def apply(settings: Iterable[str]) -> None:
             new = type(present)(value)
         except (ImportError, KeyError, TypeError, ValueError) as error:
             raise SystemExit(f"--set {text}: the name of a number and a number are needed: {error}") from None
-        for loaded, module in list(sys.modules.items()):
-            if loaded.partition(".")[0] in PACKAGES and vars(module).get(name) == present:
-                setattr(module, name, new)
+        _assign(name, present, new)
+
+
+def _assign(name: str, present: object, new: object) -> None:
+    for loaded, module in list(sys.modules.items()):
+        if loaded.partition(".")[0] in PACKAGES and vars(module).get(name) == present:
+            setattr(module, name, new)
+
+
+@contextmanager
+def replaced(module_name: str, name: str, value: object) -> Iterator[None]:
+    """Gives a constant another value while the context lasts, in its module and in every loaded module that
+    has imported it by name.
+    """
+    present = vars(import_module(module_name))[name]
+    places = [
+        module
+        for loaded, module in list(sys.modules.items())
+        if loaded.partition(".")[0] in PACKAGES and vars(module).get(name) == present
+    ]
+    for module in places:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module in places:
+            setattr(module, name, present)

@@ -66,6 +66,22 @@ def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:
         actual.close()
 
 
+def test_a_short_trial_takes_a_multiple_of_a_plain_schema() -> None:
+    """A vocabulary of 500 tokens needs less time than one of 150,000, and slow constraints wait in turn."""
+    tokens = GRAMMARS["json"]._tokens
+    slow = 'start: %json {"type": "integer", "multipleOf": 999983}'
+    for seconds, multiple in ((60.0, 20.0), (0.2, None), (0.2, 1e9)):
+        actual = trial.Trial(tokens, seconds, multiple=multiple)
+        try:
+            assert actual.run(trial.PLAIN).error == ""
+            with pytest.raises(trial.TooCostlyError):
+                actual.run(slow)
+        finally:
+            actual.close()
+    tokenizer = tokens.tokenizer()
+    assert 0 < trial._plain(tokens, tokenizer) < 60
+
+
 def test_a_slow_mask_hides_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU time varies with the machine's load; llguidance counts, so its error is the same every time."""
     tokens = GRAMMARS["json"]._tokens

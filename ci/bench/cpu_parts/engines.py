@@ -65,11 +65,11 @@ V3_CMAKE = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C
 V3_VARIABLES: Mapping[str, Mapping[str, str]] = {
     "llama": {},
     "ik": {},
-    "ctranslate2": {"CT2_FORCE_CPU_ISA": "AVX2"},
+    "ctranslate2": {"CT2_FORCE_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "openvino": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-"""Name of a peer -> environment variables with which its engine uses AVX2 and nothing newer. Those that are
-not here cannot be held to it.
+"""Name of a peer -> environment variables with which its engine uses AVX2 and nothing newer; the products of
+two peers are oneDNN's, which chooses by itself. Peers that are not here cannot be held to it.
 """
 IK = "ik"
 """Name of the peer that is built from a source directory, because no package index has it; see

@@ -8,6 +8,8 @@ import numpy as np
 import tvm
 
 from mlcbuild.compiler.cpu.isa import tvm_target
+from mlcbuild.compiler.cpu.lowering import KERNELS
+from mlcbuild.compiler.phases import kernel_pipeline
 from mlcbuild.targets.target import Target
 
 CPUS = {
@@ -30,8 +32,11 @@ def noise(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.nd
 
 
 def compiled(target: Target, functions: dict[str, tvm.tirx.PrimFunc]) -> dict[str, Callable[..., None]]:
-    library = tvm.compile(tvm.IRModule(functions), target=tvm_target(target))
-    return {name: library.mod[str(created.attrs["global_symbol"])] for name, created in functions.items()}
+    module = tvm.IRModule(
+        {name: function.with_attr("global_symbol", name) for name, function in functions.items()}
+    )
+    library = tvm.compile(module, target=tvm_target(target), tir_pipeline=kernel_pipeline(KERNELS))
+    return {name: library.mod[name] for name in functions}
 
 
 def tensor(values: np.ndarray) -> object:

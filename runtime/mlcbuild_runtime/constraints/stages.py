@@ -35,6 +35,9 @@ class Stage:
     """Maximum number of constraints that may wait to be tried."""
     patience: float
     """Maximum seconds that a constraint waits to be tried."""
+    multiple: float | None = None
+    """Limits the time to that of so many plain JSON schemas with the model's vocabulary, if this is less than
+    `seconds`; None for no such limit."""
     niceness: int = 0
     """Niceness of the process that tries the constraint."""
     compile_niceness: int = 0
@@ -43,16 +46,17 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.03, places=64, patience=10),
-    Stage(0.25, places=64, patience=10),
+    Stage(0.03, places=64, patience=10, multiple=3),
+    Stage(0.1, places=64, patience=10, niceness=5),
     Stage(2.0, places=64, patience=20, niceness=10, compile_niceness=5),
 )
 """The limits of the stages in which constraints are tried, shortest first: a constraint that exceeds the CPU
-time of one stage is tried again in the next. With a vocabulary of 150,000 tokens, ordinary schemas take 1 to
-12 ms on a quiet machine, and more if many processes share the caches: 40 slow constraints that come at once
-delay them by 1.2 CPU seconds. With a short queue in the last stage, clients with slow constraints would be
-refused at once and return to the first stage, again and again; the longer they wait in the last queue, the
-later they return."""
+time of one stage is tried again in the next. A plain schema takes 5 ms with 500 tokens and 8 ms with 150,000
+(AMD EPYC, quiet), of which a fork's page faults are the larger part, and more if many processes share the
+caches (12 ms at most in `ci/bench/hostile` with a load of 8): 40 slow constraints that come at once delay it
+by 0.9 CPU seconds. Later stages yield the cores to earlier ones, for which more clients wait. With a short
+queue in the last stage, clients with slow constraints would be refused at once and return to the first stage,
+again and again; the longer they wait in the last queue, the later they return."""
 KEPT = 256
 """Maximum number of short constraints for which it is cached how trying them in a child process ended: the
 memory that they need, or the reason why they are refused."""
@@ -66,7 +70,7 @@ class _Try:
 
     def __init__(self, stage: Stage, tokens: Tokens) -> None:
         self.stage, self.turns = stage, FairLock(stage.places)
-        self.trial = Trial(tokens, stage.seconds, stage.niceness)
+        self.trial = Trial(tokens, stage.seconds, stage.niceness, stage.multiple)
 
 
 class Trials(Generic[T]):

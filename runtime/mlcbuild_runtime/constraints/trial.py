@@ -9,6 +9,7 @@ so that its memory is freed. A constraint that passes is compiled again by the s
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,11 @@ MEMORY = 128 << 20
 STEPS = 16
 """Number of tokens for which a compiled constraint is followed, with random tokens that it allows, before the
 server accepts it."""
+PLAIN = (
+    'start: %json {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}'
+    ', "required": ["name", "count"], "additionalProperties": false}'
+)
+"""A plain JSON schema, as a Lark grammar. Its cost with a vocabulary is the unit of short time limits."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,13 @@ class Trial:
     """A child process that tries one constraint at a time; it starts on first use. One thread at a time may
     run it; any thread may close it."""
 
-    def __init__(self, tokens: Tokens, seconds: float, niceness: int = 0) -> None:
+    def __init__(
+        self, tokens: Tokens, seconds: float, niceness: int = 0, multiple: float | None = None
+    ) -> None:
         """Sets the limits; the child process that compiles and follows constraints starts on first use.
         tokens: the model's vocabulary; seconds: CPU time that one constraint may take; niceness: niceness of
-        the process."""
+        the process; multiple: limits the time to that of so many plain JSON schemas, if this is less; None
+        for no such limit."""
         self._seconds = seconds
         # Latin-1 can represent every byte, such as the 255 in tokens that are not text.
         self._child = Child(
@@ -67,6 +76,7 @@ class Trial:
                 "special": tokens.special_token_ids,
                 "ends": tokens.ends,
                 "niceness": niceness,
+                "multiple": multiple,
             },
         )
 
@@ -100,20 +110,29 @@ def work() -> None:
     _tried(tokens, tokenizer, 'start: "a"')  # This loads modules once instead of in every fork.
     os.nice(vocabulary["niceness"])
     rest = _forked(tokens, tokenizer, 'start: "a"', PATIENCE) or {}
+    most = math.inf if vocabulary["multiple"] is None else vocabulary["multiple"] * _plain(tokens, tokenizer)
     out.write(b"true\n")
     out.flush()
     for line in source:
         request = json.loads(line)
-        answer = _forked(tokens, tokenizer, request["grammar"], request["seconds"])
+        answer = _forked(tokens, tokenizer, request["grammar"], min(request["seconds"], most))
         if answer is not None:
             answer["bytes"] = max(0, answer["bytes"] - rest.get("bytes", 0))
         out.write(json.dumps(answer).encode() + b"\n")
         out.flush()
 
 
+def _plain(tokens: Tokens, tokenizer: LLTokenizer) -> float:
+    """Returns the CPU seconds that a plain JSON schema takes in a fork of this process: the least of three
+    times, since a busy machine adds to some of them."""
+    outcomes = [_forked(tokens, tokenizer, PLAIN, PATIENCE) for _ in range(3)]
+    return min((outcome["seconds"] for outcome in outcomes if outcome), default=math.inf)
+
+
 def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float) -> dict[str, Any] | None:
     """Tries a Lark grammar in a fork of this process. Returns {"error": the reason why it cannot be used, or
-    "", "bytes": memory used}; None if it reaches the limit of CPU time or memory."""
+    "", "bytes": memory used, "seconds": CPU time used}; None if it reaches the limit of CPU time or memory.
+    """
     readable, writable = os.pipe()
     if not (fork := os.fork()):
         try:
@@ -130,12 +149,15 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
     """Compiles a Lark grammar and follows it for some tokens. Returns {"error": the reason why it cannot be
-    used, or "", "bytes": memory used}; None if this took more than MEMORY bytes."""
+    used, or "", "bytes": memory used, "seconds": CPU time of this process so far}; None if this took more
+    than MEMORY bytes."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)
     spent = _peak() - before
-    return None if spent > MEMORY else {"error": error and reason(error), "bytes": spent}
+    if spent > MEMORY:
+        return None
+    return {"error": error and reason(error), "bytes": spent, "seconds": time.process_time()}
 
 
 def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
