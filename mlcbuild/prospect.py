@@ -234,6 +234,7 @@ def _resolved(
     root: the checkpoint's path; settings: its quantization_config as JSON.
     """
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
+    from mlcbuild.checkpoints.gguf_names import names_in_file
     from mlcbuild.checkpoints.mapping import locate
 
     if root is None or config is None or not (settings or root.suffix == ".gguf"):
@@ -242,9 +243,8 @@ def _resolved(
             "them; choose a scheme such as q4a8_1, or q0f16 for no quantization"
         )
     try:
-        sources = locate(
-            root, config, tensor_names(config), views_for(json.loads(settings) if settings else None)
-        )
+        names = names_in_file(root, config) if root.suffix == ".gguf" else tensor_names(config)
+        sources = locate(root, config, names, views_for(json.loads(settings) if settings else None))
     except CheckpointError as error:
         return str(error)
     return resolved(

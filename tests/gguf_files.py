@@ -77,23 +77,24 @@ def write_gguf(
     family = config["model_type"]
     architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), architecture)
-    for key, value in {**dict(_entries(config, architecture)), **(metadata or {})}.items():
+    for key, value in {**dict(entries(config, architecture)), **(metadata or {})}.items():
         if key not in without:
-            _add(writer, key, value)
+            add_key(writer, key, value)
     for name, values in _tensors(checkpoint, config, architecture):
         own = [other for ending, other in (types or {}).items() if name.endswith(ending)]
-        _add_tensor(writer, name, values, own[0] if own else kind)
+        add_tensor(writer, name, values, own[0] if own else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Any]]:
+def entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Any]]:
+    """Yields the keys that describe a dense model, with their values."""
     for field, key in KEYS.items():
         if field in config:
             yield f"{architecture}.{key}", config[field]
-    yield f"{architecture}.attention.layer_norm_rms_epsilon", float(config["rms_norm_eps"])
+    yield f"{architecture}.attention.layer_norm_rms_epsilon", float(config.get("rms_norm_eps", 1e-6))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = config.get("rope_theta") or rope["rope_theta"]
     yield f"{architecture}.rope.freq_base", float(theta)
@@ -103,7 +104,7 @@ def _entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str
     yield f"{architecture}.rope.dimension_count", int(head * config.get("partial_rotary_factor", 1))
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         yield f"{architecture}.attention.sliding_window", config["sliding_window"]
-    for field, key in SCALARS.items() if architecture == "granite" else ():
+    for field, key in SCALARS.items() if architecture.startswith("granite") else ():
         yield f"{architecture}.{key}", float(config[field])
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if name in config:
@@ -122,11 +123,12 @@ def _entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str
         yield f"{architecture}.rope.scaling.attn_factor", factor
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Writes a key, as the type in which llama.cpp's converter writes such a value."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
-        writer.add_uint32(key, value)
+        (writer.add_uint32 if value >= 0 else writer.add_int32)(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):
@@ -145,7 +147,7 @@ def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> 
             _, _, layer, *middle, ending = name.split(".")
             own = f"blk.{layer}.{names['.'.join(middle)]}.{ending}"
         if architecture in ("llama", "granite", "smollm3") and (".attn_q." in own or ".attn_k." in own):
-            yield own, _paired(values, heads if ".attn_q." in own else groups)
+            yield own, paired(values, heads if ".attn_q." in own else groups)
         elif architecture in ("gemma", "gemma2", "gemma3") and own.endswith("norm.weight"):
             yield own, values + np.float32(1)
         else:
@@ -158,7 +160,7 @@ def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> 
             yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32)
 
 
-def _paired(values: Floats, heads: int) -> Floats:
+def paired(values: Floats, heads: int) -> Floats:
     """Returns a matrix whose rows are reordered: rows i and i + dim/2 of each head follow each other, as
     rotary embeddings of neighbouring dimensions require.
     """
@@ -178,14 +180,28 @@ def _llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Floa
     return np.array(divisors, np.float32)
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) -> None:
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) -> None:
+    """Writes a tensor; as `kind` if it is a matrix, or a stack of them, whose rows are whole blocks."""
     own = gguf.GGMLQuantizationType[kind]
     block, _ = gguf.GGML_QUANT_SIZES[own]
     values = np.ascontiguousarray(values, np.float32)
-    if values.ndim < 2 or values.shape[1] % block or kind == "F32":
+    if values.ndim < 2 or values.shape[-1] % block or kind == "F32":
         writer.add_tensor(name, values)
         return
-    writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
+    writer.add_tensor(name, _quantized(values, own), raw_dtype=own)
+
+
+def _quantized(values: Floats, kind: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Returns quantized values; random ones for types that the package gguf only reads."""
+    try:
+        packed: NDArray[np.uint8] = gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        weights, size = gguf.GGML_QUANT_SIZES[kind]
+        rng = np.random.default_rng(values.size)
+        packed = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // weights, size), np.uint8)
+        packed[..., 1:4:2] &= 0x3F  # the two scales of K-quants in float16: neither infinite nor NaN
+        packed = packed.reshape(*values.shape[:-1], -1)
+    return packed
 
 
 def tiny_metadata(checkpoint: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Translates the metadata of a GGUF file into the config of a model.
 
-Metadata become the fields of a config.json, which the rules of the model's family then check. Keys:
+Metadata become the fields of a config.json, which the rules of the model's family then check. GgufKeys:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -14,7 +14,10 @@ import numpy as np
 
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
-from mlcbuild.checkpoints.gguf_file import Gguf, Value, read_gguf, shown
+from mlcbuild.checkpoints.gguf_experts import EXPERTS, granite_scalars, mixtral
+from mlcbuild.checkpoints.gguf_file import Gguf, read_gguf
+from mlcbuild.checkpoints.gguf_keys import Fields, GgufKeys
+from mlcbuild.checkpoints.gguf_names import names_in_file
 from mlcbuild.checkpoints.gguf_tensors import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -24,15 +27,10 @@ from mlcbuild.checkpoints.gguf_tensors import (
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig
 from mlcbuild.models.action import write_config
-from mlcbuild.models.fields import MOST_UNKNOWN
+from mlcbuild.models.fields import ABSENT
 from mlcbuild.models.layers import Rope
 from mlcbuild.models.parsing import parse
 from mlcbuild.models.rounding import f32
-
-Fields = dict[str, object]
-"""The fields of a config.json, by name."""
-_NEUTRAL = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
-"""Names of GGUF metadata keys, without the architecture in front, that have no effect on the computation."""
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -40,7 +38,9 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     `tensors.json` in `out`, in the form that models.action writes. Raises CheckpointError for an unsupported
     architecture or a damaged file.
     """
-    write_config(read_config(checkpoint_path(params, inputs)), out)
+    path = checkpoint_path(params, inputs)
+    config = read_config(path)
+    write_config(config, out, names_in_file(path, config))
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -50,96 +50,17 @@ def read_config(path: Path) -> ModelConfig:
     """
     gguf = read_gguf(path)
     name, _ = architecture_of(gguf, str(path))
-    keys = _Keys(gguf, str(path))
+    keys = GgufKeys(gguf, str(path))
     fields = {**_common(keys, name), **_EXTEND[name](keys)}
     keys.close()
-    config = parse(fields, str(path))
+    config = parse({name: value for name, value in fields.items() if value is not ABSENT}, str(path))
     factors = _floats(gguf, ROPE_FACTORS)
     if factors is None:
         return config
     return replace(config, ropes=tuple(_divided(rope, factors, path) for rope in config.ropes))
 
 
-class _Keys:
-    """Reads the GGUF metadata `<architecture>.<name>` and tracks which keys were read."""
-
-    def __init__(self, gguf: Gguf, place: str) -> None:
-        self.gguf, self.place = gguf, place
-        self._prefix = f"{gguf.metadata.get('general.architecture')}."
-        self._read: set[str] = set()
-        self._problems: list[str] = []
-
-    def get(self, name: str) -> Value | None:
-        """Returns the value of the GGUF metadata key `<architecture>.<name>`; None if the key is absent."""
-        self._read.add(self._prefix + name)
-        return self.gguf.metadata.get(self._prefix + name)
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.gguf.tensors
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Returns the positive integer under the metadata key `name`, or `default` if the key is absent. If
-        there is neither, or the value is no positive integer, records a problem for `close` and returns 1.
-        """
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        return int(self._problem(name, "an integer above 0", value))
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Returns the number under the metadata key `name`, as the shortest decimal of its float32, or
-        `default` if the key is absent. If there is neither, records a problem for `close` and returns 1.
-        """
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(str(np.float32(value)))
-        return self._problem(name, "a number", value)
-
-    def _problem(self, name: str, rule: str, value: object) -> float:
-        state = "it is missing" if value is None else f"found {str(value)[:40]!r}"
-        self._problems.append(
-            f"{self.place}: {self._prefix}{name} must be {rule}: {state}; fetch the file again"
-        )
-        return 1.0
-
-    def refuse(self, name: str, why: str) -> None:
-        """Records a problem: a metadata key has a value that is not supported. why: the reason, as the end
-        of a sentence.
-        """
-        self._problems.append(f"{self.place}: {self._prefix}{name}: {why}; use the original checkpoint")
-
-    def check(self) -> None:
-        """Raises CheckpointError with the problems of the metadata recorded so far, if there are any."""
-        if self._problems:
-            raise CheckpointError("\n".join(dict.fromkeys(self._problems)))
-
-    def close(self) -> None:
-        """Raises CheckpointError with all problems of the metadata. A key that was never read is a problem
-        too, since it may change results.
-        """
-        for name in ("expert_count", "expert_used_count"):
-            if self.get(name):
-                self._problems.append(
-                    f"{self.place}: {self._prefix}{name} is {self.get(name)}: mixtures of experts are not "
-                    "supported; use a dense model"
-                )
-        expected = self._read | {self._prefix + name for name in _NEUTRAL}
-        unknown = [key for key in self.gguf.metadata if key.startswith(self._prefix) and key not in expected]
-        for key in unknown[:MOST_UNKNOWN]:
-            self._problems.append(
-                f"{self.place}: the metadata key {shown(key)} is not understood, and it may change the "
-                "model's numbers; use the original checkpoint"
-            )
-        if len(unknown) > MOST_UNKNOWN:
-            self._problems.append(f"{self.place}: {len(unknown) - MOST_UNKNOWN} more keys are not understood")
-        self.check()
-
-
-def _common(keys: _Keys, family: str) -> Fields:
+def _common(keys: GgufKeys, family: str) -> Fields:
     """Returns the config.json fields that all model families have, read from the metadata of a GGUF file."""
     heads = keys.integer("attention.head_count")
     hidden = keys.integer("embedding_length")
@@ -162,11 +83,11 @@ def _common(keys: _Keys, family: str) -> Fields:
     rotated = keys.integer("rope.dimension_count", head_dim)
     if rotated != head_dim:
         fields["partial_rotary_factor"] = rotated / head_dim
-    scaling = _rope_scaling(keys)
+    scaling = _rope_scaling(keys, family)
     return fields if scaling is None else {**fields, "rope_scaling": scaling}
 
 
-def _rope_scaling(keys: _Keys) -> Fields | None:
+def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
     kind = keys.get("rope.scaling.type")
     short, long = (_floats(keys.gguf, name) for name in (SHORT_FACTORS, LONG_FACTORS))
     if short is not None and long is not None:
@@ -187,11 +108,25 @@ def _rope_scaling(keys: _Keys) -> Fields | None:
         for name, field in names.items():
             if keys.get(f"rope.scaling.{name}") is not None:
                 scaling[field] = keys.number(f"rope.scaling.{name}")
+        scaling |= _yarn_of(keys, architecture)
     else:
         scaling = {"rope_type": str(kind)}  # the families' own check reports it
     if keys.get("rope.scaling.original_context_length") is not None:
         scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
     return scaling
+
+
+def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:
+    """Returns the fields of YaRN's rope object that only one architecture has."""
+    if architecture == "gpt-oss":
+        return {"truncate": False}
+    if architecture != "deepseek2":
+        return {}
+    if keys.get("rope.scaling.yarn_log_multiplier") is None:
+        return {"attention_factor": 1.0}
+    # Files state a tenth of the number that is both mscale and mscale_all_dim, in float32.
+    weight = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
+    return {"mscale": weight, "mscale_all_dim": weight}
 
 
 def _floats(gguf: Gguf, name: str) -> list[float] | None:
@@ -222,44 +157,32 @@ def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
     return replace(rope, inv_freq=tuple(scaled))
 
 
-def _has_bias(keys: _Keys, kind: str) -> bool:
-    return keys.has_tensor(f"blk.0.{kind}.bias")
-
-
-def _llama(keys: _Keys) -> Fields:
+def _llama(keys: GgufKeys) -> Fields:
+    if keys.get("expert_count"):
+        return mixtral(keys)
     window = keys.get("attention.sliding_window")
     if window:
         return {"model_type": "mistral", "sliding_window": keys.integer("attention.sliding_window")}
-    return {"attention_bias": _has_bias(keys, "attn_q"), "mlp_bias": _has_bias(keys, "ffn_up")}
+    return {"attention_bias": keys.has_bias("attn_q"), "mlp_bias": keys.has_bias("ffn_up")}
 
 
-def _qwen2(keys: _Keys) -> Fields:
+def _qwen2(keys: GgufKeys) -> Fields:
     return {}
 
 
-def _qwen3(keys: _Keys) -> Fields:
-    return {"attention_bias": _has_bias(keys, "attn_q")}
+def _qwen3(keys: GgufKeys) -> Fields:
+    return {"attention_bias": keys.has_bias("attn_q")}
 
 
-def _gemma(keys: _Keys) -> Fields:
+def _gemma(keys: GgufKeys) -> Fields:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
 
-def _granite(keys: _Keys) -> Fields:
-    """Returns the fields of config.json with Granite's multipliers. logit_scale divides logits, as the
-    original's logits_scaling does.
-    """
-    return {
-        "attention_bias": _has_bias(keys, "attn_q"),
-        "mlp_bias": _has_bias(keys, "ffn_up"),
-        "attention_multiplier": keys.number("attention.scale", 1.0),
-        "residual_multiplier": keys.number("residual_scale", 1.0),
-        "embedding_multiplier": keys.number("embedding_scale", 1.0),
-        "logits_scaling": keys.number("logit_scale", 1.0),
-    }
+def _granite(keys: GgufKeys) -> Fields:
+    return {**granite_scalars(keys), "mlp_bias": keys.has_bias("ffn_up")}
 
 
-def _gemma2(keys: _Keys) -> Fields:
+def _gemma2(keys: GgufKeys) -> Fields:
     """Returns the config.json fields of Gemma 2, read from the metadata of a GGUF file. The attention
     scale, which the file does not state, is computed as llama.cpp and the original do.
     """
@@ -274,7 +197,7 @@ def _gemma2(keys: _Keys) -> Fields:
     }
 
 
-def _gemma3(keys: _Keys) -> Fields:
+def _gemma3(keys: GgufKeys) -> Fields:
     """Returns the config.json fields of Gemma 3, read from the metadata of a GGUF file. The attention scale
     and the layers with windows, which the file does not state, are computed as llama.cpp and the original
     do.
@@ -294,17 +217,17 @@ def _gemma3(keys: _Keys) -> Fields:
     }
 
 
-def _olmo2(keys: _Keys) -> Fields:
+def _olmo2(keys: GgufKeys) -> Fields:
     if keys.get("attention.sliding_window"):
         keys.refuse("attention.sliding_window", "windows of OLMo 3 are not supported in GGUF files")
     return {}
 
 
-def _smollm3(keys: _Keys) -> Fields:
-    return {"attention_bias": _has_bias(keys, "attn_q"), "mlp_bias": _has_bias(keys, "ffn_up")}
+def _smollm3(keys: GgufKeys) -> Fields:
+    return {"attention_bias": keys.has_bias("attn_q"), "mlp_bias": keys.has_bias("ffn_up")}
 
 
-def _phi3(keys: _Keys) -> Fields:
+def _phi3(keys: GgufKeys) -> Fields:
     window = keys.get("attention.sliding_window")
     fields: Fields = {"sliding_window": keys.integer("attention.sliding_window") if window else None}
     if keys.get("rope.scaling.original_context_length") is not None:
@@ -313,7 +236,8 @@ def _phi3(keys: _Keys) -> Fields:
     return fields
 
 
-_EXTEND: Mapping[str, Callable[[_Keys], Fields]] = {
+_EXTEND: Mapping[str, Callable[[GgufKeys], Fields]] = {
+    **EXPERTS,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -326,5 +250,5 @@ _EXTEND: Mapping[str, Callable[[_Keys], Fields]] = {
     "smollm3": _smollm3,
 }
 """GGUF architecture -> function that returns the config fields that only its family has. The architecture is
-also the model_type, except for Mistral and Gemma 3.
+also the model_type where the function returns no other.
 """

@@ -7,18 +7,20 @@ gguf-py's constants, https://github.com/ggml-org/llama.cpp/tree/master/gguf-py
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
 from mlcbuild.checkpoints.gguf_blocks import TYPES, BlockType, dequantize, unpack
 from mlcbuild.checkpoints.gguf_file import Gguf, Value, read_gguf, shown
-from mlcbuild.checkpoints.shards import PackedTensor
+from mlcbuild.checkpoints.shards import ComputedTensor, PackedTensor, RowReader
 from mlcbuild.errors import CheckpointError, did_you_mean
 
 
@@ -39,6 +41,12 @@ class Architecture:
     """
 
 
+KEYS, VALUES = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
+"""Names, within a layer, of the matrices of latent attention that newer GGUF files store as one stack each;
+transformers has one matrix with the rows of both.
+"""
+MOST_EXPERTS = 4096
+"""Largest number of experts of a layer in a GGUF file; the configs of all families have the same limit."""
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -58,21 +66,48 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = {
+    **_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LATENT = {
+    **_EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": KEYS.removesuffix(".weight"),
+    "attn_v_b": VALUES.removesuffix(".weight"),
+}
 _PHI = {**_LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "deepseek2": Architecture(_LATENT),
+    "dots1": Architecture(_EXPERTS),
     "gemma": Architecture(_LAYER, norm_shift=-1.0),
     "gemma2": Architecture(_GEMMA, norm_shift=-1.0),
     "gemma3": Architecture(_GEMMA, norm_shift=-1.0),
+    "glm4moe": Architecture(_EXPERTS),
+    "gpt-oss": Architecture(_EXPERTS),
     "granite": Architecture(_LAYER, interleaved=True),
-    "llama": Architecture(_LAYER, interleaved=True),
+    "granitemoe": Architecture(_EXPERTS, interleaved=True),
+    "llama": Architecture(_EXPERTS, interleaved=True),
     "olmo2": Architecture(_GEMMA),
+    "olmoe": Architecture(_EXPERTS),
     "phi3": Architecture(_PHI),
     "qwen2": Architecture(_LAYER),
+    "qwen2moe": Architecture(_EXPERTS),
     "qwen3": Architecture(_LAYER),
+    "qwen3moe": Architecture(_EXPERTS),
     "smollm3": Architecture(_LAYER, interleaved=True),
 }
 """Value of `general.architecture` in a GGUF file -> the description of its tensors. Mistral's files have
-the architecture llama, too.
+the architecture llama, too, and so have Mixtral's.
 """
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -86,6 +121,20 @@ ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
 )
 """Names of GGUF tensors that belong to a model's config, not to its weights."""
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
+"""Matches the name of an expert's matrix in old files of Mixtral, which have one tensor for each expert."""
+_STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
+"""Matches the name of a tensor that stacks the matrices of all experts of a layer."""
+_STACK_BIAS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.bias")
+_DRAFT = re.compile(r"blk\.(\d+)\.(nextn\..+)")
+"""Matches the name of a tensor that only layers for drafts have."""
+_SPECIAL = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "exp_probs_b.weight": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+}
+"""Tensor name within a layer in GGUF files, with its suffix -> name in transformers."""
 
 
 def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
@@ -103,15 +152,18 @@ def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
     return name, ARCHITECTURES[name]
 
 
-def read_tensors(path: Path) -> dict[str, PackedTensor]:
+def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
     """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights. A
-    tensor without a known translation has the name that it has in the file. Raises CheckpointError for a
-    tensor whose rows do not fit the number of heads.
+    tensor without a known translation has the name that it has in the file. Each expert has tensors of its
+    own, since parameters join the rows of one expert's matrices.
+
+    Raises CheckpointError for a tensor whose rows do not fit the number of heads.
     """
     gguf = read_gguf(path)
     name, architecture = architecture_of(gguf, str(path))
     counts = _head_counts(gguf, name, str(path)) if architecture.interleaved else {}
-    tensors = {}
+    tensors: dict[str, PackedTensor | ComputedTensor] = {}
+    biases: dict[str, PackedTensor] = {}
     for gguf_name, tensor in gguf.tensors.items():
         if gguf_name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
             continue
@@ -124,13 +176,74 @@ def read_tensors(path: Path) -> dict[str, PackedTensor]:
                 f"{tensor.path}: tensor '{shown(gguf_name)}' must have rows for {heads} heads, found "
                 f"{tensor.shape[0]}; fetch the file again"
             )
-        block = next(item for item in TYPES.values() if item.name == tensor.dtype)
-        hub = _hub_name(architecture, gguf_name)
-        place = (tensor.path, tensor.start, tensor.size)
-        decode = partial(_decode, block, shift)
-        own_blocks = partial(unpack, kind=block) if block.weights > 1 and not shift else None
-        tensors[hub] = PackedTensor(hub, tensor.dtype, tensor.shape, *place, decode, heads, own_blocks)
-    return tensors
+        packed = _packed(tensor, _hub_name(architecture, gguf_name), shift, heads)
+        if stack := _STACK.fullmatch(gguf_name):
+            tensors |= {part.name: part for part in _experts(packed, stack[1], stack[2])}
+        elif bias := _STACK_BIAS.fullmatch(gguf_name):
+            biases[f"model.layers.{bias[1]}.mlp.experts.{bias[2]}_proj.bias"] = packed
+        elif packed.name.endswith("shared_expert_gate.weight"):
+            tensors[packed.name] = replace(packed, shape=(1, math.prod(packed.shape)))
+        else:
+            tensors[packed.name] = packed
+    return tensors | _joined_biases(biases)
+
+
+def _packed(tensor: Tensor, name: str, shift: float, heads: int) -> PackedTensor:
+    """Returns a tensor of a GGUF file with the functions that decode its blocks. name: its name in
+    transformers; shift: the number that is added to each weight; heads: number of heads whose rows are stored
+    in pairs.
+    """
+    block = next(item for item in TYPES.values() if item.name == tensor.dtype)
+    decode = partial(_decode, block, shift)
+    own_blocks = partial(unpack, kind=block) if block.weights > 1 and not shift else None
+    place = (tensor.path, tensor.start, tensor.size)
+    return PackedTensor(name, tensor.dtype, tensor.shape, *place, decode, heads, own_blocks)
+
+
+def _experts(stack: PackedTensor, layer: str, kind: str) -> Iterator[PackedTensor]:
+    """Yields the matrices of the experts of a layer, which a GGUF file stores one after the other. kind:
+    "gate", "up" or "down"; or "gate_up", where the rows of each expert are those of its gate, then those of
+    up. Raises CheckpointError for a tensor that is no such stack.
+    """
+    kinds = kind.split("_")
+    if len(stack.shape) != 3 or stack.shape[1] % len(kinds) or stack.shape[0] > MOST_EXPERTS:
+        raise CheckpointError(
+            f"{stack.path}: tensor 'blk.{layer}.ffn_{kind}_exps.weight' must be a stack of at most "
+            f"{MOST_EXPERTS} matrices, found the shape {list(stack.shape)}; fetch the file again"
+        )
+    count, rows, columns = stack.shape
+    size = stack.size // (count * len(kinds))
+    for index in range(count * len(kinds)):
+        expert, part = divmod(index, len(kinds))
+        yield replace(
+            stack,
+            name=f"model.layers.{layer}.mlp.experts.{expert}.{kinds[part]}_proj.weight",
+            shape=(rows // len(kinds), columns),
+            start=stack.start + index * size,
+            size=size,
+        )
+
+
+def _joined_biases(biases: Mapping[str, PackedTensor]) -> dict[str, PackedTensor | ComputedTensor]:
+    """Returns the biases of experts, by name, with those of gate and up joined: each row is an expert."""
+    joined: dict[str, PackedTensor | ComputedTensor] = {}
+    for name, gate in biases.items():
+        up = biases.get(name.replace(".gate_proj.", ".up_proj."))
+        if ".gate_proj." in name and up is not None and gate.shape == up.shape and len(gate.shape) == 2:
+            shape = (gate.shape[0], 2 * gate.shape[1])
+            both = name.replace(".gate_proj.", ".gate_up_proj.")
+            place = (gate.path, gate.start, gate.size + up.size)
+            joined[both] = ComputedTensor(both, "F32", shape, *place, partial(_side_by_side, gate, up))
+        elif ".down_proj." in name:
+            joined[name] = gate
+    return joined
+
+
+def _side_by_side(
+    left: PackedTensor, right: PackedTensor, reader: RowReader, first: int, count: int
+) -> NDArray[np.float32]:
+    """Returns `count` rows from row `first` on: those of `left` followed by those of `right`."""
+    return np.hstack([reader.values(left, first, count), reader.values(right, first, count)])
 
 
 def _head_counts(gguf: Gguf, name: str, place: str) -> dict[str, int]:
@@ -160,9 +273,16 @@ def _decode(block: BlockType, shift: float, raw: NDArray[np.uint8], out: NDArray
 
 
 def _hub_name(architecture: Architecture, name: str) -> str:
+    """Returns the name in transformers of a tensor in a GGUF file; the name in the file if there is none."""
+    if expert := _ONE_EXPERT.fullmatch(name):
+        return f"model.layers.{expert[1]}.mlp.experts.{expert[3]}.{expert[2]}_proj.weight"
+    if draft := _DRAFT.fullmatch(name):
+        return f"model.layers.{draft[1]}.{draft[2]}"
     match = _LAYER_NAME.fullmatch(name)
     if match is None:
         return _WHOLE.get(name, name)
     layer, kind, ending = match.groups()
-    hub = architecture.layer.get(kind)
-    return name if hub is None else f"model.layers.{layer}.{hub}.{ending}"
+    hub = _SPECIAL.get(f"{kind}.{ending}")
+    if hub is None and kind in architecture.layer:
+        hub = f"{architecture.layer[kind]}.{ending}"
+    return name if hub is None else f"model.layers.{layer}.{hub}"

@@ -17,6 +17,7 @@ from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.known import QUANTIZATION
 from mlcbuild.models.parsing import parse, tensor_names
 from mlcbuild.models.serial import to_json
+from mlcbuild.models.tensor_names import TensorNames
 
 TENSOR_NAMES = "tensors.json"
 STORAGE = "quantization.json"
@@ -54,11 +55,13 @@ def quantization(values: object) -> object:
     return stored[0] if stored else quantization(values.get("text_config"))
 
 
-def write_config(config: ModelConfig, out: Path) -> None:
-    """Writes config.json and tensors.json of a model to the directory `out`."""
+def write_config(config: ModelConfig, out: Path, names: TensorNames | None = None) -> None:
+    """Writes config.json and tensors.json of a model to the directory `out`. names: which tensors hold which
+    parameter; None: those that the model's family names.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_bytes(canonical(to_json(config)))
-    (out / TENSOR_NAMES).write_bytes(canonical(tensor_names(config).to_json()))
+    (out / TENSOR_NAMES).write_bytes(canonical((names or tensor_names(config)).to_json()))
 
 
 def read_json(path: Path) -> object:

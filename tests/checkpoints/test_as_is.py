@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mlcbuild import models, pipeline, quant, recipe
 from mlcbuild.build.graph import Step
@@ -17,9 +21,11 @@ from mlcbuild.checkpoints.gguf_config import normalise
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.errors import CheckpointError, InputError
-from mlcbuild.models.parsing import tensor_names
+from mlcbuild.models import parameters
+from mlcbuild.models.parsing import parse, tensor_names
 from mlcbuild.quant import Storage
 from tests.conftest import TINY
+from tests.gguf_experts import write_model
 from tests.gguf_files import write_gguf
 
 RECIPE = """\
@@ -61,6 +67,61 @@ def test_every_value_of_the_file_is_kept(kind: str, tmp_path: Path, monkeypatch:
         np.testing.assert_array_equal(own[name], exact[name], err_msg=name)
     formats = {"F16": "f16", "BF16": "f32", "MXFP4": "mxfp4"}
     assert formats.get(kind, kind.lower()) in scheme.formats
+
+
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("form", ["", "fused", "apart"])
+def test_every_value_of_experts_is_kept(kind: str, form: str, tmp_path: Path) -> None:
+    """Equal, bit for bit, to what the package gguf reads from the file's own blocks."""
+    config = parse(EXPERTS)
+    rng, sizes = np.random.default_rng(3), dict[str, tuple[int, ...]]()
+    for param in parameters(config):
+        for piece in tensor_names(config).sources[param.name]:
+            sizes[piece.tensor] = (piece.rows, *param.shape[1:][-1:])
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
+    write_model(EXPERTS, tensors, tmp_path / "m.gguf", kind, form=form)
+    scheme = scheme_of(tmp_path)
+    converted(tmp_path, scheme)
+    own = conversion.unpacked(tmp_path / "weights", config, scheme)
+    stacks = _stacks(tmp_path / "m.gguf")
+    both = stacks.get("gate_up", None)
+    gate_up = np.concatenate([stacks["gate"], stacks["up"]], axis=1) if both is None else both
+    np.testing.assert_array_equal(own["layers.0.mlp.experts.gate_up.weight"], gate_up)
+    np.testing.assert_array_equal(own["layers.0.mlp.experts.down.weight"], stacks["down"])
+    for part in ("gate_up", "down"):
+        stored = quant.scheme_for(scheme, f"layers.0.mlp.experts.{part}.weight").format
+        assert stored == kind.lower()
+
+
+def _stacks(path: Path) -> dict[str, NDArray[np.float32]]:
+    """Returns "gate", "up", "down" or "gate_up" -> the experts of the first layer, as gguf reads them."""
+    stacks, apart = {}, dict[str, list[NDArray[np.float32]]]()
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if match := re.fullmatch(r"blk\.0\.ffn_(\w+)_exps\.weight", tensor.name):
+            stacks[match[1]] = values
+        elif match := re.fullmatch(r"blk\.0\.ffn_(\w+)\.\d\.weight", tensor.name):
+            apart.setdefault(match[1], []).append(values)
+    return stacks | {kind: np.stack(experts) for kind, experts in apart.items()}
 
 
 def test_a_file_that_changed_after_planning_is_refused(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "missing": ({}, ("llama.block_count",), "llama.block_count must be an integer above 0: it is missing"),
     "zero": ({"llama.block_count": 0}, (), "llama.block_count must be an integer above 0: found '0'"),
     "text": ({"llama.rope.freq_base": "big"}, (), "llama.rope.freq_base must be a number: found 'big'"),
-    "experts": ({"llama.expert_count": 8}, (), "mixtures of experts are not supported; use a dense model"),
+    "experts": ({"llama.expert_count": 8}, (), "llama.expert_used_count must be an integer above 0: it is m"),
     "unknown": ({"llama.logit_scale": 2.0}, (), "the metadata key llama.logit_scale is not understood"),
     "architecture": (
         {"general.architecture": "lama"},
@@ -195,3 +195,13 @@ def test_metadata_that_describe_no_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_config(tmp_path / "m.gguf")
     assert sentence in str(caught.value) and str(caught.value).startswith(str(tmp_path / "m.gguf"))
+
+
+def test_experts_of_an_architecture_without_any(tmp_path: Path) -> None:
+    write_gguf(GOLDEN / "qwen3", tmp_path / "m.gguf", metadata={"qwen3.expert_count": 4})
+    with pytest.raises(CheckpointError) as caught:
+        read_config(tmp_path / "m.gguf")
+    assert str(caught.value) == (
+        f"{tmp_path / 'm.gguf'}: qwen3.expert_count: no model of this architecture has experts; use the "
+        "original checkpoint"
+    )

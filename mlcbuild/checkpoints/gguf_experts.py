@@ -1,0 +1,222 @@
+"""Translates the metadata of GGUF files with experts into fields of config.json.
+
+What a file does not state, such as whether weights of experts are divided by their sum, is fixed for an
+architecture; the functions here set it as llama.cpp does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mlcbuild.checkpoints.gguf_keys import Fields, GgufKeys
+from mlcbuild.models.fields import ABSENT
+
+SOFTMAX, SIGMOID = 1, 2
+"""Values of expert_gating_func: the function from a router's logits to scores."""
+_DOWN = "ffn_down_exps.weight"
+
+
+def _counts(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields with the number of experts and the number that a token uses. Records a
+    problem if the tensors of the first layer with experts hold another number.
+    """
+    count = keys.integer("expert_count")
+    stacks = (tensor for name, tensor in keys.gguf.tensors.items() if name.endswith(_DOWN))
+    stack = next(stacks, None)
+    if stack is not None and stack.shape[0] != count:
+        keys.refuse("expert_count", f"is {count}, but tensor '{stack.name}' holds {stack.shape[0]} experts")
+    return {"num_experts": count, "num_experts_per_tok": keys.integer("expert_used_count")}
+
+
+def _size(keys: GgufKeys) -> int:
+    """Returns the number of hidden units of an expert, which files of models with one size for all
+    feed-forwards may leave out.
+    """
+    return keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
+
+
+def _dense_layers(keys: GgufKeys) -> list[int]:
+    """Returns the indices of the layers without a router."""
+    layers = range(min(keys.integer("block_count"), len(keys.gguf.tensors)))
+    return [index for index in layers if not keys.has_tensor(f"blk.{index}.ffn_gate_inp.weight")]
+
+
+def _leading_dense(keys: GgufKeys) -> int:
+    """Returns the number of layers before the first one with a router. The tensors count: the key for it is
+    missing in some files.
+    """
+    keys.count("leading_dense_block_count")
+    dense = _dense_layers(keys)
+    return next((number for number, index in enumerate(dense) if number != index), len(dense))
+
+
+def mixtral(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields of Mixtral, whose files have the architecture llama."""
+    window = keys.get("attention.sliding_window")
+    return {
+        **_counts(keys),
+        "model_type": "mixtral",
+        "intermediate_size": _size(keys),
+        "sliding_window": keys.integer("attention.sliding_window") if window else None,
+    }
+
+
+def _qwen2_moe(keys: GgufKeys) -> Fields:
+    dense = keys.integer("feed_forward_length")
+    return {
+        **_counts(keys),
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": keys.integer(
+            "expert_feed_forward_length", max(dense // keys.integer("expert_used_count"), 1)
+        ),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", dense),
+        "norm_topk_prob": False,
+        "mlp_only_layers": _dense_layers(keys),
+        "qkv_bias": keys.has_bias("attn_q"),
+    }
+
+
+def _qwen3_moe(keys: GgufKeys) -> Fields:
+    return {
+        **_counts(keys),
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": _size(keys),
+        "norm_topk_prob": True,
+        "mlp_only_layers": _dense_layers(keys),
+        "attention_bias": keys.has_bias("attn_q"),
+    }
+
+
+def _olmoe(keys: GgufKeys) -> Fields:
+    return {
+        **_counts(keys),
+        "intermediate_size": _size(keys),
+        "norm_topk_prob": False,
+        "attention_bias": keys.has_bias("attn_q"),
+    }
+
+
+def granite_scalars(keys: GgufKeys) -> Fields:
+    """Returns the fields of config.json with Granite's multipliers. logit_scale divides logits, as the
+    original's logits_scaling does.
+    """
+    return {
+        "attention_bias": keys.has_bias("attn_q"),
+        "attention_multiplier": keys.number("attention.scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _granite_moe(keys: GgufKeys) -> Fields:
+    fields = {**_counts(keys), **granite_scalars(keys), "intermediate_size": _size(keys)}
+    shared = keys.count("expert_shared_feed_forward_length")
+    if shared:
+        return {**fields, "model_type": "granitemoeshared", "shared_intermediate_size": shared}
+    return fields
+
+
+def _grouped(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields of models whose first layers are dense and whose other layers have
+    shared experts beside those that a router chooses, in groups if the file states any.
+    """
+    return {
+        **_counts(keys),
+        "num_hidden_layers": max(keys.integer("block_count") - keys.count("nextn_predict_layers"), 1),
+        "moe_intermediate_size": _size(keys),
+        "n_shared_experts": keys.integer("expert_shared_count", 1),
+        "first_k_dense_replace": _leading_dense(keys),
+        "norm_topk_prob": keys.flag("expert_weights_norm"),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+    }
+
+
+def _sigmoid_scores(keys: GgufKeys) -> None:
+    """Records a problem if the file states another gating function than sigmoid."""
+    gating = keys.count("expert_gating_func") or SIGMOID
+    if gating != SIGMOID:
+        keys.refuse("expert_gating_func", f"must be {SIGMOID} (sigmoid) for this architecture, not {gating}")
+
+
+def _dots1(keys: GgufKeys) -> Fields:
+    _sigmoid_scores(keys)
+    return {**_grouped(keys), "sliding_window": None, "attention_bias": keys.has_bias("attn_q")}
+
+
+def _glm4_moe(keys: GgufKeys) -> Fields:
+    _sigmoid_scores(keys)
+    return {
+        **_grouped(keys),
+        "model_type": "glm4_moe",
+        "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
+        "attention_bias": keys.has_bias("attn_q"),
+    }
+
+
+def _deepseek2(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields of DeepSeek-V2 or, where scores are sigmoids, of DeepSeek-V3. A file may
+    leave out which function it is: only models with sigmoids correct the scores.
+    """
+    is_corrected = any(".exp_probs_b." in name for name in keys.gguf.tensors)
+    gating = keys.count("expert_gating_func") or (SIGMOID if is_corrected else SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID):
+        keys.refuse("expert_gating_func", f"must be {SOFTMAX} (softmax) or {SIGMOID} (sigmoid), not {gating}")
+    is_v3 = gating == SIGMOID
+    fields = {**_grouped(keys), **_latent(keys), "model_type": "deepseek_v3" if is_v3 else "deepseek_v2"}
+    if not is_v3:
+        fields["topk_method"] = "group_limited_greedy" if keys.count("expert_group_count") > 1 else "greedy"
+    return fields
+
+
+def _latent(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields of latent attention. Files store it as attention with one head of keys,
+    whose sizes other keys then state, or with as many heads of keys as of queries.
+    """
+    rotated = keys.integer("rope.dimension_count")
+    lengths = {}
+    for name in ("key_length", "value_length"):
+        by_head = f"attention.{name}_mla"
+        lengths[name] = keys.integer(f"attention.{name}" if keys.get(by_head) is None else by_head)
+    return {
+        "head_dim": ABSENT,
+        "partial_rotary_factor": ABSENT,
+        "num_key_value_heads": keys.integer("attention.head_count"),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "q_lora_rank": None
+        if keys.has_tensor("blk.0.attn_q.weight")
+        else keys.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": max(lengths["key_length"] - rotated, 1),
+        "v_head_dim": lengths["value_length"],
+        "attention_bias": keys.has_bias("attn_kv_a_mqa"),
+    }
+
+
+def _gpt_oss(keys: GgufKeys) -> Fields:
+    counts = _counts(keys)
+    return {
+        "num_local_experts": counts["num_experts"],
+        "num_experts_per_tok": counts["num_experts_per_tok"],
+        "model_type": "gpt_oss",
+        "intermediate_size": _size(keys),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "attention_bias": keys.has_bias("attn_q"),
+    }
+
+
+EXPERTS: Mapping[str, Callable[[GgufKeys], Fields]] = {
+    "deepseek2": _deepseek2,
+    "dots1": _dots1,
+    "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granite_moe,
+    "olmoe": _olmoe,
+    "qwen2moe": _qwen2_moe,
+    "qwen3moe": _qwen3_moe,
+}
+"""GGUF architecture with experts -> function that returns the config fields that only its family has, and
+the model_type where it differs from the architecture.
+"""

@@ -1,0 +1,113 @@
+"""Reads the metadata of a GGUF file key by key, and collects the problems of all keys."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlcbuild.checkpoints.gguf_file import Gguf, Value, shown
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models.fields import MOST_UNKNOWN
+
+Fields = dict[str, object]
+"""The fields of a config.json, by name."""
+_NEUTRAL = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
+"""Names of GGUF metadata keys, without the architecture in front, that have no effect on the computation."""
+
+
+class GgufKeys:
+    """Reads the GGUF metadata `<architecture>.<name>` and tracks which keys were read."""
+
+    def __init__(self, gguf: Gguf, place: str) -> None:
+        self.gguf, self.place = gguf, place
+        self._prefix = f"{gguf.metadata.get('general.architecture')}."
+        self._read: set[str] = set()
+        self._problems: list[str] = []
+
+    def get(self, name: str) -> Value | None:
+        """Returns the value of the GGUF metadata key `<architecture>.<name>`; None if the key is absent."""
+        self._read.add(self._prefix + name)
+        return self.gguf.metadata.get(self._prefix + name)
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def has_bias(self, kind: str) -> bool:
+        """Returns True if the tensor `kind` of the first layer, such as "attn_q", has a bias."""
+        return self.has_tensor(f"blk.0.{kind}.bias")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Returns the positive integer under the metadata key `name`, or `default` if the key is absent. If
+        there is neither, or the value is no positive integer, records a problem for `close` and returns 1.
+        """
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        return int(self._problem(name, "an integer above 0", value))
+
+    def count(self, name: str) -> int:
+        """Returns the integer under the metadata key `name`, which may be 0; 0 if the key is absent. If the
+        value is no such integer, records a problem for `close`.
+        """
+        value = self.get(name)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return int(value or 0)
+        return int(self._problem(name, "an integer of at least 0", value))
+
+    def flag(self, name: str) -> bool:
+        """Returns the value true or false of the metadata key `name`; False if the key is absent. If the
+        value is another one, records a problem for `close`.
+        """
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        return bool(self._problem(name, "true or false", value))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns the number under the metadata key `name`, as the shortest decimal of its float32, or
+        `default` if the key is absent. If there is neither, records a problem for `close` and returns 1.
+        """
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(str(np.float32(value)))
+        return self._problem(name, "a number", value)
+
+    def _problem(self, name: str, rule: str, value: object) -> float:
+        state = "it is missing" if value is None else f"found {str(value)[:40]!r}"
+        self._problems.append(
+            f"{self.place}: {self._prefix}{name} must be {rule}: {state}; fetch the file again"
+        )
+        return 1.0
+
+    def refuse(self, name: str, why: str) -> None:
+        """Records a problem: a metadata key has a value that is not supported. why: the reason, as the end
+        of a sentence.
+        """
+        self._problems.append(f"{self.place}: {self._prefix}{name}: {why}; use the original checkpoint")
+
+    def check(self) -> None:
+        """Raises CheckpointError with the problems of the metadata recorded so far, if there are any."""
+        if self._problems:
+            raise CheckpointError("\n".join(dict.fromkeys(self._problems)))
+
+    def close(self) -> None:
+        """Raises CheckpointError with all problems of the metadata. A key that was never read is a problem
+        too, since it may change results.
+        """
+        for name in ("expert_count", "expert_used_count"):
+            is_read = self._prefix + name in self._read
+            if self.get(name) and not is_read:
+                self.refuse(name, "no model of this architecture has experts")
+        expected = self._read | {self._prefix + name for name in _NEUTRAL}
+        unknown = [key for key in self.gguf.metadata if key.startswith(self._prefix) and key not in expected]
+        for key in unknown[:MOST_UNKNOWN]:
+            self._problems.append(
+                f"{self.place}: the metadata key {shown(key)} is not understood, and it may change the "
+                "model's numbers; use the original checkpoint"
+            )
+        if len(unknown) > MOST_UNKNOWN:
+            self._problems.append(f"{self.place}: {len(unknown) - MOST_UNKNOWN} more keys are not understood")
+        self.check()

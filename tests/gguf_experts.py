@@ -1,0 +1,242 @@
+"""Writes GGUF files of models with experts, by the conventions of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from tests import experts_golden, make_experts, typegoldens
+from tests.gguf_files import LAYER, WHOLE, Floats, add_key, add_tensor, entries, paired
+
+CHANGES: Mapping[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        }
+    },
+    "deepseek_v3": {},
+    "dots1": {"sliding_window": None},
+    "glm4_moe": {},
+    "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "mixtral": {"sliding_window": None},
+    "olmoe": {},
+    "qwen2_moe": {"use_sliding_window": False},
+    "qwen3_moe-8-of-257": {},
+}
+"""Golden -> fields of its config.json that are other ones here, because GGUF files do not state them."""
+TOKENS = 20
+ARCHITECTURES = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "granitemoeshared": "granitemoe",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+_INTEGERS = {
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_group": "expert_group_count",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "num_local_experts": "expert_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "topk_group": "expert_group_used_count",
+}
+"""Field of config.json -> integer key of GGUF."""
+_NAMES = {
+    **LAYER,
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    **{
+        f"mlp.shared_expert{end}.{kind}_proj": f"ffn_{kind}_shexp"
+        for end in ("", "s")
+        for kind in ("gate", "up", "down")
+    },
+}
+"""Module within a layer of transformers -> tensor within a block of a GGUF file."""
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+_KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
+
+
+def checkpoint(name: str) -> tuple[dict[str, Any], dict[str, Floats]]:
+    """Returns the config.json and the tensors of a golden, with its CHANGES."""
+    if name in typegoldens.CONFIGS:
+        config, tensors = dict(typegoldens.CONFIGS[name]), typegoldens.stored(name)[0]
+    else:
+        golden = experts_golden.golden(name)
+        config, tensors = dict(golden.values), golden.tensors
+    return {**config, **CHANGES[name]}, tensors
+
+
+def tokens(name: str) -> NDArray[np.int64]:
+    both = typegoldens.tokens if name in typegoldens.CONFIGS else make_experts.tokens
+    return np.asarray(both(name)[:TOKENS])
+
+
+def write(name: str, path: Path, form: str = "") -> None:
+    """Writes a golden as a GGUF file in float32. form: "fused" for one tensor with gate and up; "apart" for a
+    tensor for each expert, as in old files; "mha" for latent attention with one head of keys for each head,
+    as in old files.
+    """
+    write_model(*checkpoint(name), path, form=form)
+
+
+def write_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Floats],
+    path: Path,
+    kind: str = "F32",
+    *,
+    form: str = "",
+    changes: Mapping[str, Any] | None = None,
+    more: Mapping[str, Floats] | None = None,
+) -> None:
+    """Writes a GGUF file. kind: the type of matrices whose rows are whole blocks of it. changes: key, without
+    the architecture -> value that replaces the config's, or None to leave the key out.
+    more: further tensors.
+    """
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in {**_keys(config, architecture, form), **(changes or {})}.items():
+        if value is not None:
+            add_key(writer, f"{architecture}.{key}", value)
+    for own, values in _form(dict(_stacked(dict(_tensors(config, tensors, architecture)))), config, form):
+        add_tensor(writer, own, values, kind)
+    for own, values in (more or {}).items():
+        add_tensor(writer, own, values, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _keys(config: Mapping[str, Any], architecture: str, form: str) -> dict[str, Any]:
+    keys = {key.partition(".")[2]: value for key, value in entries(config, architecture)}
+    keys |= {key: config[field] for field, key in _INTEGERS.items() if field in config}
+    if architecture == "gpt-oss":
+        keys["expert_feed_forward_length"] = config["intermediate_size"]
+    if "routed_scaling_factor" in config:
+        keys["expert_weights_scale"] = config["routed_scaling_factor"]
+        keys["expert_gating_func"] = 1 if config["model_type"] == "deepseek_v2" else 2
+        keys["expert_weights_norm"] = config["model_type"] != "deepseek_v2"
+    if architecture == "deepseek2":
+        keys |= _latent_keys(config, form)
+    return keys
+
+
+def _latent_keys(config: Mapping[str, Any], form: str) -> dict[str, Any]:
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    lengths = {"key_length": config["qk_nope_head_dim"] + rotated, "value_length": config["v_head_dim"]}
+    keys = {f"attention.{key}{'' if form == 'mha' else '_mla'}": value for key, value in lengths.items()}
+    if form != "mha":
+        keys |= {"attention.key_length": latent + rotated, "attention.value_length": latent}
+        keys["attention.head_count_kv"] = 1
+    if config["q_lora_rank"]:
+        keys["attention.q_lora_rank"] = config["q_lora_rank"]
+    keys |= {"attention.kv_lora_rank": latent, "rope.dimension_count": rotated}
+    return {**keys, "rope.scaling.yarn_log_multiplier": 0.1 * config["rope_scaling"]["mscale_all_dim"]}
+
+
+def _tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Floats], architecture: str
+) -> Iterator[tuple[str, Floats]]:
+    """Yields the tensors by their names in GGUF files; those of one expert as `kind.<expert>`."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    for name, values in tensors.items():
+        if name in WHOLE:
+            yield WHOLE[name], values
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        for own, part in _in_layer(rest, values):
+            is_paired = architecture in ("llama", "granitemoe") and own.startswith(("attn_q.", "attn_k."))
+            turned = paired(part, heads if own.startswith("attn_q.") else groups) if is_paired else part
+            is_post = architecture in ("glm4moe", "gpt-oss") and own == "ffn_norm.weight"
+            yield f"blk.{layer}.{'post_attention_norm.weight' if is_post else own}", turned
+
+
+def _in_layer(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
+    """Yields the tensors of a block of a GGUF file that a tensor in a layer of transformers makes up."""
+    if match := _EXPERT.fullmatch(name):
+        yield f"ffn_{_KINDS[match[3]]}.{match[2]}.weight", values
+    elif name == "mlp.gate.e_score_correction_bias":
+        yield "exp_probs_b.bias", values
+    elif name == "self_attn.sinks":
+        yield "attn_sinks.weight", values
+    elif name == "mlp.shared_expert_gate.weight":
+        yield "ffn_gate_inp_shexp.weight", values[0]
+    elif "input_linear" in name:
+        kind = "shexp" if name.startswith("shared") else "exps"
+        gate, up = np.split(values, 2, axis=-2)
+        yield f"ffn_gate_{kind}.weight", gate
+        yield f"ffn_up_{kind}.weight", up
+    elif "experts.gate_up_proj" in name:
+        ending = "bias" if name.endswith("_bias") else "weight"
+        turned = values if ending == "bias" else values.swapaxes(1, 2)
+        yield f"ffn_gate_exps.{ending}", turned[:, ::2]
+        yield f"ffn_up_exps.{ending}", turned[:, 1::2]
+    elif name.startswith("mlp.experts.down_proj"):
+        is_bias = name.endswith("_bias")
+        yield f"ffn_down_exps.{'bias' if is_bias else 'weight'}", values if is_bias else values.swapaxes(1, 2)
+    else:
+        module, _, ending = name.rpartition(".")
+        yield f"{_NAMES[module]}.{ending}", values
+
+
+def _stacked(tensors: Mapping[str, Floats]) -> Iterator[tuple[str, Floats]]:
+    """Yields the tensors with those of the experts of a layer as one stack."""
+    stacks: dict[str, dict[int, Floats]] = {}
+    for name, values in tensors.items():
+        head, _, expert = name.removesuffix(".weight").rpartition(".")
+        if expert.isdigit():
+            stacks.setdefault(f"{head}_exps.weight", {})[int(expert)] = values
+        else:
+            yield name, values
+    for name, experts in stacks.items():
+        yield name, np.stack([experts[number] for number in range(len(experts))])
+
+
+def _form(tensors: dict[str, Floats], config: Mapping[str, Any], form: str) -> Iterator[tuple[str, Floats]]:
+    for name, values in tensors.items():
+        if form == "fused" and name.endswith("ffn_gate_exps.weight"):
+            up = tensors[name.replace("gate", "up")]
+            yield name.replace("gate", "gate_up"), np.concatenate([values, up], axis=1)
+        elif form == "apart" and name.endswith("_exps.weight"):
+            for number, expert in enumerate(values):
+                yield name.replace("_exps", f".{number}"), expert
+        elif form != "mha" and name.endswith("attn_kv_b.weight"):
+            both = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+            keys, others = np.split(both, [config["qk_nope_head_dim"]], axis=1)
+            yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), others
+        elif not (form == "fused" and name.endswith("ffn_up_exps.weight")):
+            yield name, values
