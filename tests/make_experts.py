@@ -119,6 +119,16 @@ VARIANTS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 3,
         "rope_theta": 10000.0,
     },
+    "olmoe-clip": COMMON
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "clip_qkv": 0.9,
+        "model_type": "olmoe",
+        "norm_topk_prob": True,
+        "num_experts": 3,
+        "num_experts_per_tok": 1,
+        "rope_theta": 10000.0,
+    },
     "dots1": GROUPED
     | {
         "architectures": ["Dots1ForCausalLM"],

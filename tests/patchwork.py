@@ -45,7 +45,7 @@ def patchwork(*, every: bool) -> ModelConfig:
             "parallel",
         ),
         LayerSpec(
-            replace(HEADS, rope=1, qk_norm=RmsNorm(1e-6), qk_norm_span="heads", sinks=True),
+            replace(HEADS, rope=1, qk_norm=RmsNorm(1e-6), qk_norm_span="heads", sinks=True, clip=0.9),
             Dense(40, "xielu", gated=False),
             Norms(None, RMS),
         ),
@@ -62,7 +62,7 @@ def patchwork(*, every: bool) -> ModelConfig:
             Norms(RMS, RMS),
         ),
         LayerSpec(
-            replace(HEADS, qk_norm=RMS, qk_norm_last=True),
+            replace(HEADS, qk_norm=RMS, qk_norm_last=True, clip=0.8),
             Experts(5, 2, 16, "gelu_tanh", Router("sparsemixer", normalized=False, jitter=0.01)),
             Norms(LayerNorm(1e-5, offset=1.0)),
             "parallel",

@@ -177,10 +177,9 @@ def _xielu(x: Array, scalars: Array) -> Array:
 def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]:
     n, heads, kv_heads = x.shape[0], spec.heads, spec.kv_heads
     flat = inputs.linear("attn.qkv", x, spec.qkv_bias)
-    if spec.clip is not None:
-        flat = np.clip(flat, -spec.clip, spec.clip)
     qkv = flat.reshape(n, heads + 2 * kv_heads, spec.head_dim)
     query, key, value = np.split(qkv.transpose(1, 0, 2), [heads, heads + kv_heads])
+    value = _clipped(spec, value)
     rotation = None if spec.rope is None else inputs.rotations[spec.rope]
     query, key = (_turned(spec, inputs, rotation, rows, name) for rows, name in ((query, "q"), (key, "k")))
     if rotation is not None and rotation.query_scale is not None:
@@ -211,8 +210,13 @@ def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array
         return flat.reshape(x.shape[1], x.shape[0], x.shape[2]).transpose(1, 0, 2)
 
     if spec.qk_norm_last:
-        return normed(_rotate(x, rotation))
-    return _rotate(normed(x), rotation)
+        return normed(_rotate(_clipped(spec, x), rotation))
+    return _rotate(_clipped(spec, normed(x)), rotation)
+
+
+def _clipped(spec: Attention, x: Array) -> Array:
+    """Returns x limited to -spec.clip .. spec.clip, or x if the model does not clip."""
+    return x if spec.clip is None else np.clip(x, -spec.clip, spec.clip)
 
 
 @dataclass(frozen=True)

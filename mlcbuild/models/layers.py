@@ -146,8 +146,8 @@ class Attention:
     qk_norm_last: bool = False
     """True if queries and keys are normalized after the rotation (Hunyuan), False if before it."""
     clip: float | None = None
-    """Limit to which queries, keys and values are clipped, -clip .. clip, before norms (OLMo); None: they are
-    not clipped.
+    """Limit to which queries, keys and values are clipped, -clip .. clip, before the rotation and after norms
+    that precede it (OLMo, OLMoE); None: they are not clipped.
     """
     alibi: Alibi | None = None
     sinks: bool = False

@@ -9,6 +9,7 @@ from mlcbuild.bundles import reference
 from mlcbuild.bundles.reference import EMPTY, Reference, head, hidden
 from mlcbuild.bundles.reference_experts import route
 from mlcbuild.models import Router
+from tests.configs import with_attention
 from tests.experts_golden import VARIANTS, golden
 
 
@@ -31,6 +32,13 @@ def test_pieces_with_a_cache_give_what_the_whole_gives(variant: str) -> None:
         states, past = hidden(whole, model.tokens[start : start + count], past)
         assert np.abs(head(whole, states) - expected[start : start + count]).max() < 1e-12
         start += count
+
+
+def test_limits_after_norms_of_queries_and_keys_show_in_their_golden() -> None:
+    model = golden("olmoe-clip")
+    unlimited = with_attention(model.config, clip=None)
+    logits = reference.logits(unlimited, model.weights, model.tokens, dtype=np.float64)
+    assert np.abs(logits - model.logits).max() > 100 * model.tolerance
 
 
 def test_of_equal_scores_the_lowest_index_is_chosen() -> None:

@@ -22,9 +22,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
         output_bias=has_bias,
         qk_norm=common.norm,
         qk_norm_span="heads",
+        clip=fields.maybe_number("clip_qkv", None),
     )
-    if fields.maybe_number("clip_qkv", None) is not None:
-        fields.problem("clip_qkv", "must be null: limits after the norms of queries are not supported")
     router = Router(normalized=fields.flag("norm_topk_prob", False))
     experts = read_experts(fields, common, router, size="intermediate_size", defaults=(64, 8, None))
     layer = LayerSpec(attention, experts, Norms(common.norm))

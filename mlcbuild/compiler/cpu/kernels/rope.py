@@ -58,7 +58,7 @@ def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = N
 @dataclass(frozen=True)
 class Append:
     """The computations on a token's query, key and value between the qkv product and attention: bias,
-    clipping, norms and rotation.
+    norms, clipping and rotation.
     """
 
     isa: ISA
@@ -82,6 +82,11 @@ class Append:
     """
 
     @property
+    def clips_norms(self) -> bool:
+        """Returns True if queries and keys are clipped after their norms, False if after their biases."""
+        return self.clip is not None and self.norms is not None and not self.norm_last
+
+    @property
     def joint(self) -> bool:
         """Returns True if one norm spans all heads of a token."""
         return self.norms is not None and self.norms[0].size > self.heads.dim
@@ -100,8 +105,8 @@ class _Row:
 
 
 def rope_append(spec: Append) -> PrimFunc:
-    """Returns the kernel that adds the bias to queries, keys and values, then normalizes and rotates queries
-    and keys. Queries are changed in place in qkv; keys and values are written to the KV cache.
+    """Returns the kernel that adds the bias to queries, keys and values, then normalizes, clips and rotates
+    queries and keys, and clips values. Queries are changed in place in qkv; keys and values are written to the KV cache.
 
     Its arguments are: angles float32 [n, rope_dim]?, slots int32 [n], forks int32 [f, 3], bias [width]?,
     q_norm weight?, bias?, k_norm weight?, bias?, qkv float32 [n, width] in place, pages in place, layer
@@ -182,31 +187,38 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
 
 
 def _normalize_all(spec: Append, token: _Row) -> None:
-    """Emits code that adds biases to a token's queries and keys, clips them, and applies one norm over all
-    query heads and one over all key heads.
+    """Emits code that adds biases to a token's queries and keys, applies one norm over all query heads and
+    one over all key heads, and clips the results.
     """
     assert spec.norms is not None
     for kind, norm in enumerate(spec.norms):
         start = spec.heads.query * spec.heads.dim if kind else 0
         _adjust(spec, token, start, norm.size)
-        _normalize(norm, token, start, token.weights[kind])
+        _normalize(spec, norm, token, start, token.weights[kind])
 
 
-def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0) -> None:
-    """Emits the norm of a token's values from column `start` of qkv on, in place. weights: buffers of the
-    norm's weights and biases; first: index of the first element of them that applies.
+def _normalize(
+    spec: Append, norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0
+) -> None:
+    """Emits the norm of a token's values from column `start` of qkv on, in place, and clips its results if
+    the model does so before the rotation. weights: buffers of the norm's weights and biases; first: index of
+    the first element of them that applies.
     """
     norm_floats = norm.floats
+    clip = spec.clip if spec.clips_norms else None
     norm.row(
         lambda at: norm_floats.load(token.qkv, token.row, start + at),
         weights,
-        lambda at, value: norm_floats.store(token.qkv, value, token.row, start + at),
+        lambda at, value: norm_floats.store(
+            token.qkv, _clipped(norm_floats, value, clip), token.row, start + at
+        ),
         first,
     )
 
 
 def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
-    """Emits code that adds the bias to one query or key head of a token in qkv, normalizes it and rotates it.
+    """Emits code that adds the bias to one query or key head of a token in qkv, normalizes, clips and rotates
+    it.
     kind: 0 for queries, 1 for keys; place: (index of the head among those of its kind, its first column in
     qkv).
     """
@@ -216,11 +228,11 @@ def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> Non
     if not spec.joint:
         _adjust(spec, token, start, spec.heads.dim)
     if norm is not None and not spec.norm_last:
-        _normalize(norm, token, start, token.weights[kind], first)
+        _normalize(spec, norm, token, start, token.weights[kind], first)
     if token.turns is not None:
         _rotate(spec, token, token.turns, start)
     if norm is not None and spec.norm_last:
-        _normalize(norm, token, start, token.weights[kind], first)
+        _normalize(spec, norm, token, start, token.weights[kind], first)
     if spec.query_scale and kind == 0 and token.turns is not None:
         floats = Floats.dividing(spec.isa, spec.heads.dim)
         scale = T.bind(floats.spread(T.bind(token.turns[token.row, spec.rope_dim])))
@@ -241,24 +253,30 @@ def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
 
 
 def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
-    """Emits code that adds the bias to `size` values of a token's row of qkv, from column `start` on, and
-    clips the sums to -spec.clip .. spec.clip, in place. Each of both is left out if the model lacks it.
+    """Emits code that adds the bias to `size` values of a token's queries or keys, from column `start` of qkv
+    on, and clips the sums if norms do not come first, in place. Each of both is left out if the model lacks
+    it.
     """
-    if token.bias is None and spec.clip is None:
+    clip = None if spec.clips_norms else spec.clip
+    if token.bias is None and clip is None:
         return
     floats = Floats.dividing(spec.isa, size)
     with T.serial(size // floats.lanes) as k:
         at = start + k * floats.lanes
         value = floats.load(token.qkv, token.row, at)
-        floats.store(token.qkv, _adjusted(spec, floats, value, token.bias, at), token.row, at)
+        value = _biased(floats, value, token.bias, at)
+        floats.store(token.qkv, _clipped(floats, value, clip), token.row, at)
 
 
-def _adjusted(spec: Append, floats: Floats, value: Expr, bias: Buffer | None, at: Expr) -> Expr:
-    if bias is not None:
-        value = value + floats.load(bias, at)
-    if spec.clip is not None:
-        value = T.max(T.min(value, floats.constant(spec.clip)), floats.constant(-spec.clip))
-    return value
+def _biased(floats: Floats, value: Expr, bias: Buffer | None, at: Expr) -> Expr:
+    return value if bias is None else value + floats.load(bias, at)
+
+
+def _clipped(floats: Floats, value: Expr, clip: float | None) -> Expr:
+    """Returns a vector limited to -clip .. clip; unchanged if clip is None."""
+    if clip is None:
+        return value
+    return T.max(T.min(value, floats.constant(clip)), floats.constant(-clip))
 
 
 def _copy_value(
@@ -272,5 +290,5 @@ def _copy_value(
     floats = Floats.dividing(spec.isa, heads.dim)
     with T.serial(heads.dim // floats.lanes) as k:
         at = (heads.query + heads.kv + head) * heads.dim + k * floats.lanes
-        value = _adjusted(spec, floats, floats.load(qkv, row, at), bias, at)
+        value = _clipped(floats, _biased(floats, floats.load(qkv, row, at), bias, at), spec.clip)
         floats.store(pages, value, layer, page, 1, head, offset * heads.dim + k * floats.lanes)

@@ -1,4 +1,4 @@
-"""Emits the GPU kernel between the qkv product and attention: it clips, normalizes and rotates heads, and
+"""Emits the GPU kernel between the qkv product and attention: it normalizes, clips and rotates heads, and
 writes keys and values to the KV cache.
 """
 
@@ -30,7 +30,7 @@ from mlcbuild.models.layers import HeadNorm, QueryScale
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """The operations on queries and keys between their product and attention: clipping, norms and
+    """The operations on queries and keys between their product and attention: norms, clipping and
     rotation.
     """
 
@@ -45,6 +45,11 @@ class HeadsSpec:
     """True if queries and keys are normalized after the rotation, False if before it."""
     clip: float | None = None
     query_scale: QueryScale | None = None
+
+    @property
+    def clips_norms(self) -> bool:
+        """Returns True if queries and keys are clipped after their norms, False if before all."""
+        return self.clip is not None and self.norm is not None and not self.norm_last
 
 
 Part = Literal["all", "queries", "cached"]
@@ -61,7 +66,7 @@ def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes and rotates queries and keys. It writes queries to `query` [n, heads
+    """Returns the kernel that normalizes, clips and rotates queries and keys. It writes queries to `query` [n, heads
     * head_dim], and keys and values to the KV cache. One workgroup computes one head of one row.
     """
     dim = cache.head_dim
@@ -134,7 +139,7 @@ def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
 
 
 class _Head:
-    """Emits clipping, norm and rotation of one head of one row, a query, key or value, by one workgroup."""
+    """Emits norm, clipping and rotation of one head of one row, a query, key or value, by one workgroup."""
 
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
@@ -149,10 +154,15 @@ class _Head:
 
     def read(self, column: Value) -> Value:
         """Returns the value in one column of the row of queries, keys and values, clipped if the model clips
-        them.
+        them and no norm comes first.
         """
-        value, clip = self._qkv[self._row, column], self._spec.clip
-        return bind(value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip)))
+        value = self._qkv[self._row, column]
+        return bind(value if self._spec.clips_norms else self._clipped(value))
+
+    def _clipped(self, value: Value) -> Value:
+        """Returns a value limited to -clip .. clip; unchanged if the model does not clip."""
+        clip = self._spec.clip
+        return value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip))
 
     def store(self, query: Value, vector: Value, scale: Value | None) -> None:
         """Emits the store of a query head in the buffer `query`, times `scale` if that is not None. vector:
@@ -167,8 +177,8 @@ class _Head:
         strided(dim, self._tx, WORKGROUP, store)
 
     def normalize(self, vector: Value, norms: tuple[NormVectors, NormVectors]) -> None:
-        """Emits the norm of a query or key head in shared memory, in place; a value head is left unchanged.
-        norms: (norm of queries, norm of keys).
+        """Emits the norm of a query or key head in shared memory, in place, and clips the head if the model
+        does so after norms; a value head is not normalized. norms: (norm of queries, norm of keys).
         """
         cache, dim = self._cache, self._cache.head_dim
         mean, root = self._statistics(vector)
@@ -186,7 +196,8 @@ class _Head:
             else:
                 query = norms[0].scaled(normed, bind(queries + column))
                 key = norms[1].scaled(normed, bind(keys + column))
-            put(vector, T.Select(self._is_value, value, T.Select(self.is_query, query, key)), column)
+            normalized = T.Select(self._is_value, value, T.Select(self.is_query, query, key))
+            put(vector, self._clipped(normalized) if self._spec.clips_norms else normalized, column)
 
         strided(dim, self._tx, WORKGROUP, normalize)
         barrier()
