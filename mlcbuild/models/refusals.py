@@ -7,10 +7,12 @@ from collections.abc import Mapping
 _STATE = "recurrent state (a state-space or linear-attention layer)"
 _CONVOLUTION = "short convolutions over positions"
 _HEADS = "heads whose size or number differs between layers"
-_INDEXER = "a sparse indexer, which selects the keys that attention reads"
+_INDEXER = "a sparse indexer (a selection of the keys that attention reads)"
 _SHARED = "embeddings for each layer, and layers that share keys"
 _ENCODER = "an encoder beside the decoder"
-
+_LATER = "attention to later positions"
+_GATES = "gates on the output of attention"
+_LOOPS = "layers that are computed several times"
 NEEDED: Mapping[str, str] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"), _STATE),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "minimax", "plamo2", "recurrent_gemma"), _STATE),
@@ -21,7 +23,20 @@ NEEDED: Mapping[str, str] = {
     **dict.fromkeys(("gemma4", "gemma4_text", "mimo_v2_flash", "openelm"), _HEADS),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _SHARED),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
-    **dict.fromkeys(("bart", "mt5", "t5", "t5gemma", "umt5", "whisper"), _ENCODER),
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "led", "m2m_100", "marian", "mbart"), _ENCODER),
+    **dict.fromkeys(("mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "t5gemma2"), _ENCODER),
+    **dict.fromkeys(("umt5", "whisper"), _ENCODER),
+    **dict.fromkeys(("bert", "camembert", "deberta", "distilbert", "electra", "ernie", "modernbert"), _LATER),
+    **dict.fromkeys(("rembert", "roberta", "roformer", "xlm", "xmod"), _LATER),
+    **dict.fromkeys(("afmoe", "beam", "laguna", "step3p7"), _GATES),
+    **dict.fromkeys(("dory", "hrm_text"), _LOOPS),
+    "blt": "patches of bytes in place of tokens",
+    "diffllama": "differences of two attentions",
+    "jetmoe": "experts in attention",
+    "longcat_flash": "layers with two attentions",
+    "mllama": "attention to images in the text model",
+    "reformer": "attention by hashes of keys",
+    "zaya": _CONVOLUTION,
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks of positions"),
 }
 """Unsupported model_type -> the block that it needs and that this project does not implement."""
@@ -36,7 +51,8 @@ SIGNS: Mapping[str, str] = {
     **dict.fromkeys(("conv", "conv_L_cache", "conv_kernel_size"), _CONVOLUTION),
     **dict.fromkeys(("index_head_dim", "index_n_heads", "index_topk"), _INDEXER),
     **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), _SHARED),
-    "global_head_dim": _HEADS,
+    **dict.fromkeys(("global_head_dim", "num_attention_heads_per_layer"), _HEADS),
+    "n_recurrent_loops": _LOOPS,
 }
 """Field of a config.json, or kind of a layer in its layer_types, that no family of ours has -> the block that
 it is a sign of."""
