@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
             continue
         last = config
         try:
-            with redirect_stdout(StringIO()):  # The last element is the list of surplus tensors.
+            with redirect_stderr(StringIO()):  # it lists surplus tensors
                 read = exact_weights.checkpoint(area / "saved", config, parsing.tensor_names(config))
         except MlcbuildError as refusal:
             raise RefusedError(str(refusal)) from None

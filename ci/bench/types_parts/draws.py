@@ -127,7 +127,8 @@ def _switches(own: Draw) -> None:
             own.option(name, lambda: rng.random() < 0.5)
     for name in ("hidden_act", "hidden_activation", "activation_function", "activation"):
         own.option(name, lambda: rng.choice(ACTIVATIONS), 0.4)
-    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
+    own.option("rms_norm_eps", lambda: rng.choice((1e-6, 1e-5, 1e-2)), 0.95)
+    for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
         own.option(name, lambda: rng.choice((1e-6, 1e-5, 1e-2)))
     for name in NUMBERS:
         own.option(name, lambda: rng.choice((0.3, 0.7, 1.0, 1.7, 3.0)))

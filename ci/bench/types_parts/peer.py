@@ -3,7 +3,8 @@
     {"fields": type}            -> {"fields": the default config of the type}
     {"folder": path, "seed": n} -> {"error": null}; folder/config.json became folder/saved, a checkpoint with
                                    random weights, and folder/logits.npy: float32 [tokens, vocab], of the
-                                   ids in folder/tokens.json
+                                   ids in folder/tokens.json. logits64.npy holds those in float64, where
+                                   the type can compute so
 A failure is {"error": text}. Needs torch and transformers, and no package of mlcbuild.
 """
 
@@ -13,11 +14,16 @@ import importlib
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+
+TWINS = 4
+"""Seeds that are multiples of this make models with two equal experts."""
+ROUTERS = ("gate", "router")
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
@@ -41,11 +47,27 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
         for name, values in {**dict(model.named_parameters()), **buffers(model)}.items():
             rng = np.random.default_rng([seed, crc32(name.encode())])
             values.copy_(torch.from_numpy(draw(rng, name, values.numpy(), tied)))
+        if seed % TWINS == 0:
+            copy_experts(model)
         model.save_pretrained(folder / "saved")
         ids = torch.tensor(json.loads((folder / "tokens.json").read_text()))
         logits = model(ids[None], use_cache=False).logits[0]
-    np.save(folder / "logits.npy", logits.float().numpy())
+        np.save(folder / "logits.npy", logits.float().numpy())
+        with suppress(RuntimeError):  # some types mix their float32 routers with float64
+            np.save(folder / "logits64.npy", model.double()(ids[None], use_cache=False).logits[0].numpy())
     return {"error": None}
+
+
+def copy_experts(model: Any) -> None:
+    """Makes the first two experts of each layer equal, so that their router's scores tie: which one of two
+    different experts is chosen then, transformers leaves open.
+    """
+    for name, values in {**dict(model.named_parameters()), **buffers(model)}.items():
+        *path, last = name.split(".")
+        rows = values.flatten() if "correction" in last else values
+        is_of_experts = "correction" in last or any(part in path for part in (*ROUTERS, "experts"))
+        if is_of_experts and "shared" not in name and len(rows) > 1:
+            rows[1] = rows[0]
 
 
 def buffers(model: Any) -> dict[str, Any]:
