@@ -105,8 +105,13 @@ def _sizes(own: Draw) -> None:
     if own.name in LATENT:
         kv_heads, hidden = heads, heads * rng.choice((4, 6, 10))
         own.config |= {"kv_lora_rank": rng.choice((4, 17, 20, 32)), "v_head_dim": rng.choice((3, 7, 8, 16))}
-        own.config["q_lora_rank"] = rng.choice((None, 5, 14, 24))
         own.config["qk_nope_head_dim"] = rng.choice((3, 8, 10, 16))
+        if own.name == "deepseek_v2":  # transformers requires strides of two for its complex numbers
+            own.config |= {
+                "kv_lora_rank": rng.choice((4, 18, 32)),
+                "qk_nope_head_dim": rng.choice((4, 8, 10)),
+            }
+        own.config["q_lora_rank"] = rng.choice((None, 5, 14, 24))
         own.config["qk_rope_head_dim"] = own.head_dim = rng.choice((2, 4, 6, 8, 12))
     own.size("hidden", hidden)
     own.size("layers", own.layers)
