@@ -106,7 +106,8 @@ class _Row:
 
 def rope_append(spec: Append) -> PrimFunc:
     """Returns the kernel that adds the bias to queries, keys and values, then normalizes, clips and rotates
-    queries and keys, and clips values. Queries are changed in place in qkv; keys and values are written to the KV cache.
+    queries and keys, and clips values. Queries are changed in place in qkv; keys and values are written to
+    the KV cache.
 
     Its arguments are: angles float32 [n, rope_dim]?, slots int32 [n], forks int32 [f, 3], bias [width]?,
     q_norm weight?, bias?, k_norm weight?, bias?, qkv float32 [n, width] in place, pages in place, layer

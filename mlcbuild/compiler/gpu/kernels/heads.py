@@ -66,8 +66,8 @@ def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes, clips and rotates queries and keys. It writes queries to `query` [n, heads
-    * head_dim], and keys and values to the KV cache. One workgroup computes one head of one row.
+    """Returns the kernel that normalizes, clips and rotates queries and keys. It writes queries to `query`
+    [n, heads * head_dim], and keys and values to the KV cache. One workgroup computes one head of one row.
     """
     dim = cache.head_dim
     first, end = _range(cache, part)
