@@ -142,12 +142,16 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     of all valid ones. word: the unknown name.
     """
     names = sorted(valid)
-    close = close_names(word, names)
-    if close:
-        return f"did you mean '{max(close, key=lambda name: _likeness(word, name))}'?"
+    if (closest := closest_name(word, names)) is not None:
+        return f"did you mean '{closest}'?"
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     listed = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_LISTED])
     return f"known: {listed}{more}" if names else "none is defined"
+
+
+def closest_name(word: str, valid: Iterable[str]) -> str | None:
+    """Returns the valid name of which `word` is most likely a misspelling; None if it resembles none."""
+    return max(close_names(word, sorted(valid)), key=lambda name: _likeness(word, name), default=None)
 
 
 def close_names(word: str, valid: Iterable[str]) -> list[str]:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from mlcbuild.documents.document import Data, Document, Where, scalar
-from mlcbuild.errors import Problem, did_you_mean
+from mlcbuild.errors import Problem, closest_name, did_you_mean
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -32,6 +33,9 @@ _WORDS = {
     "string": "text",
 }
 
+_COMPARED_KEYS = 20
+"""Maximum number of unknown keys of one mapping that are compared with its missing keys."""
+
 
 @dataclass(frozen=True)
 class SchemaError:
@@ -41,6 +45,10 @@ class SchemaError:
     message: str
     on_key: bool = False
     """True if the key at this path is wrong; False if its value is."""
+    is_misspelt: bool = False
+    """True if this required key is absent because it is misspelt. Users then read the message about the
+    unknown key in its place.
+    """
 
 
 def schema(name: Name) -> Schema:
@@ -88,6 +96,7 @@ def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]
     return [
         (document.key_place if item.on_key else document.place)(item.where).problem(item.message)
         for item in errors
+        if not item.is_misspelt
     ]
 
 
@@ -244,10 +253,11 @@ def _sentences(error: ValidationError) -> Iterator[SchemaError]:
     elif error.validator == "additionalProperties":
         yield from _unknown_keys(where, value, cast(Schema, rule["properties"]))
     elif error.validator == "required":
+        misspelt = _misspelt(value, rule)
         for key in limit:
             if key not in value:
                 message = f"{label} lacks the key '{key}'{_purpose(rule, key)}"
-                yield SchemaError((*where, key), message, on_key=True)
+                yield SchemaError((*where, key), message, on_key=True, is_misspelt=key in misspelt)
     elif error.validator == "uniqueItems":
         yield from _repeated(where, value)
     elif error.validator in ("minLength", "minItems", "minProperties"):
@@ -288,6 +298,14 @@ def _purpose(rule: Schema, key: str) -> str:
         return ""
     about = str(cast(Schema, properties[key])["description"]).split(". ")[0].removesuffix(".")
     return f": {about[0].lower()}{about[1:]}"
+
+
+def _misspelt(value: Mapping[str, Data], rule: Schema) -> set[str | None]:
+    """Returns the keys of a JSON schema of which the first unknown keys of a mapping are misspellings."""
+    # The only rule with required keys and without properties is the `else` of targets.
+    properties = cast(Schema, rule.get("properties") or _checker("target")[0]["properties"])
+    unknown = islice((key for key in value if key not in properties), _COMPARED_KEYS)
+    return {closest_name(key, properties) for key in unknown}
 
 
 def _unknown_keys(where: Where, value: Mapping[str, Data], properties: Schema) -> Iterator[SchemaError]:

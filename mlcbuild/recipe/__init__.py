@@ -143,7 +143,8 @@ def load(
         Problems([*document.problems, *done.problems]),
     )
     for item in findings:
-        reading.report(item.where, item.message, item.on_key)
+        if not item.is_misspelt:
+            reading.report(item.where, item.message, item.on_key)
     recipe = _read(reading, path, inspect)
     if reading.problems or recipe is None:
         raise InputError(reading.problems)

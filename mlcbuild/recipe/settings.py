@@ -11,6 +11,7 @@ from typing import TypeAlias
 from mlcbuild_format import regular
 
 from mlcbuild.documents.document import Place, Where
+from mlcbuild.errors import closest_name
 from mlcbuild.recipe.reading import Reading
 
 LARGEST_PROMPTS = 1 << 20
@@ -206,7 +207,9 @@ def _verify(reading: Reading, layers: list[_Layer]) -> Verify | None:
     for layer in sections:
         written |= layer.verify or {}
     where: Where = (*sections[-1].where, "verify")
-    if "prompts" not in written:
+    places = [(*layer.where, "verify") for layer in sections]
+    unknown = [str(bad[-1]) for bad in reading.bad if bad[:-1] in places and bad[-1] not in written]
+    if "prompts" not in written and not any(closest_name(key, ["prompts"]) for key in unknown):
         reading.report(
             where, "'verify' lacks the key 'prompts': a text file, or a list of prompts", on_key=True
         )

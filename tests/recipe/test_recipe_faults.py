@@ -33,6 +33,20 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         HEAD + "modles: {}\n",
         ["5:1: the key 'modles' is unknown in the file; did you mean 'models'?"],
     ),
+    "misspelt required keys": (
+        HEAD.replace("models:", "modles:").replace("version:", "verison:"),
+        [
+            "1:1: the key 'verison' is unknown in the file; did you mean 'version'?",
+            "2:1: the key 'modles' is unknown in the file; did you mean 'models'?",
+        ],
+    ),
+    "a misspelt key beside another missing one": (
+        HEAD + "verify: {promtps: [a], max_kl: 1}\nbench: {prompt_tokn: 3}\n",
+        [
+            "5:10: the key 'promtps' is unknown in 'verify'; did you mean 'prompts'?",
+            "6:9: the key 'prompt_tokn' is unknown in 'bench'; did you mean 'prompt_tokens'?",
+        ],
+    ),
     "unknown key": (
         HEAD + "compile:\n  max_batch: 2\n  contextwindow: 1\n",
         ["7:3: the key 'contextwindow' is unknown in 'compile'; did you mean 'context_window'?"],
