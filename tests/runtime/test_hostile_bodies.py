@@ -181,6 +181,29 @@ def test_what_is_no_text_is_refused_everywhere(server: Server, path: str, body: 
     assert "\n" not in message and len(message) < 500
 
 
+LONG = "\x1b" + "a" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "a", "model": LONG}),
+        ("/api/show", {"model": LONG}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 1, "model": LONG}),
+        (CHAT, {"messages": [{"role": "user", "content": "a", LONG: 1}]}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "a", LONG: 1}]}),
+        (COMPLETION, {"prompt": "a", "structured_outputs": {LONG: 1}}),
+        ("/api/chat", {"messages": HI, "options": {LONG: 1}}),
+    ],
+)
+def test_long_names_are_not_sent_back(server: Server, path: str, body: object) -> None:
+    response = post(server, path, body)
+    assert 400 <= response.status_code < 500 and len(response.content) < 1000, response.text[:300]
+    document = response.json()["error"]
+    message = document if isinstance(document, str) else document["message"]
+    assert message.isprintable() and "aaa" in message
+
+
 WRONG: list[object] = [
     None, True, 0, -1, 1.5, 1e308, -(10**300), 10**4000, "", "x", "\u0000\u001b[31m", [], [[]], [None], {},
     {"": {}},

@@ -72,6 +72,24 @@ def test_a_request_names_one_host(server: Server, head: bytes, status: bytes) ->
         assert b"Host" in reply.partition(b"\r\n\r\n")[2]
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://LOCALHOST/health", b"200"),
+        (b"http://evil.example/health", b"400"),
+        (b"http://a@localhost/health", b"400"),
+        (b"https://localhost:1/health", b"400"),
+        (b"/http://evil.example/", b"404"),
+    ],
+)
+def test_a_url_in_the_request_line_names_the_same_host(server: Server, target: bytes, status: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        reply = answer(client)
+    assert reply.split(b" ")[1] == status, reply[:200]
+    assert (b"name different hosts" in reply) == (status == b"400")
+
+
 def test_options_allow_other_names_and_pages(toy_bundle: Path) -> None:
     options = ("--allowed-host", "box.example", "--cors", "http://page.example")
     with shared.serving(toy_bundle, *options) as server:

@@ -209,6 +209,7 @@ def test_the_type_of_a_body_does_not_matter(server: Server) -> None:
 
 RAW = [
     (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+    (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", b"'chunked' alone"),
     (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n{}", b"400"),
     (b"POST /v1/completions HTTP/9.9\r\n\r\n\r\n", b"400"),
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),

@@ -294,6 +294,15 @@ class Bodies(Served):
         {"role": "system", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b"}]},
     ]
+    BLOCKS: ClassVar[Json] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i", "content": "b"}]},
+    ]
+    CALLS: ClassVar[Json] = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "a", "tool_name": "f"},
+    ]
     COMMON: ClassVar[Json] = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "stream": False}
     SEEDS: ClassVar[tuple[tuple[str, Json], ...]] = (
         (
@@ -339,11 +348,32 @@ class Bodies(Served):
                 "store": True,
             },
         ),
+        (
+            "/v1/messages",
+            {"max_tokens": 3, "messages": BLOCKS, "system": "a", "stop_sequences": ["x"], "stream": True},
+        ),
+        ("/v1/messages/count_tokens", {"messages": BLOCKS, "tools": [{"name": "f", "input_schema": {}}]}),
+        (
+            "/api/chat",
+            {
+                "messages": CALLS,
+                "tools": [TOOL],
+                "options": {"num_predict": 3, "stop": ["x"]},
+                "think": False,
+            },
+        ),
+        ("/api/generate", {"prompt": "a", "raw": True, "format": "json", "options": {"num_predict": 3}}),
+        ("/api/embed", {"input": ["a", "b"], "truncate": True, "dimensions": 2}),
+        ("/completion", {"prompt": ["a", [5]], "n_predict": 3, "json_schema": {"type": "null"}}),
+        ("/apply-template", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}),
         ("/v1/embeddings", {"input": ["a", [5, 6]], "encoding_format": "float"}),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}),
         ("/tokenize", {"prompt": "abc"}),
         ("/detokenize", {"tokens": [5, 6, 7]}),
     )
+
+    ENDS = (b"data: [DONE]", b'"error"', b"response.", b"message_stop", b'"stop":true')
+    """One of these texts is in each stream that has ended as it should."""
 
     def make(self, random: Random) -> bytes:
         path, document = random.choice(self.SEEDS)
@@ -366,10 +396,9 @@ class Bodies(Served):
         if status >= 500 and status not in (501, 503):
             return f"status {status}: {str(answer)[:300]}"
         if isinstance(answer, bytes) and answer.startswith(b"data: "):
-            ended = (
-                answer.rstrip().endswith(b"data: [DONE]") or b'"error"' in answer or b"response." in answer
-            )
+            ended = any(mark in answer for mark in self.ENDS)
             return self.well() if ended else f"a stream without an end: {answer[-200:]!r}"
-        if status >= 400 and not (isinstance(answer, dict) and answer.get("error", {}).get("message")):
+        error = answer.get("error") if isinstance(answer, dict) else None  # Ollama's is a text.
+        if status >= 400 and not (error.get("message") if isinstance(error, dict) else error):
             return f"status {status} without a message: {str(answer)[:300]}"
         return self.well()

@@ -14,7 +14,7 @@ from pathlib import Path
 from mlcbuild_format import bundle, sizes
 from mlcbuild_format.bundle import Manifest
 from mlcbuild_format.errors import BundleError, RequestError, ServingError, SetupError
-from mlcbuild_format.fields import Json
+from mlcbuild_format.fields import Json, describe
 
 from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.engine import memory_modes
@@ -188,7 +188,7 @@ class Models:
         if not isinstance(name, str) or name not in self._by_name:
             served_names = ", ".join(f"'{other}'" for other in self._by_name)
             raise RequestError(
-                f"the model {name!r} is not here: this server has {served_names}",
+                f"the model {describe(name)} is not here: this server has {served_names}",
                 param="model",
                 code="model_not_found",
                 status=404,

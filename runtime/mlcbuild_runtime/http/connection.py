@@ -19,7 +19,7 @@ from mlcbuild_format.errors import RequestError
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from mlcbuild_runtime.http.host_field import host_fault
+from mlcbuild_runtime.http.host_field import head_fault
 from mlcbuild_runtime.http.request_input import HEAD_BYTES, HEAD_FIELDS, RequestInput
 from mlcbuild_runtime.openai.chat_documents import error_document
 
@@ -218,7 +218,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if fault := host_fault(self.headers, self.parser.get_http_version()):
+        if fault := head_fault(self.url, self.headers, self.parser.get_http_version()):
             self._refusal = RequestError(fault)
             raise ValueError
         self._input.end_head(self.headers)

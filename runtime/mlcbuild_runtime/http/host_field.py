@@ -1,4 +1,4 @@
-"""Checks the Host fields of requests (RFC 9112, 3.2)."""
+"""Checks the fields of a request's head by which servers disagree: its host and the coding of its body."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from collections.abc import Sequence
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w:.%~-]+\])(?::[0-9]{0,5})?", re.ASCII)
 
 
-def host_fault(headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
-    """Returns the reason why the Host fields of a request must be refused (RFC 9112, 3.2); "" if they are
-    valid.
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
+
+
+def head_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
+    """Returns the reason why the head of a request must be refused; "" if it is valid.
+
+    target: what the request line asks for, a path or a whole URL; headers: the fields, as (name in small
+    letters, value).
     """
+    return _host_fault(target, headers, version) or _coding_fault(headers)
+
+
+def _host_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
+    """Returns what is wrong with the Host fields of a request (RFC 9112, 3.2); "" if they are valid. A whole
+    URL as target must name the same host, because servers differ in which of the two they use."""
     hosts = [value for name, value in headers if name == b"host"]
     if not hosts and version != "1.0":
         return "the request has no Host: name the server, as in 'Host: localhost'"
@@ -19,4 +30,16 @@ def host_fault(headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
         return "the request has more than one Host: send one"
     if hosts and not _HOST.fullmatch(hosts[0]):
         return "the request's Host must be a host name or an address, with or without a port"
+    url = _ABSOLUTE.match(target)
+    if url and hosts and url[1].lower() != hosts[0].lower():
+        return "the request's Host and its URL name different hosts: send the path only"
     return ""
+
+
+def _coding_fault(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Returns what is wrong with the Transfer-Encoding of a request; "" if it is valid. The parser allows
+    further codings before `chunked`, which nobody decodes."""
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if all(coding.strip().lower() == b"chunked" for coding in codings):
+        return ""
+    return "the request's Transfer-Encoding must be 'chunked' alone: send the body without other codings"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 
 from mlcbuild_format.errors import RequestError
-from mlcbuild_format.fields import Json
+from mlcbuild_format.fields import Json, printable
 
 from mlcbuild_runtime.openai.body import Table, parse_json, wrong
 
@@ -101,7 +101,9 @@ def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
         case dict() as outputs:
             del fields["structured_outputs"]
             stated |= {
-                f"structured_outputs.{key}": value for key, value in outputs.items() if value is not None
+                f"structured_outputs.{printable(key[:60])}": value
+                for key, value in outputs.items()
+                if value is not None
             }
     if not stated:
         return fields

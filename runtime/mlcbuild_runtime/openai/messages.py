@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlcbuild_format.errors import RequestError
-from mlcbuild_format.fields import Json, describe
+from mlcbuild_format.fields import Json, describe, printable
 
 from mlcbuild_runtime.openai.body import RequestBody, checked_text, parse_json, wrong
 from mlcbuild_runtime.text.chat_template import Message
@@ -117,9 +117,10 @@ def _message(where: str, message: Json) -> Message:
     )
     for key, value in message.items():
         if key not in accepted and value not in (None, []):
+            place = f"{where}.{printable(key[:60])}"
             raise RequestError(
-                f"{where}.{key} is {describe(value)}, which this server does not support: leave it out",
-                param=f"{where}.{key}",
+                f"{place} is {describe(value)}, which this server does not support: leave it out",
+                param=place,
                 code="unsupported_field",
             )
     content = message.get("content")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlcbuild_format.errors import RequestError
-from mlcbuild_format.fields import Json, is_integer
+from mlcbuild_format.fields import Json, describe, is_integer
 
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Request, Sink, Ticket
@@ -73,7 +73,7 @@ def check_model(running: Engine, name: Json) -> None:
     served_name = running.name
     if name is not None and name != served_name:
         raise RequestError(
-            f"the model {name!r} is not here: this server has '{served_name}'",
+            f"the model {describe(name)} is not here: this server has '{served_name}'",
             param="model",
             code="model_not_found",
             status=404,
