@@ -20,9 +20,10 @@ it without a traceback. Anything else that escapes is a defect of mlcbuild and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -98,7 +99,10 @@ class CompileError(StepError):
 
 
 class VerificationError(StepError):
-    pass
+    figures: Mapping[str, float] = MappingProxyType({})
+    """Name of a figure of the verification -> value; empty if the bundle could not be run, or if another
+    machine of a cluster verified it.
+    """
 
 
 class ProvenanceError(MlcbuildError):

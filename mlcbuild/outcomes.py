@@ -218,6 +218,8 @@ def _figures(run: Finished, product: Product, steps: Mapping[str, StepResult]) -
 
 
 def _verification(store: Store, verified: StepResult | None) -> dict[str, float]:
+    if verified is not None and isinstance(verified.error, VerificationError):
+        return dict(verified.error.figures)
     if verified is None or verified.record is None:
         return {}
     entries = {entry.path: entry for entry in verified.record.files}

@@ -65,10 +65,12 @@ def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
     figures = measure(inputs["bundle"], inputs["reference"])
     faults = _faults(figures, params)
     if faults:
-        raise VerificationError(
+        error = VerificationError(
             f"{'; '.join(faults)} over {figures['tokens']} tokens: use a scheme that keeps more, "
             "or relax `verify` in the recipe if the loss is acceptable"
         )
+        error.figures = figures
+        raise error
     document = json.loads((inputs["bundle"] / MANIFEST).read_bytes())
     document["verification"] = figures
     text = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from xml.etree import ElementTree
 
 from mlcbuild_format import sizes
@@ -63,11 +63,12 @@ def markdown(log: RunLog) -> str:
         lines[2] = f"Interrupted by {log.interrupted}: {lines[2]}"
     if log.variants:
         names = speeds(log)
+        listed = {item.words for item in log.steps if item.status == "failed"}
         more = "".join(f" {words} tok/s |" for words in names.values())
         lines += [
             "| variant | result | bundle | weights | KL mean | KL max | top-1 | perplexity |" + more,
             "|---|---|--:|--:|--:|--:|--:|--:|" + "--:|" * len(names),
-            *(_variant(item, names) for item in log.variants),
+            *(_variant(item, names, listed) for item in log.variants),
             "",
         ]
     for item in log.steps:
@@ -91,11 +92,14 @@ def headline(log: RunLog) -> str:
     return f"{counts(log)} in {duration(log.seconds)}"
 
 
-def _variant(item: LoggedVariant, names: Iterable[str]) -> str:
+def _variant(item: LoggedVariant, names: Iterable[str], listed: Container[str]) -> str:
+    """Returns a variant's row of the table. names: those of the measured speeds; listed: the reasons for
+    failures that the summary shows below the table, which the row does not repeat.
+    """
     figures = item.figures
     cells = [
         item.name,
-        f"{item.status}: {item.words}" if item.words else item.status,
+        f"{item.status}: {item.words}" if item.words and item.words not in listed else item.status,
         _size(item.bytes),
         _size(item.weights),
         _number(figures, "kl_mean"),

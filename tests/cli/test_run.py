@@ -107,9 +107,14 @@ def test_a_variant_beyond_its_threshold_fails_and_says_by_how_much(
     first = run_json(recipe, common_store)
     assert set(first[""].values()) == {"reused"}, "a bundle whose steps were reused was not built"
     recipe.write_text(easy.replace("max_kl: 0.1", "max_kl: 0.000001"))
-    done = mlcbuild("run", recipe, "--keep-going", store=common_store)
+    summary = tmp_path / "summary.md"
+    done = mlcbuild("run", recipe, "--keep-going", "--summary", summary, store=common_store)
     assert done.returncode == 1
     assert "the mean KL divergence is 0.0" in done.stdout
+    row = next(line for line in summary.read_text().splitlines() if line.startswith(r"| tiny-q4a8\_1-host"))
+    assert re.fullmatch(
+        r"\|[^|]+\| failed \|[^|]+MB \|[^|]+kB \| 0\.0\d+ \| [\d.]+ \| [\d.]+% \| .*exact .*\|", row
+    )
     assert "max_kl is 1e-06" in done.stdout
     refused = tmp_path / "dist" / ".tiny-q4a8_1-host.refused"
     assert f"verification failed; the bundle of an earlier run is in {refused} now" in done.stdout
