@@ -48,7 +48,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
-        return one_line(f"{place}: {self.message}")
+        return one_line(shortened(f"{place}: {self.message}"))
 
 
 class InputError(UsageError):
@@ -87,7 +87,10 @@ class StepError(MlcbuildError):
 
 
 class CheckpointError(StepError):
-    pass
+    def __init__(self, message: object) -> None:
+        """Creates the error. message: one problem per line; the middle of very long ones is left out, since
+        they quote names and values of the checkpoint's files."""
+        super().__init__("\n".join(map(shortened, str(message).split("\n"))))
 
 
 class SourceError(StepError):
@@ -168,6 +171,17 @@ def close_names(word: str, valid: Iterable[str]) -> list[str]:
     if len(names) > _COMPARED:
         names = [name for name in names if name[:1] == word[:1]][:_COMPARED]
     return get_close_matches(word, names, n=10, cutoff=0.6)
+
+
+LONGEST_MESSAGE = 2000
+"""Maximum characters of one problem that a message reports."""
+
+
+def shortened(text: str) -> str:
+    """Returns the text of one problem. If it is longer than LONGEST_MESSAGE, its middle is left out: what is
+    quoted is long, while the place stands at the beginning and the remedy at the end."""
+    part = LONGEST_MESSAGE // 2 - 2
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:part]}...{text[-part:]}"
 
 
 def one_line(text: str) -> str:

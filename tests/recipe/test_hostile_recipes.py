@@ -15,7 +15,16 @@ import pytest
 
 from mlcbuild.cli import main
 from mlcbuild.documents.document import MAX_BYTES
-from mlcbuild.errors import MOST_PROBLEMS, InputError, Problem, Problems, did_you_mean, one_line
+from mlcbuild.errors import (
+    LONGEST_MESSAGE,
+    MOST_PROBLEMS,
+    CheckpointError,
+    InputError,
+    Problem,
+    Problems,
+    did_you_mean,
+    one_line,
+)
 from mlcbuild.recipe import MOST_OVERRIDES, load, sources
 from mlcbuild.recipe.matrix import MOST_SETTINGS
 from mlcbuild.recipe.reading import LONGEST_NAME
@@ -446,3 +455,12 @@ def test_what_is_within_all_limits_passes(here: Path, capsys: pytest.CaptureFixt
     output = "a" * LONGEST_NAME
     Path("r.yaml").write_text(HEAD + f"verify: {{prompts: p.txt}}\nbundle: {{output: {output}}}\n")
     assert main([verb, "r.yaml"]) == 0
+
+
+def test_a_long_quotation_leaves_place_and_remedy() -> None:
+    """A file may hold a name of megabytes, and messages quote names."""
+    long = f"rope_type: '{'x' * 100_000}' is not supported; did you mean 'llama3'?"
+    lines = [str(Problem("r.yaml", 3, 7, long)), *str(CheckpointError(f"{long}\n{long}")).split("\n")]
+    assert len(lines) == 3 and lines[0].startswith("r.yaml:3:7: rope_type: 'xxx")
+    for line in lines:
+        assert len(line) < LONGEST_MESSAGE and line.endswith("did you mean 'llama3'?")
