@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -167,6 +168,15 @@ def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
             assert (runner.workspace / path.replace("$MLCBUILD_ARTIFACTS", "dist")).exists(), path
     assert runners[0].shell("\n".join(template["mlcbuild-plan"]["script"]), settings) == 0
     assert "nothing to build" in yaml.safe_load((runners[0].workspace / created).read_text())
+
+
+def test_workflows_name_actions_by_commit() -> None:
+    """A tag can be moved to other code, which would then see the secrets of whoever copied the workflow."""
+    files = [ROOT / "ci" / "github-workflow.yml", *(ROOT / ".github" / "workflows").glob("*.yml")]
+    uses = [line for file in files for line in re.findall(r"uses: +(.*)", file.read_text())]
+    foreign = [line for line in uses if not line.startswith("./")]
+    assert len(foreign) >= 15
+    assert [line for line in foreign if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
 
 
 def test_our_own_workflows_call_what_is_there() -> None:
