@@ -311,9 +311,8 @@ return parameters and faults of such a feed-forward."""
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
-    """Returns (functions of the kind of block, the block) for the mixer and for the feed-forward of a
-    layer.
-    """
+    """Returns two pairs (the `Block` with the functions for a block's class, the block): one for a layer's
+    mixer, such as attention, then one for its feed-forward."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
 

@@ -54,8 +54,8 @@ SIGNS: Mapping[str, str] = {
     **dict.fromkeys(("global_head_dim", "num_attention_heads_per_layer"), _HEADS),
     "n_recurrent_loops": _LOOPS,
 }
-"""Field of a config.json, or kind of a layer in its layer_types, that no family of ours has -> the block that
-it is a sign of."""
+"""Field of a config.json, or entry of its layer_types, that no model family reads -> the unsupported kind of
+layer that it indicates, in words for messages."""
 
 
 def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) -> str:

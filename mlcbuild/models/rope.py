@@ -54,7 +54,8 @@ class RopeRules:
     other layers.
     """
     extensions: tuple[Extension, ...] = ()
-    """The fields of a rope object that this family has and others do not."""
+    """The optional fields of config.json's rope object that are read for checkpoints of one model family;
+    other families refuse them."""
     ignored: tuple[str, ...] = ()
     """Names of fields of the rope object that do not change results for text."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
@@ -159,7 +160,8 @@ def _original(fields: Fields) -> int | None:
 
 
 def _objects(fields: Fields) -> dict[str, Fields]:
-    """Returns name of a field of config.json -> the rope object in it; one empty object if there is none."""
+    """Returns name of a field of config.json -> the rope object in it. Without a rope object it returns one
+    empty object under the name "rope_theta"."""
     objects: dict[str, Fields] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name)

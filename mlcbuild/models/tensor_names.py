@@ -36,15 +36,13 @@ class Piece:
     block; 0: the tensor's rows are those of the parameter, in order.
     """
     take: tuple[Range, ...] = ()
-    """Ranges of rows, within each block of a checkpoint's tensor, that belong to the model parameter, in the
-    parameter's order.
-    """
+    """Ranges of rows that belong to the model parameter, in its order, counted from the start of each block
+    of `block` rows of a checkpoint's tensor."""
     columns: tuple[Range, ...] = ()
     """The tensor's columns in the order of the parameter; (): in stored order."""
     transposed: bool = False
-    """True if the selected rows of each block are a transposed matrix: the tensor's columns are rows of the
-    parameter. The piece then holds whole matrices.
-    """
+    """True if a checkpoint's tensor stores a parameter's matrix transposed, so that its columns are rows of
+    the parameter. It then holds one or more whole matrices."""
 
     @property
     def taken(self) -> list[int]:
@@ -68,9 +66,8 @@ class Piece:
         return not (self.block or self.columns or self.transposed)
 
     def to_json(self) -> list[Json]:
-        """Returns the JSON list [tensor, rows, block?, take?, columns?, transposed?] of a piece's fields.
-        Fields at the end that have their default value are left out.
-        """
+        """Returns the fields of a checkpoint tensor's description as the JSON list [tensor, rows, block?,
+        take?, columns?, transposed?], without those at the end that have their default value."""
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [
             self.tensor,
@@ -109,9 +106,8 @@ class TensorNames:
     """Regular expression for names of tensors that models of this family do not read."""
 
     def to_json(self) -> dict[str, Json]:
-        """Returns {"sources": {parameter: [Piece.to_json(), ...]}, "unused": text}; "unused" is absent if it
-        is empty.
-        """
+        """Returns {"sources": {parameter: [Piece.to_json(), ...]}, "unused": regular expression for tensor
+        names that no parameter needs}; "unused" is absent if it is empty."""
         sources: dict[str, Json] = {
             name: [part.to_json() for part in pieces] for name, pieces in self.sources.items()
         }
@@ -119,7 +115,7 @@ class TensorNames:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TensorNames:
-        """Reads the JSON value that to_json wrote, and returns the names of tensors."""
+        """Returns the TensorNames that a JSON object describes, as TensorNames.to_json returned it."""
         sources = {
             name: tuple(Piece.from_json(part) for part in pieces) for name, pieces in value["sources"].items()
         }

@@ -22,8 +22,9 @@ infinite. No published file comes near.
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs quantized rows for the layout x16, tiles of 16 rows, and returns the tensors that store them, in
-    the format's order. rows: consecutive parts of a matrix, of any codes and scales that `blocks` holds.
+    """Packs the codes and scales of a quantized matrix in tiles of 16 rows (the layout x16), and returns the
+    stored tensors in the order of the format's `tensors`: q_weight, then scales and minima. rows: consecutive
+    ranges of the matrix's rows, whose kinds of codes and scales `blocks` can represent.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
@@ -34,9 +35,9 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
 
 
 def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs quantized rows for the layout `row`, and returns (q_weight, q_scale). Arguments and errors are
-    those of `pack`.
-    """
+    """Packs the codes and scales of a quantized matrix row by row (the layout `row`), and returns (q_weight,
+    q_scale) in the shapes of blocked.rows. rows: consecutive ranges of the matrix's rows; name: the matrix in
+    messages. Raises CheckpointError if a scale or a minimum is NaN, or 2**120 or larger."""
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 
@@ -114,9 +115,10 @@ def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
 
 
 def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Yields arrays of the bits above the low four of each code, packed eight or four to a byte: uint32
-    [tiles, groups, rows], four codes' bytes in each. high: those bits, [tile, group, quad, row], where a quad
-    is four consecutive weights.
+    """Packs the high bits of 5-bit or 6-bit codes, and yields arrays uint32 [tiles, groups, rows], each with
+    8 or 4 quads (four consecutive weights): byte i holds one bit, or two, of weight i of each quad.
+
+    high: these bits, uint32 [tile, group, quad, row], with one byte for each weight of a quad.
     """
     width = bits - 4
     count = 8 // width

@@ -23,26 +23,27 @@ if TYPE_CHECKING:
 
 
 def tiles(blocks: Blocks) -> Format:
-    """Returns the format that stores codes, scales and minima in the layout x16, tiles of 16 rows and 32
-    columns. The number of columns is a multiple of 32, or of 256 with two-level scales.
+    """Returns the format that stores codes, scales and minima in tiles of 16 rows and 32 columns (the layout
+    x16). The number of columns is a multiple of 32, or of 256 with two-level scales.
 
-    q_weight is that of grouped.tiles; with 6 bits, two more lines hold the high bits: bytes
-    [line][row][weight of a quad], two bits for each quad of weights 0..15 in the first line and 16..31 in the
-    second. q_scale is [tiles, groups, 16]. With two-level scales, q_scale is uint8 [tiles, groups, 16 *
-    halves], the bits of int8 factors, and q_block float16 [tiles, blocks of 256 columns, 16]. q_min and
-    q_block_min, if any, have the same shapes.
+    q_weight is uint8 [tiles, groups, 64 * bits], ordered as grouped.tiles describes; with 6 bits, two more
+    lines hold the high bits: bytes [line][row][weight of a quad], two bits for each quad of weights 0..15 in
+    the first line and 16..31 in the second. q_scale is [tiles, groups, 16]. With two-level scales, q_scale is
+    uint8 [tiles, groups, 16 or 32], the bits of int8 factors of groups of 32 or 16 columns, and q_block
+    float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if any, have the same shapes.
     """
     return _format(blocks, tuple(_tensors(blocks)), TILE_ROWS, _bits_per_weight(blocks))
 
 
 def rows(blocks: Blocks) -> Format:
-    """Returns the format that stores codes, scales and minima in the layout `row`. The number of columns is a
-    multiple of 32, or of 256 with two-level scales.
+    """Returns the format that stores codes, scales and minima row by row (the layout `row`). The number of
+    columns is a multiple of 32, or of 256 with two-level scales.
 
-    q_weight is uint32 [N, words], packed by groups.row_words. q_scale is [N, groups] of the type of the
-    scales; with minima it is uint32, the scale's float16 in the low half and the minimum's in the high one.
-    With two-level scales it is uint32 [N, blocks * words]: for each block of 256 columns its float16 numbers
-    in one word, then a byte for each scale, then one for each minimum.
+    q_weight is uint32 [N, groups.row_words(bits, K)]: the low four bits of a row's codes, eight to a word,
+    then their high bits. q_scale is [N, groups] of the type of the scales; with minima it is uint32, the
+    scale's float16 in the low half and the minimum's in the high one. With two-level scales it is uint32 [N,
+    blocks * words]: for each block of 256 columns its float16 numbers in one word, then a byte for each
+    scale, then one for each minimum.
     """
     words = 1 + BLOCK_WEIGHTS // blocks.group // 4 * (1 + blocks.minimum)
     dtype = "uint32" if blocks.minimum or blocks.scale == "levels" else blocks.scale
@@ -75,9 +76,8 @@ def _format(
 
 
 def both(blocks: Blocks) -> dict[str, Format]:
-    """Returns layout name -> the format that stores these codes, scales and minima in that layout: "x16" for
-    tiles, "row" for rows.
-    """
+    """Returns layout name -> the format that stores a matrix of codes, scales and minima as `blocks`
+    describes: "x16" in tiles of 16 rows, "row" row by row."""
     return {"x16": tiles(blocks), "row": rows(blocks)}
 
 
@@ -99,9 +99,8 @@ def _tensors(blocks: Blocks) -> Iterator[FormatTensor]:
 
 
 def _shape(weights: int, width: int, rows: int, columns: int) -> tuple[int, ...]:
-    """Returns the shape (tiles of 16 rows, runs of `weights` columns, width) of a stored tensor. rows,
-    columns: the matrix's size.
-    """
+    """Returns the shape of a stored tensor that has `width` numbers for each tile of 16 rows and each run of
+    `weights` columns: (tiles, runs, width). rows, columns: the matrix's size."""
     return -(-rows // TILE_ROWS), -(-columns // weights), width
 
 

@@ -77,15 +77,15 @@ class BlockRows:
     codes: NDArray[np.int8] | NDArray[np.uint8]
     """The codes of the weights, [rows, columns]."""
     scale: NDArray[np.float32]
-    """The scales as float32, [rows, columns / 32], or [rows, columns / BLOCK_WEIGHTS] where `steps` multiply
-    them.
-    """
+    """The scales of the weights as float32: [rows, columns / 32], one for each group; or with two levels
+    [rows, columns / BLOCK_WEIGHTS], which `steps` multiplies by an integer for each group."""
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [rows, columns / 16 or 32]; None: all are 1."""
     minimum: NDArray[np.float32] | None = None
-    """The float32 minima, shaped like `scale`; None: nothing is added."""
+    """The float32 numbers that are added to the products of codes and scales, in the shape of `scale`; None:
+    nothing is added."""
     minimum_steps: NDArray[np.uint8] | None = None
-    """The integer factor of each group's minimum, shaped like `steps`; None: all are 1."""
+    """The integer factor of each group's minimum, [rows, columns / 16 or 32]; None: all are 1."""
 
     def take(self, rows: NDArray[np.intp]) -> BlockRows:
         """Returns a new BlockRows with the rows whose indices are passed, in that order."""

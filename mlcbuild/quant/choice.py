@@ -18,7 +18,8 @@ CHOICE = "choice.json"
 scheme, and overrides, a list of [pattern, name of a candidate].
 """
 INPUT = "budget"
-"""Name of the step input that is the directory with the choice of a budget step."""
+"""Name of the step input that is the directory with choice.json, the formats that a step chose under a budget
+of size or loss."""
 
 
 def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage:

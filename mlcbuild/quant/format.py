@@ -92,7 +92,8 @@ def format_names() -> tuple[str, ...]:
 
 
 def format_module(name: str) -> str:
-    """Returns the dotted name of the Python module that defines a format."""
+    """Returns the dotted name of the Python module that defines the stored format of weights `name`, such as
+    "q4s"."""
     return f"{formats.__name__}.{name}"
 
 

@@ -25,9 +25,9 @@ def _group_count(columns: int) -> int:
 
 
 def rows(groups: Groups) -> Format:
-    """Returns the format in the layout `row`: codes q_weight uint32 [N, words], packed by groups.row_words,
-    and q_scale [N, ceil(K/32)]. K is padded with zeros to a multiple of 32.
-    """
+    """Returns the format that stores a matrix [N, K] row by row (the layout `row`), with codes and scales as
+    `groups` describes: q_weight uint32 [N, words], a row's codes packed as groups.row_words describes, and
+    q_scale [N, ceil(K/32)]. K is padded with zeros to a multiple of 32."""
     return _format(
         groups,
         FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(groups.bits, k))),
@@ -37,8 +37,8 @@ def rows(groups: Groups) -> Format:
 
 
 def tiles(groups: Groups) -> Format:
-    """Returns the format in the layout x16: tiles of 16 rows and 32 columns, for products of 16 rows at a
-    time. N and K are padded with zeros to whole tiles.
+    """Returns the format that stores a matrix [N, K] in tiles of 16 rows and 32 columns (the layout x16), for
+    products of 16 rows at a time. N and K are padded with zeros to whole tiles.
 
     q_weight uint8 [ceil(N/16), ceil(K/32), 64 * bits] holds the codes and q_scale [ceil(N/16), ceil(K/32),
     16] the scales. The bytes of a tile are ordered [quad][row][weight of the quad], a quad being four

@@ -23,8 +23,8 @@ _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
 
 
 def quantize(blocks: Blocks, weight: Array, name: str) -> list[BlockRows]:
-    """Quantizes a matrix [N, K] with two-level scales, and returns its rows in order, as parts of several
-    rows each.
+    """Quantizes a matrix [N, K] with two-level scales, and returns its codes, scales and minima as a list of
+    BlockRows, each with some consecutive rows.
 
     weight: float32, float16, or bfloat16 bits in uint16. Columns are padded with zeros to whole groups of 32.
     Raises CheckpointError, with `name` in its message, for weights that are infinite or NaN, or need a scale

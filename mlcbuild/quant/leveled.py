@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 
 def tiles(blocks: Blocks) -> Format:
-    """Returns the format that quantizes any float matrix to these codes, with scales that are a float16 of
-    256 weights times an integer of each group, in the layout x16 (tiles of 16 rows). blocks: its scale must
-    be "levels".
-    """
+    """Returns the format that quantizes any float matrix and stores it in tiles of 16 rows (the layout x16).
+    blocks: the number of bits and the range of codes; its scale must be "levels", a float16 of 256 weights
+    times an integer of each group."""
     form = blocked.tiles(blocks)
     return replace(form, pack=partial(_quantize, blocks, form.tensors), pack_blocks=None)
 

@@ -35,7 +35,7 @@ class Packer:
         self._name = name
         self._columns = columns
         self._groups = -(-columns // GROUP)
-        """Number of groups in one row."""
+        """Number of groups of 32 weights in one row of the matrix."""
         self._scratch = scratch
 
     def pack(self, weight: Array, q_weight: Array, q_scale: Array) -> None:
@@ -70,9 +70,11 @@ class Packer:
         return padded
 
     def _planes(self, block: Array, shape: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.float32]:
-        """Returns the weights of some rows as eight planes, float32 [8, 4 * groups]: plane i holds the i-th
-        four weights of every group. shape, order: view of the rows' quads and permutation of its axes by
-        which the quads are moved.
+        """Copies the weights of some rows into eight planes and returns them, float32 [8, 4 * groups] in
+        scratch memory: plane i holds the i-th four weights (a quad) of every group of 32.
+
+        shape: (.., 8), dimensions in which the rows' quads are viewed; order: permutation of these dimensions
+        that puts the plane first and so determines the order of groups.
         """
         quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
         quads = block.view(quad).reshape(shape).transpose(order)
@@ -107,9 +109,8 @@ class Packer:
         q_weight.view(np.uint16).reshape(groups, QUADS)[...] = merged.astype(np.uint8).view(np.uint16).T
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Quantizes some tiles of rows and writes codes and scales in the layout x16 into `q_weight` and
-        `q_scale`.
-        """
+        """Quantizes the rows of `block`, whole tiles of 16, and writes codes and scales in the layout x16
+        into `q_weight` [tiles, groups, 64 * bits] and `q_scale` [tiles, groups, 16]."""
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)
@@ -119,9 +120,9 @@ class Packer:
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE_ROWS)[...] = words.transpose(1, 2, 0, 3)
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
-        """Quantizes weights in planes, float32 [8, 4 * groups], and returns their codes, uint8 in the same
-        shape, in scratch memory. It writes the scale of each group into `out` and overwrites `planes`.
-        """
+        """Quantizes groups of 32 weights and returns their codes, uint8 [8, 4 * groups] in scratch memory.
+        planes: float32 [8, 4 * groups], whose row i holds the i-th four weights of every group; overwritten.
+        out: receives the scale of each group, [groups]."""
         groups = self._format
         out[...] = scale = self._scales(planes)
         divisor = scale.astype(np.float32)
@@ -192,9 +193,9 @@ def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.f
 
 
 def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes (q_weight, q_scale) of the layout `row` and returns float32 [N, K] without padding: (code -
-    zero) * scale. shape: (N, K).
-    """
+    """Dequantizes a matrix that is stored row by row and returns (code - groups.zero) * scale, float32 [N, K]
+    without padding. tensors: q_weight [N, words] and q_scale [N, groups], as grouped.rows describes; shape:
+    (N, K)."""
     q_weight, q_scale = tensors
     rows, columns = shape
     q = row_packing.unpack_codes(q_weight.view(np.uint32), groups.bits, -(-columns // GROUP))

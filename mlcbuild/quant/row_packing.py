@@ -36,9 +36,8 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[np.uint8]:
-    """Unpacks words of rows, uint32 [rows, words], and returns the codes, uint8 [rows, groups * 32]. It
-    inverts pack_codes.
-    """
+    """Unpacks the codes of rows, of 4, 5, 6 or 8 bits, from uint32 [rows, words] in the order that
+    groups.row_words describes. Returns uint8 [rows, groups * 32]."""
     rows, columns = len(words), groups * GROUP
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
@@ -81,9 +80,8 @@ def _levels(numbers: Sequence[NDArray[np.generic]]) -> Array:
 
 
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes a matrix in the layout `row` and returns float32 [N, K]: code * scale + minimum, each
-    operation rounded. tensors: (q_weight, q_scale); shape: (N, K).
-    """
+    """Dequantizes a matrix that is stored row by row and returns float32 [N, K]: code * scale + minimum, each
+    operation rounded. tensors: (q_weight, q_scale) as blocked.rows describes them; shape: (N, K)."""
     rows, columns = shape
     words, numbers = tensors
     codes = unpack_codes(words.view(np.uint32), blocks.bits, columns // GROUP) - np.uint8(blocks.zero)

@@ -99,9 +99,9 @@ class Storage:
 
 
 def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
-    """Returns a scheme with physical layouts. layout: a backend's function that returns the layout's name for
-    a scheme; it is also called for overrides and candidates.
-    """
+    """Returns a quantization scheme with the physical layouts of a device. layout: a backend's function that
+    returns the layout's name for a scheme; it is also called for the scheme of each override and of each
+    candidate of a budget."""
     overrides = tuple((pattern, storage(other, layout)) for pattern, other in scheme.overrides)
     listed = scheme.budget.candidates if scheme.budget is not None else ()
     candidates = tuple(storage(other, layout) for other in listed)

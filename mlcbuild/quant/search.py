@@ -22,15 +22,14 @@ class Search:
     scale.
     """
     shift: int
-    """Number of bits by which the magnitude of a weight, in units of extreme / `unit`, is shifted right to be
-    its importance. Sums of eight products of importance with two codes then fit in int16, of which NumPy
-    handles twice as many at once as of float32, and sums of 32 products with a code and the weight are exact
-    in float32.
-    """
+    """Number of bits by which a weight's magnitude is shifted right to be its importance, after the group's
+    largest magnitude was scaled to the integer `unit`. Sums of eight products of importance with two codes
+    then fit in int16, of which NumPy handles twice as many at once as of float32, and sums of 32 products
+    with a code and the weight are exact in float32."""
     widths: tuple[int, ...]
-    """Step widths, in units of extreme / `unit`, from which the search starts. The first two divide the
-    largest weight into `top` and `top - 1` steps, so that weights on such grids are represented exactly.
-    """
+    """Distances between two codes from which the search for a scale starts, on a grid where the largest
+    magnitude of the group is the integer `unit`. With the first two, that magnitude is `top` and `top - 1`
+    codes from 0, so that weights on such grids are represented exactly."""
     top: int
     """The largest code. Codes are 1 - top .. top; the sign of the scale is such that the weight of largest
     magnitude is positive.
@@ -38,9 +37,8 @@ class Search:
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
-"""Number of bits of a code -> constants of the search for a group's scale. With 8 bits there is no search,
-since it would reduce the error very little.
-"""
+"""Number of bits of a code -> unit, shift, widths and top of the search for a group's scale. With 8 bits
+there is no search, since it would reduce the error very little."""
 TINY = np.float32(2.0**-96)
 """Limit on the largest magnitude in a group below which the group counts as zeros when a scale is searched:
 its inverse could overflow.
@@ -50,8 +48,8 @@ its inverse could overflow.
 def fit(
     search: Search, planes: NDArray[np.float32], extreme: NDArray[np.float32], scratch: Scratch
 ) -> NDArray[np.float32]:
-    """Returns the best scale of each group of 32 weights for the codes 1 - top .. top, float32 [groups].
-    Scales may be negative.
+    """Returns the best scale of each group of 32 weights for the codes 1 - search.top .. search.top, float32
+    [groups]. Scales may be negative.
 
     planes: the weights, float32 [8, 4 * groups], whose row i holds the i-th four weights of every group.
     extreme: the weight of largest magnitude of each group, float32 [groups].
@@ -65,8 +63,9 @@ def fit(
     16.
 
     In trained models, unlike random ones, large weights meet large activations. With all weights counting
-    alike the squared error is 4 % lower, and the embedded model's KL is 0.0278 in place of 0.0218 (Q4_0:
-    0.0259); that of SmolLM2-135M from a file in Q4_1 is the same. Counting by squares or cubes is no better.
+    alike the squared error is 4 % lower, but the KL divergence of the tiny model in recipes/models is 0.0278
+    in place of 0.0218 (Q4_0: 0.0259); that of SmolLM2-135M from a file in Q4_1 is the same. Counting by
+    squares or cubes is no better.
     """
     units = scratch.array("units", planes.shape, np.int16)
     codes = scratch.array("codes", planes.shape, np.int16)
@@ -102,9 +101,9 @@ def fit(
 
 
 def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
-    """Returns unit / extreme for each group, float32 [groups], and 0 where the magnitude of extreme is below
-    TINY. extreme: the weight of largest magnitude of each group.
-    """
+    """Returns the factor that scales the weight of largest magnitude of each group to the integer `unit`:
+    unit / extreme, float32 [groups], and 0 where that magnitude is below TINY. extreme: that weight of each
+    group."""
     tiny = np.abs(extreme) < TINY
     if not tiny.any():  # nearly always
         return np.divide(np.float32(unit), extreme)
@@ -112,9 +111,9 @@ def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
 
 
 def _group_sums(sums: NDArray[np.int16]) -> NDArray[np.float32]:
-    """Returns float32 sums of four neighbours along the last axis, [..., groups]. No element of `sums` may be
-    negative; overwrites `sums`.
-    """
+    """Returns the sums of every four neighbours along the last axis of `sums`, int16 [..., 4 * groups], as
+    float32 [..., groups]. Numbers must not be negative, because two are added in one 32-bit half of a word;
+    `sums` is overwritten."""
     words, halves = sums.view(np.uint64), np.uint64(0x0000FFFF0000FFFF)
     pairs = words & halves
     np.right_shift(words, 16, out=words)

@@ -25,7 +25,6 @@ class Stack:
         return self.load(index)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[np.float32]:
-        """Returns all matrices as one array [experts, out, in]. NumPy calls this method when a Stack is used
-        as an array.
-        """
+        """Returns the matrices of all experts as one array [experts, out, in]. NumPy calls this method when
+        the lazy array is used as an ordinary one."""
         return np.stack([self.load(index) for index in range(self.shape[0])]).astype(dtype or np.float32)

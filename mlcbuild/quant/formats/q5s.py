@@ -1,7 +1,8 @@
 """The stored format `q5s`: 5-bit codes with a signed float16 scale for each group of 32 weights, for products
 with int8 activations.
 
-code = clip(rint(w / scale + 16), 0, 31), where scale is minus the result of search.fit, rounded to float16.
+code = clip(rint(w / scale + 16), 0, 31). scale is the one of least weighted squared error (`fit` in
+search.py), negated so that the weight of largest magnitude gets the code 0, and rounded to float16.
 """
 
 from mlcbuild.quant.grouped import rows, tiles
