@@ -41,9 +41,8 @@ class RecipePlan:
     products: tuple[Product, ...]
     """The steps of each selected variant."""
     memory: Mapping[str, dict[str, int] | None]
-    """Name of a variant -> {part of its bundle: bytes of memory while it is served}; None for a model that is
-    not downloaded yet.
-    """
+    """Name of a variant -> {"weights", "kv_cache", "workspace": bytes of memory while its bundle is served},
+    without the workspace before the compilation; None for a model that is not downloaded yet."""
 
     @property
     def steps(self) -> tuple[Planned, ...]:
@@ -75,7 +74,8 @@ class VariantResult:
     """Figures of verification (kl_mean, top1_agreement, perplexity ...) and of speed (speed_decode_8, tokens
     per second), as far as they were computed."""
     budget: Mapping[str, Any] = field(default_factory=dict)
-    """The choice under a budget: bits of each matrix, loss against size; {} without a budget."""
+    """The JSON document of the step that chose formats under a budget of size or loss, with the bits of each
+    matrix and the curve of KL divergence against bytes; {} without a budget."""
 
     @property
     def name(self) -> str:

@@ -45,7 +45,8 @@ _ADAPTED = (
     "'as-is' keeps the values of quantized tensors, and adapters change them; choose a scheme such as q4a8_1"
 )
 UNKNOWN_MEMORY = 4 << 30
-"""Assumed upper bound in bytes for a step on a model whose config is not downloaded yet."""
+"""Bytes that the weights of a model whose checkpoint is not downloaded yet are assumed to take in float32, at
+most, from which the memory of its steps follows."""
 PROCESS_MEMORY = 300 << 20
 """Bytes of memory that a Python process with NumPy takes, including a reserve."""
 
@@ -62,7 +63,8 @@ class Checkpoint:
     """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
-    """Name of the GGUF file in the directory of `node`; None for a checkpoint that is a directory."""
+    """Name of a checkpoint that is a single GGUF file, without its directory; None for a checkpoint that is a
+    directory."""
     most: int = UNKNOWN_MEMORY
     """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
     root: Path | None = None
@@ -203,10 +205,11 @@ def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
 
 
 def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoint]) -> tuple[Variant, ...]:
-    """Returns the variants with the scheme `as-is` replaced by the formats of the checkpoint's tensors.
-    Variants of models that are not in `checkpoints` are left out if that is not possible.
+    """Returns the variants, with each scheme `as-is` replaced by the formats that hold the checkpoint's
+    quantized tensors unchanged. A variant with `as-is` is left out if its model is not in `checkpoints`.
 
-    Raises InputError for checkpoints that have no such formats.
+    checkpoints: name of a model -> its checkpoint. Raises InputError if no formats hold a checkpoint's
+    tensors, or if adapters would change them.
     """
     complete, problems = [], Problems()
     resolve = cache(_resolved)
@@ -281,7 +284,7 @@ class _Local:
     """Names, relative to `root`, of the checkpoint's files that steps read."""
     config: ModelConfig
     digest: str
-    """Digest of the local model's config."""
+    """BLAKE3 digest of the model's converted config, in hexadecimal."""
     file: str | None = None
     """Name of the GGUF file, for a checkpoint that is a single GGUF file; None for a directory."""
     settings: str = ""

@@ -74,8 +74,9 @@ def stored(store: Store) -> Iterator[Record]:
 
 
 def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
-    """Sends records with their blobs to remotes, and returns the numbers of records. signer: signs the
-    records; None: they are not signed.
+    """Sends records with their blobs to remotes, and returns the number of records that were to be sent and,
+    for each remote, how many it lacks and how many it received. signer: signs the records; None: they are not
+    signed.
 
     Raises RemoteError with every warning of a remote, once each remote has everything that could be sent.
     """

@@ -56,8 +56,9 @@ class Selected:
 def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent) -> Selected:
     """Applies a selection to a recipe, and returns the selected steps and variants.
 
-    on_event: receives a `Noted` for each variant that `affected_by` selects, and for the shard. Raises
-    UsageError for unknown names, and for a range that Git does not know.
+    on_event: receives a message (`Noted`) for each variant that is selected because its inputs changed in
+    Git, and one for the selected shard. Raises UsageError for unknown names, and for a range of commits that
+    Git does not know.
     """
     only = _only(pipeline, selection, on_event)
     products = [item for item in pipeline.products if only is None or item.last in only]

@@ -164,9 +164,8 @@ class Session:
         return RecipePlan(outcomes.with_lacks(plan, self.pipeline.lacks), selected.products, memory)
 
     def explain(self, step: str) -> Explanation:
-        """Computes the reason why a step would run, down to the parameter, file or tool that differs.
-
-        step: a step's name, or a shell pattern for one. Raises UsageError, and the exceptions of `plan`."""
+        """Computes why a step would run, down to the parameter, file or tool that differs. step: its name, or
+        a shell pattern. Raises UsageError unless one step matches, SourceError for unreadable sources."""
         names = sorted(self.pipeline.graph.match([step]))
         if len(names) > 1:
             raise UsageError(f"'{step}' means {len(names)} steps: {', '.join(names)}; name one")
@@ -200,7 +199,8 @@ class Session:
         return matrices.jobs(products, self.pipeline, plan, matrix)
 
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
-        """Divides the selected steps among `count` machines, as `run` does for `Selection.shard`."""
+        """Divides the selected steps into `count` shards, one for each machine, so that every step runs once.
+        Returns the steps of each shard, and a digest by which machines see that they divided alike."""
         from mlcbuild.ci import split as splits
 
         if count < 1:
@@ -314,9 +314,9 @@ class Session:
     # Sharing
 
     def records(self, selection: Selection = EVERYTHING) -> Iterator[Record]:
-        """Yields the records of the selected steps that are in the store and may be sent to other machines.
-
-        Raises the exceptions of `plan`."""
+        """Yields the records of the steps of `selection` that are in the store and may be sent to other
+        machines. Raises UsageError for unknown names, SourceError for an unreadable source, StoreError for
+        the store."""
         from mlcbuild.replication import shareable
 
         steps = self.over(()).plan(selection).steps
@@ -357,7 +357,7 @@ class Session:
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the remotes that a run reads, or those that it writes to. Raises UsageError without any."""
+        """Returns the recipe's remotes that a run reads, or those that it writes to; UsageError if none."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]

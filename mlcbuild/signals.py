@@ -39,7 +39,8 @@ class Bell:
         self.close()
 
     def heard(self) -> None:
-        """Empties the pipe, so that the loop sleeps again until the bell rings next."""
+        """Reads all bytes that `ring` wrote to the pipe, so that a loop which waits for the pipe sleeps until
+        the next call of `ring`."""
         with suppress(BlockingIOError):
             os.read(self._reading, 1 << 16)
 

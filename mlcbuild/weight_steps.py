@@ -63,8 +63,7 @@ def scheme_params(scheme: quant.Storage) -> dict[str, Json]:
 
 def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: Mapping[str, Input]) -> Step:
     """Returns the step that quantizes and writes a checkpoint's weights. config: name of the config step;
-    chosen: argument -> input with the choice of a budget.
-    """
+    chosen: {"budget": input from the step that chose a format for each matrix}, or {} without a budget."""
     scheme = storage_of(variant)
     return Step(
         f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",

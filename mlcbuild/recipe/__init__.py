@@ -72,9 +72,8 @@ class Recipe:
     targets: Mapping[str, Target]
     cells: tuple[Cell, ...]
     settings: Mapping[tuple[int, ...], Settings]
-    """Indices of the include entries that apply to a combination of model, quantization and target -> its
-    settings.
-    """
+    """Indices of some `include` entries of a recipe's matrix -> the settings of the combinations of model,
+    quantization and target to which exactly these entries apply."""
     output: str
     """Template for the directory of a bundle, relative to the recipe's directory."""
     lock: Path
@@ -109,9 +108,8 @@ class Variant:
 
 
 Inspect: TypeAlias = Callable[[Iterable[RecipeModel]], Iterable[Problem]]
-"""Function that yields further problems of a recipe's models, so that load() can raise them together with
-all others.
-"""
+"""Function of the models of a recipe that yields a `Problem` (file, line, column, message) for each of their
+faults, so that load() can raise them together with all others."""
 
 
 def load(
@@ -174,9 +172,8 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
 
 
 def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> dict[str, Path]:
-    """Returns description, for messages -> path, for every file and directory that steps read and that
-    bundles must not replace.
-    """
+    """Returns {description for messages: path} of every file and directory that steps read and that bundles
+    must not replace."""
     paths = {
         f"the model '{name}'": model.source.path
         for name, model in models.items()
@@ -228,9 +225,8 @@ def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
 
 
 MOST_OVERRIDES = 100_000
-"""Maximum number of overrides of schemes, summed over all combinations, since each step holds its
-overrides.
-"""
+"""Maximum number of overrides of quantization schemes in a recipe, summed over all combinations of model,
+quantization and target, since each step holds its overrides."""
 MOST_PROMPTS = 1 << 26
 """Maximum number of characters of inline prompts, summed over all combinations."""
 

@@ -44,9 +44,9 @@ def is_budget(reading: Reading, where: Where) -> bool:
 
 
 def read_budget(reading: Reading, where: Where) -> Scheme | None:
-    """Reads a quantization with a budget, and returns it as a scheme; None for an invalid one, with a
-    problem added to `reading`.
-    """
+    """Reads a recipe's quantization that names a budget (a limit of bits, size or KL divergence) and
+    candidate schemes instead of one scheme, and returns it as a `Scheme` with that budget; None for an
+    invalid one, with a problem added to `reading`."""
     keys = reading.mapping(*where).keys()
     kind = next((kind for kind in KINDS if kind in keys), None)
     candidates = _candidates(reading, where)

@@ -11,7 +11,8 @@ from mlcbuild.recipe.matrix import AXES, MOST_SETTINGS, Cell, Expansion, MatrixE
 from mlcbuild.recipe.reading import Reading
 
 LARGEST = 100_000
-"""Maximum number of combinations. More are a mistake and would take minutes to plan."""
+"""Maximum number of combinations of model, quantization and target that a recipe's matrix may have. More are
+a mistake and would take minutes to plan."""
 
 _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targets"}
 

@@ -20,7 +20,8 @@ Names: TypeAlias = tuple[str, str, str]
 """The names of one combination: (model, quantization, target)."""
 
 MOST_SETTINGS = 1_000_000
-"""Maximum number of pairs (combination, include entry that applies to it)."""
+"""Maximum number of pairs (combination of model, quantization and target, `include` entry of the recipe's
+matrix that applies to it)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The combinations of a matrix, and the indices of the entries that have no effect."""
+    """The combinations of model, quantization and target that a recipe's matrix describes, and the indices of
+    its `include` and `exclude` entries that have no effect."""
 
     cells: tuple[Cell, ...]
     idle: tuple[int, ...]
@@ -101,10 +103,9 @@ def expand(
 
 
 def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[int, ...], tuple[int, ...]]:
-    """Determines what include entries do that match no combination of the product. Returns (combinations
-    that they add, indices of entries that name too few axes for that, indices of entries that repeat an
-    added combination).
-    """
+    """Evaluates the `include` entries that match no combination of a recipe's models, quantizations and
+    targets. Returns (combinations that they add, indices of entries that add none because they do not name
+    all three, indices of entries that repeat an added combination)."""
     loose: list[int] = []
     repeated: list[int] = []
     entry_of_cell: dict[Names, int] = {}
@@ -120,9 +121,9 @@ def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[i
 
 
 class _Index:
-    """An index of include or exclude entries by the axes that they name, with one look-up per combination
-    and set of axes.
-    """
+    """An index of the include or exclude entries of a matrix. Entries that name the same of model,
+    quantization and target share one table, so that matching a combination takes one look-up for each
+    table."""
 
     def __init__(self, entries: Sequence[MatrixEntry]) -> None:
         self.tables: dict[tuple[bool, ...], dict[tuple[str, ...], list[int]]] = {}
@@ -131,8 +132,8 @@ class _Index:
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """Returns the indices of the entries that agree with a combination, as one list for each set of
-        axes that entries name. names: model, quantization, target.
-        """
+        """Returns the indices of the include or exclude entries that agree with a combination, as lists of
+        the entries that name the same of model, quantization and target. names: model, quantization,
+        target."""
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

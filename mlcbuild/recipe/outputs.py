@@ -19,7 +19,8 @@ DEFAULT = "dist/{model}-{quantization}-{target}"
 _WHERE: Where = ("bundle", "output")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _SHOWN = 3
-"""Maximum number of collisions that are reported in full. A template without an axis causes thousands."""
+"""Maximum number of output directories that are reported one by one because they collide with each other or
+with other files. A template without an axis causes thousands."""
 
 
 def read_template(reading: Reading) -> str | None:
@@ -50,7 +51,8 @@ def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
 
 
 def render(template: str, names: Names) -> str:
-    """Returns the output directory of one combination, relative to the recipe's directory."""
+    """Returns the output directory of the bundle of one model, quantization and target, relative to the
+    recipe's directory. template: text such as "dist/{model}-{quantization}-{target}"."""
     return _PLACEHOLDER.sub(lambda match: names[AXES.index(match[1])], template)
 
 

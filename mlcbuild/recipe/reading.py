@@ -1,6 +1,5 @@
-"""Holds the state that the readers of a recipe's sections share: data, positions, the project, and
-problems.
-"""
+"""Holds the state that the readers of a recipe's sections share: data, the line and column of each value, the
+project directory that paths must not leave, and problems."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class RecipeAdapter:
     weight: float
     """Factor by which the adapter's change of the weights is multiplied."""
     place: Place
-    """Position of the adapter's source in the recipe."""
+    """File, line and column of the adapter's source in the recipe."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RecipeModel:
     name: str
     source: Source
     place: Place
-    """Position of the model's source in the recipe."""
+    """File, line and column of the model's source in the recipe."""
     adapters: tuple[RecipeAdapter, ...] = ()
     """The LoRA adapters, in the order in which they are merged."""
 

@@ -41,7 +41,8 @@ class Substitution:
     problems: Problems = field(default_factory=Problems)
     used: set[str] = field(default_factory=set)
     size: int = 0
-    """Number of characters of the substituted texts so far."""
+    """Number of characters, so far, of the recipe's texts with references to variables and of the values that
+    replace these."""
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:

@@ -47,7 +47,8 @@ class Bar:
     failed: bool = False
     tip: str = ""
     worker: str = ""
-    """The machine that ran the step, "" for this one. Steps of two machines never share a row."""
+    """Name of the machine that ran the step, "" for this one. Steps of two machines are never drawn in the
+    same row of the timeline."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,8 @@ Box = tuple[float, float, float, float]
 
 
 def _around(place: tuple[float, float], start: float, length: float) -> Box:
-    """Returns the rectangle around a dot or a line of text in a chart. place: (x, y) in pixels, y being its
-    middle; start, length: its left edge relative to x, and its width.
-    """
+    """Returns the rectangle (left, top, right, bottom), in pixels, around a dot or a line of text in a chart.
+    place: (x, y), y being its middle; start, length: its left edge relative to x, and its width."""
     x, y = place
     return x + start, y - 6.5, x + start + length, y + 6.5
 

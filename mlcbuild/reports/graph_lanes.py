@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from mlcbuild.build.graph import Graph, Source
 
 SHARED = "shared by models"
-"""Title of the lane of steps that several models, or none, need."""
+"""Title of the group of steps, in a drawn graph, that several models or none need."""
 
 
 def lanes(graph: Graph) -> dict[str, str]:
-    """Returns name of a node -> title of its lane, a model's name or SHARED; with fewer than two models, ""
-    for every node.
-    """
+    """Returns name of a step or source -> title of the group (lane) in which it is drawn: the model that
+    alone needs it, or SHARED; with fewer than two models, "" for all."""
     models = {name.split("/")[1] for name in graph.nodes if name.startswith("weights/")}
     if len(models) < 2:
         return dict.fromkeys(graph.nodes, "")

@@ -44,7 +44,7 @@ _WORDS = {
 }
 _CHAR, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 7.0, 34.0, 56.0, 12.0, 24.0
 _TITLE = 26.0
-"""Height of a lane's title in pixels."""
+"""Height in pixels of the title above the steps of one model."""
 _SWEEPS = 12
 
 
@@ -168,9 +168,9 @@ def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -
 
 
 def layout(graph: Graph) -> dict[str, Box]:
-    """Returns name of a step or source -> its position, such that none overlap and every edge leads to the
-    right. The lanes of models, if there are several, lie below each other.
-    """
+    """Returns name of a step or source -> its box (left edge, top, width, in pixels), such that none overlap
+    and every edge leads to the right. With several models, the steps of each form a lane, and lanes lie below
+    each other."""
     layers, lane_of = _layers(graph), lanes(graph)
     rows: dict[str, float] = {}
     top = 0.0
@@ -193,7 +193,9 @@ def layout(graph: Graph) -> dict[str, Box]:
 
 
 def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -> list[str]:
-    """Returns the background and title of each lane as SVG; [] without lanes. width: that of the picture."""
+    """Returns SVG elements: background and title of each lane, the steps of one model or of several; []
+    without lanes. boxes: name of a node -> its place; lane_of: name -> title of its lane; width: that of the
+    picture in pixels."""
     bands = []
     for lane in sorted(set(lane_of.values()) - {""}):
         heights = [box.y for name, box in boxes.items() if lane_of[name] == lane]
@@ -225,7 +227,8 @@ def _layers(graph: Graph) -> list[list[str]]:
 
 
 def _neighbours(graph: Graph, names: Set[str]) -> dict[str, list[str]]:
-    """Returns name of a node -> the nodes that it needs or that need it. names: the nodes to consider."""
+    """Returns name of a node -> the nodes that it depends on directly and those that depend directly on it.
+    names: the nodes to consider."""
     neighbours: dict[str, list[str]] = {name: [] for name in names}
     for name in graph.nodes:
         for user in graph.users[name]:

@@ -22,7 +22,8 @@ from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 MOST_DRAWN = 300
 """Maximum number of nodes of a graph that the page draws."""
 MOST_ROWS = 500
-"""Maximum number of rows of a table, and of failures. The page states how many are left out."""
+"""Maximum number of rows of a table in the report of a run, and of failed steps that it lists. It states how
+many are left out."""
 MOST_PLOTS = 30
 MOST_BARS = 1500
 """Maximum number of steps in a timeline; of more, the longest are shown."""

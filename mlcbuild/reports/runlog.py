@@ -58,7 +58,7 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class LoggedVariant:
-    """One variant, as the log of a run holds it."""
+    """The outcome of one variant (a model, a quantization and a target) in the log of a run."""
 
     name: str
     model: str
@@ -69,11 +69,11 @@ class LoggedVariant:
     """The reason why the variant failed, or why it was not verified."""
     line: int
     column: int
-    """Column of the model's source in the recipe's file."""
+    """Column of the model's source in the recipe's file, counted from 1."""
     bytes: int | None
-    """Bytes of all files of the variant's bundle; None if there is no bundle."""
+    """Size of all files of the variant's bundle in bytes; None if there is no bundle."""
     weights: int | None
-    """Bytes of the bundle's weights; None if there is no bundle."""
+    """Size of the bundle's weights in bytes; None if there is no bundle."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Name of a figure -> value, from verification and, if there was one, from a measurement of speed."""
     budget: Mapping[str, Any] = field(default_factory=dict)
@@ -180,10 +180,9 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes the part of a run's log that has no times to a file, which later runs without work share.
-    Returns (path of the file, end of a JSON document that names the file). Raises OSError if it cannot be
-    written.
-    """
+    """Writes the part of a run's log that has no times to a file, to which the logs of later runs with the
+    same outcome refer. Returns (path of the file, JSON text `"format": ..., "rest": name of the file}` that
+    ends such a log). Raises OSError if it cannot be written."""
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
     text = json.dumps(fields)  # The text is ASCII, because a path may hold bytes that are not UTF-8.

@@ -29,11 +29,8 @@ class Backend:
     library's bytes. It raises SetupError.
     """
     layout: Callable[[Scheme], str]
-    """Function from a scheme to the physical layout that the device's kernels read. It is also called for
-    each override.
-
-    It raises UsageError for a format without kernels.
-    """
+    """Function from a quantization scheme to the physical layout that the device's kernels read. It is also
+    called for the scheme of each override. It raises UsageError for a format without kernels."""
     runtime_files: tuple[str, ...]
     """Names, without suffix, of the shared libraries that a bundle must include to run its compiled
     library.
@@ -45,9 +42,8 @@ class Backend:
     labels: Callable[[Target], tuple[str, ...]]
     """Function from a target to the labels that a cluster worker needs to run code for it."""
     kernels: str = ""
-    """Package whose modules `<format>_kernel` hold the device's kernels for stored formats. A module enters
-    the keys of libraries with its format. "": the kernels of all formats are in the closure of `action`.
-    """
+    """Package whose modules `<format>_kernel` hold the device's kernels for stored formats. A library's key
+    covers the module of each format that it uses. "": `action` imports the kernels of all formats."""
     executor: tuple[str, ...] = ()
     """Names of the runtime's modules that run compiled code. They enter the keys of steps that run it."""
     faults: str = ""

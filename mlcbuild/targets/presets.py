@@ -117,9 +117,8 @@ def _base(document: Document, where: Where, data: dict[str, Data], problems: Pro
 
 
 def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
-    """Merges two lists of LLVM features and returns them sorted. An added feature replaces the same feature
-    with the other sign.
-    """
+    """Merges two lists of LLVM features, such as "+avx2" and "-avx512f", and returns them sorted. A feature
+    of `added` replaces the same feature of `base`, whatever its sign."""
     by_name = {feature[1:]: feature for feature in (*base, *added)}
     return tuple(sorted(by_name.values()))
 
