@@ -23,7 +23,8 @@ class Remote:
     """A remote cache as a recipe or the command line names it."""
 
     url: str
-    """file:///directory, https://host/path, s3://bucket/prefix or oci://host/repository."""
+    """Address of the cache, below which its records and blobs are: file:///directory, https://host/path,
+    s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
     """True for a remote to which results are uploaded only if the environment variable CI is set."""

@@ -79,8 +79,8 @@ def refusal(host: str, status: int, *, authorized: bool) -> str:
 
 
 def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the value of the Authorization header for a registry: as `authorization` does, then from
-    Docker's and Podman's files.
+    """Returns the value of the Authorization header for a registry: from the environment or netrc (see
+    `authorization`), else from Podman's and Docker's files.
 
     Credential helpers that these files name are run. `host` may include a port. Returns None without
     credentials. Raises RemoteError if a credential helper fails.

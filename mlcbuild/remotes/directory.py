@@ -88,11 +88,12 @@ class Directory:
             raise self._explain(error, operation) from None
 
     def _sweep(self, part: Path) -> None:
-        """Removes the unfinished uploads of killed processes that are in the directory of the upload
-        `part`; does nothing when called again.
+        """Removes the unfinished uploads of killed processes from the directory of the file `part`, an upload
+        of this process; does nothing when called again.
 
         Their age is measured by the file server's clock. Files with other names are left alone: whoever may
-        write to the remote could have put a link to a directory of this user in place of `tmp`.
+        write to the remote could have put a link to a directory of this user in place of its directory of
+        uploads.
         """
         if self._swept:
             return

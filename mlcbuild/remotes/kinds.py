@@ -33,7 +33,7 @@ class Destination:
     does.
     """
     module: str
-    """Name of the module that defines `push` and `fetch` for this kind: see
+    """Dotted name of the module whose `push` and `fetch` send and download bundles: see `_Place` in
     mlcbuild/bundles/publish/transfer_bundle.py."""
 
     def load(self) -> ModuleType:
@@ -47,11 +47,11 @@ class Kind:
     form: str
     """The beginning of the URLs of this kind of remote, for messages."""
     fault: Callable[[str], str] | None = None
-    """Function that returns the reason why a syntactically valid URL is not accepted, or "". None for a kind
-    that cannot hold a cache.
-    """
+    """Function of a URL that returns the reason why it is not accepted as a cache, or "". None if URLs with
+    this scheme are only for publishing bundles."""
     connect: Callable[[str, float], Transport] | None = None
-    """Function of (URL, timeout in seconds) that returns a transport. It raises RemoteError."""
+    """Function of (URL, timeout in seconds) that returns the client object with which a remote cache is read
+    and written. It raises RemoteError if the remote cannot be opened."""
     takes_query: bool = False
     """True if a URL of this kind may have options after '?'."""
     publishes: Destination | None = None
@@ -198,8 +198,7 @@ def connect(url: str, timeout: float = TIMEOUT) -> Transport:
 
 
 def destination(url: str) -> Destination | None:
-    """Returns the functions for publishing to an address; None if bundles cannot be published to addresses of
-    this kind.
-    """
+    """Returns the `Destination` with which bundles are published to an address; None if they cannot be
+    published to addresses with this scheme."""
     kind = KINDS.get(scheme(url)) if "://" in url else None
     return kind.publishes if kind is not None else None

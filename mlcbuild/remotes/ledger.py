@@ -16,9 +16,11 @@ from mlcbuild_format import regular
 from mlcbuild.canon import bytes_digest
 
 DIRECTORY = "sent"
-"""Name of the directory of ledgers in a store."""
+"""Name of the directory in a store whose files list, for each remote, the keys of the results that it has
+received."""
 _LARGEST = 64 << 20
-"""Largest size in bytes of a ledger that is read, which suffices for a million keys."""
+"""Largest size in bytes that is read of a file with the keys that a remote has received, which suffices for a
+million keys."""
 
 
 class Ledger:
@@ -30,7 +32,8 @@ class Ledger:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """Returns the keys that the remote had received when the ledger's file was first read."""
+        """Returns the keys of the results that a remote had received when the store's list of them was first
+        read; an unreadable list counts as empty."""
         try:
             return frozenset(regular.read(self._path, _LARGEST, follow_link=False).decode().split("\n"))
         except (OSError, ValueError):

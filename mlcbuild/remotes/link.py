@@ -243,7 +243,8 @@ class Link:
 
 
 class _Watched:
-    """A file that is being uploaded; reading it raises when the run ends or the upload is too slow."""
+    """A file that is being uploaded to a remote. Reading it raises CancelledError after the run was ended,
+    and SlowError (a RemoteError) when the upload is too slow."""
 
     def __init__(self, file: BinaryIO, stop: threading.Event, timeout: float) -> None:
         self._file = file

@@ -41,7 +41,7 @@ class Descriptor:
 
     media: str
     digest: str
-    """The digest, written sha256:<64 hex>."""
+    """Digest of the blob's content, written sha256:<64 hex>."""
     size: int
     annotations: Mapping[str, str] = field(default_factory=dict)
 

@@ -214,9 +214,8 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> RemoteRecord | None:
-        """Returns the record of a key that `keep` stored on this machine; None if it is missing or
-        damaged.
-        """
+        """Returns the record, of the step with this key, that an earlier run read from a remote and `keep`
+        stored on this machine; None if it is missing or damaged."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")

@@ -57,14 +57,10 @@ class Body:
     """
 
     start: int
-    """Function that returns the next bytes of the object, b"" at the end. The next call reuses the buffer.
-
-    It raises RemoteError.
-    """
+    """Offset, within the object, of the first byte that `read` returns; 0 if the remote ignored the range."""
     read: Callable[[], Buffer]
-    """Function that returns the next bytes, b"" at the end. The next call reuses the buffer.
-
-    It raises RemoteError.
+    """Function that returns the next bytes of the object, b"" at the end. The next call reuses the buffer. It
+    raises RemoteError.
     """
     close: Callable[[], None]
 
@@ -119,8 +115,8 @@ class Attempts:
         """Records a request that began at `began` (time.monotonic()) and brought `count` new bytes before it
         failed with `error`.
 
-        Raises `error` after a slow transfer, or after three in a row below SLOWEST: a server that breaks off
-        after each byte must not get one request per byte.
+        Raises `error` if it is a SlowError, or after three requests in a row that brought less than SLOWEST
+        bytes per second: a server that breaks off after each byte must not get one request per byte.
         """
         enough = max(1, SLOWEST * min(time.monotonic() - began, TIMEOUT))
         self._vain = 0 if count >= enough else self._vain + 1
@@ -160,10 +156,9 @@ def quoted(text: str) -> str:
 
 
 class Transport(Protocol):
-    """A connection to one remote. Its methods are thread-safe and raise RemoteError on failure.
-
-    Methods that read may also raise DamagedError. `Bordered` enforces this.
-    """
+    """A connection to one remote cache, which stores objects by name. Its methods are thread-safe and raise
+    RemoteError on failure; those that read may also raise DamagedError. The wrapper `Bordered` turns other
+    exceptions of an implementation into RemoteError."""
 
     def open(self, name: str, start: int = 0) -> Body | None:
         """Opens the object `name`, which is "ac/<key>" or "cas/<digest>", and returns a stream of its bytes

@@ -74,10 +74,11 @@ def set_aside(destination: Path) -> Path | None:
 
 
 def _stands(rows: list[Row], destination: Path) -> bool:
-    """Returns True if a destination directory already holds exactly the files `rows`. It is judged without
-    a lock, because most of thousands of outputs are complete.
+    """Returns True if an output directory already holds exactly the files `rows`, (path, digest, size) each.
+    It is judged without a lock, because most of thousands of outputs are complete.
 
-    While another process replaces a destination, its list names other files or is absent.
+    While another process replaces the directory, mlcbuild's list of the files in it names other files or is
+    absent.
     """
     sizes = {path: size for path, _, size in rows}
     directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}
@@ -154,8 +155,8 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
     """Returns True if the output directory has exactly the files `rows`, compared by name, size and mtime.
-    listed: the list of files that mlcbuild wrote, against which they were verified before.
-    """
+    rows: (path, digest, size) each. listed: those files, in the same form, that mlcbuild wrote there, and
+    whose bytes were compared with their digests before."""
     present_files = {name: path.stat() for path, name in _files(destination)}
     return present_files.keys() == {path for path, _, _ in rows} and all(
         row in listed

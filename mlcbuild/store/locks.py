@@ -71,8 +71,8 @@ def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLoc
 
 def wait_lock(path: Path, *, keep: bool = False, shared: bool = False) -> HeldLock:
     """Waits until no other process holds a file lock, acquires it and returns it; meant for locks that are
-    held for moments. Parameters as in `try_lock`. Raises OSError if the lock file cannot be opened.
-    """
+    held for moments. keep: True if the lock file stays after the release; shared: True for a lock that
+    several processes may hold. Raises OSError if the lock file cannot be opened."""
     while (lock := try_lock(path, shared=shared, keep=keep)) is None:
         time.sleep(0.02)
     return lock

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 FORMAT = "mlcbuild-receipt/3"
 KEPT = 20
 _LARGEST = 1 << 30
-"""Largest receipt that is read, in bytes; ten thousand steps need about 5 million."""
+"""Size in bytes of the largest receipt (the list of everything that a finished run depended on) that is read;
+ten thousand steps need about 5 million."""
 _TEXTS = ("said", "watched", "absent", "records", "shelves", "blobs", "copies", "listed", "log")
 _NUMBERS = ("stats", "shelf_stats", "blob_sizes", "copy_sizes")
 _VARIABLES = (
@@ -47,13 +48,12 @@ _VARIABLES = (
     *("MLCBUILD_CORES", "MLCBUILD_KEY", "MLCBUILD_STORE", "MLCBUILD_TLS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
 )
-"""Names of the environment variables that can change the result of a run without work."""
+"""Names of the environment variables that can change what a run does although everything is built."""
 
 
 def place(root: str, arguments: Sequence[str]) -> str:
-    """Returns the path, below the store `root`, of the receipt for this command line, directory, user,
-    machine and Python interpreter.
-    """
+    """Returns the path of the file, below the store `root`, that lists what a finished run depended on (a
+    receipt). It follows from command line, directory, environment, user, machine and Python interpreter."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read()  # The features of a processor stay the same until the machine restarts.
@@ -76,10 +76,10 @@ def place(root: str, arguments: Sequence[str]) -> str:
 
 
 def check(arguments: Sequence[str]) -> str | None:
-    """Returns the text that a run with these command-line arguments prints when a receipt shows that there
-    is nothing to do; None when there may be work.
+    """Returns the text that a run with these command-line arguments prints when nothing has changed since a
+    finished run, whose receipt lists everything that it depended on; None when there may be work.
 
-    Also marks the records as used and logs the run, as an ordinary run does.
+    Also marks the records of the steps as used, so that garbage collection keeps them, and logs the run.
     """
     started = time.monotonic()
     root = store(arguments)
@@ -118,19 +118,20 @@ def check(arguments: Sequence[str]) -> str | None:
 
 
 def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
-    """Writes a receipt to the path `path`. Errors are ignored, since a receipt only saves time.
+    """Writes a receipt, the list of everything that a finished run depended on, to the path `path`. Errors
+    are ignored, since a receipt only saves time.
 
     texts, numbers: name of a section -> its entries, of any number:
 
         said     the text printed before and after the seconds that the run took
-        watched  paths of files and directories; stats: their `stats`
+        watched  paths of files and directories; stats: what `stats` returns for them
         absent   paths that must not exist
-        records  keys; shelves: their directories in ac/; shelf_stats: the stats of these, or three zeros for
-                 one whose mtime is too recent to detect a later change
-        blobs    d0/<digest>, below cas/; copies: paths of other files with the store's mtime;
+        records  keys of steps; shelves: the directories of their records below ac/; shelf_stats: stats of
+                 these, or three zeros for one whose mtime is too recent to detect a later change
+        blobs    paths of stored files below cas/; copies: paths of other files with the store's mtime;
                  blob_sizes, copy_sizes: their sizes in bytes
-        listed   for each directory whose stat does not suffice: path, count, names and inodes
-        log      the directory of run logs, and the rest of this run's log: see mlcbuild.reports.runlog
+        listed   for each directory whose mtime was too recent: path, count, names and inodes of its files
+        log      the directory of run logs, and the JSON text of this run's log without its times
     """
     from array import array
 
@@ -172,10 +173,8 @@ def inodes(directory: str) -> list[str]:
 
 def store(arguments: Sequence[str]) -> str:
     """Returns the directory of the store that a command line names with --store, or of the user's default
-    store.
-
-    A wrong guess does no harm: no receipt is there.
-    """
+    store. If --store is meant otherwise, for example as another option's value, there is no receipt in that
+    directory, and an ordinary run follows."""
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":
@@ -259,7 +258,8 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 
 
 def _log(directory: str, rest: str, seconds: float) -> None:
-    """Writes the log of this run, which differs from the receipt's log only in start and duration."""
+    """Writes the log of a run without work: the log of the run that left the receipt, with another start and
+    duration."""
     try:
         layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:

@@ -29,11 +29,9 @@ Row: TypeAlias = tuple[str, str, int]
 
 
 class Code(dict[str, str]):
-    """The source files of an action: path -> digest. Immutable.
-
-    All records of an action in one process share one object, which caches the salts of keys: a recipe has a
-    few actions and thousands of steps.
-    """
+    """The source files that a step's action consists of: path -> digest. Immutable. All records of an action
+    share one object, which caches the digest of these files and of tool versions, since a recipe has few
+    actions and thousands of steps."""
 
     def __init__(self, code: Mapping[str, str]) -> None:
         super().__init__(code)

@@ -59,9 +59,8 @@ class Preimage:
         return self._key(canonical(self.params))
 
     def parsed_key(self) -> str:
-        """Returns the key of this pre-image, whose parameters must have been parsed from JSON
-        without floats.
-        """
+        """Returns the step's key, the digest of everything that its result depends on, in hexadecimal. Its
+        parameters must have been parsed from JSON without floats."""
         return self._key(canonical_plain(self.params))
 
     def _key(self, params: bytes) -> str:
@@ -73,7 +72,7 @@ class Preimage:
 
 @dataclass(frozen=True)
 class Expected:
-    """The part of a record's second line that follows from the pre-image of a key, as text.
+    """The texts that the second line of a record, its inputs as JSON, must contain for one key.
 
     A planner has just computed the key from these same texts, so comparing them checks the same as
     recomputing the key from the parsed line, in a fifth of the time.
@@ -87,19 +86,16 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """Returns the text that a record must have for a pre-image whose parts are canonical JSON. inputs:
-        argument of the action -> list of its files.
-        """
+        """Returns the texts that a record must contain whose key is the digest of these values, all of which
+        are canonical JSON. inputs: argument of the action -> list of its files."""
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Returns True if `rest`, the second line of a record, has this text, has the right form where it
-        may differ, and names the tree with the digest `tree`.
-
-        Returns False also for a valid line in another notation, which must be parsed.
-        """
+        """Returns True if `rest`, the second line of a record, consists of the expected texts, with
+        well-formed costs, flag and step name between them, and names the files' digest `tree`. Returns False
+        also for a valid line in another notation, which must be parsed."""
         if not rest.startswith(self.before_costs):
             return False
         costs = _costs(rest, len(self.before_costs))
@@ -111,16 +107,14 @@ class Expected:
 
 _costs = re.compile(rb"\[(?:(?:0|[1-9][0-9]{0,17})(?:,|(?=\]))){3}\]").match
 _shared_and_step = re.compile(rb'(?:true|false),"step":"[ !#-\[\]-~]{1,4096}"').match
-"""Matches the end of the second line if the step's name is printable ASCII without quotes and backslashes.
-Lines with other names are parsed.
-"""
+"""Matches `true` or `false` and the step's name in a record's second line, if the name is printable ASCII
+without quotes and backslashes. Lines with other names are parsed as JSON."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured costs of one run of a step, as integers, because records are canonical JSON without
-    floats.
-    """
+    """The measured time, CPU time and peak memory of one run of a step, as integers, because records are
+    canonical JSON without floats."""
 
     milliseconds: int = 0
     cpu_milliseconds: int = 0
@@ -155,9 +149,8 @@ class BuildInfo:
 
     @classmethod
     def from_json(cls, fields: object) -> BuildInfo:
-        """Parses the dictionary that `to_json` returns, read from a record's second line. Raises ValueError
-        for anything else.
-        """
+        """Returns the BuildInfo that a JSON object describes: the second line of a record, as `to_json` wrote
+        it. Raises ValueError for anything else."""
         if not isinstance(fields, dict) or fields.keys() - {"tree"} != _ABOUT:
             raise ValueError("its second line lacks a field, or has an unknown one")
         check_text("action", fields["action"])
@@ -188,7 +181,8 @@ class Record:
     rows: tuple[Row, ...]
     """(path, digest, size in bytes) of each file, sorted by path."""
     rest: bytes = field(repr=False)
-    """The second line of the record as bytes, which is parsed only on demand."""
+    """The second line of the record, canonical JSON of the step's inputs and costs. It is parsed only on
+    demand."""
 
     @classmethod
     def create(cls, key: str, tree: Tree, info: BuildInfo) -> Record:
@@ -207,11 +201,11 @@ class Record:
 
     @classmethod
     def checked(cls, key: str, data: bytes, expected: Callable[[], Expected] | None = None) -> Record:
-        """Parses a step's record and checks that it is unaltered and belongs to `key`. Raises ValueError
-        otherwise.
+        """Parses a step's record, and returns it if `key` is the digest of the inputs that it lists and its
+        files have the digest that it names. Raises ValueError otherwise.
 
-        expected: function that returns the text which follows from the pre-image of `key`, if the caller
-        has the pre-image.
+        expected: function that returns the texts which a record with this key contains, for a caller that has
+        just computed the key; comparing them is faster than parsing.
         """
         record = _head(key, data)
         if expected is not None and expected().matches(record.rest, record.tree):
@@ -236,9 +230,8 @@ class Record:
 
     @cached_property
     def info(self) -> BuildInfo:
-        """Parses the second line of the record, and returns how the artifact was built. Raises ValueError
-        if the line is malformed.
-        """
+        """Returns the step that built the artifact, the step's inputs and its costs, parsed from the record's
+        second line. Raises ValueError if that line is malformed."""
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:
@@ -257,9 +250,8 @@ class Record:
 
 @lru_cache(maxsize=4096)
 def _tree(rows: tuple[Row, ...]) -> Tree:
-    """Returns the tree that these files (path, digest, size) form. Trees are cached, because the steps of a
-    recipe share most inputs.
-    """
+    """Returns the `Tree` of some files, (path, digest, size) each: its entries and their common digest. Trees
+    are cached, because the steps of a recipe share most inputs."""
     return Tree.of(Entry(*row) for row in rows)
 
 

@@ -11,10 +11,11 @@ Any write changes a file's mtime, so a blob with this mtime was not written to.
 """
 STAMP_NS = STAMP * 1_000_000_000
 SPOILT = STAMP + 2
-"""The mtime, in seconds, of the links of a blob that was damaged although nobody wrote to it.
+"""The mtime, in seconds, that the hard links of a stored file get when its bytes turn out to be wrong
+although its own mtime is unchanged, as after a fault of the disk.
 
-In a bundle it distinguishes a damaged file from one that a user changed. It differs from STAMP by two
-seconds, the coarsest resolution of a filesystem's clock.
+In a bundle it distinguishes a damaged file from one that a user changed. It differs from the mtime of intact
+files by two seconds, the coarsest resolution of a filesystem's clock.
 """
 RACY_NS = 2_000_000_000
 """Two seconds in nanoseconds: the resolution of the coarsest clock in use (FAT), or the skew of a file

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import sqlite3
 
 _Row: TypeAlias = tuple[int | str, int | str, int | str, str, str]
-"""(size, mtime, ctime, digest, stored checksum); the checksum is "" if the row was not read from the file."""
+"""A cached file digest: (size in bytes, mtime and ctime of the file in nanoseconds, digest, checksum of this
+row); the checksum is "" for a row that is not in the database yet."""
 Hashing: TypeAlias = Callable[[Path, int], None]
 """Callback that receives a file's path and size in bytes before the file is hashed."""
 
@@ -100,9 +101,9 @@ class StatCache:
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
     def imports(self) -> ImportTable:
-        """Returns a mapping with the cached imports of source files, keyed as `canon.ImportTable`
-        describes. `save` also writes entries that the caller adds to it.
-        """
+        """Returns the cached mapping (digest of a source file, package in which its relative imports start)
+        -> names of the modules that the file may import. `save` also writes entries that the caller adds to
+        it."""
         if self._imports is None:
             rows = self._rows("select source, package, modules, checksum from imports")
             self._imports = {
@@ -114,11 +115,13 @@ class StatCache:
         return self._imports
 
     def keys(self, name: str) -> list[str]:
-        """Returns the recent keys of the step called `name`, the latest first."""
+        """Returns the keys, at most KEPT_KEYS, that the step called `name` had in recent plans, the latest
+        first."""
         return self._known_keys().get(name, [])
 
     def remember(self, latest: Mapping[str, str]) -> None:
-        """Stores the latest key of each step. latest: step name -> key."""
+        """Adds the latest key of each step to its recent keys, which `save` writes to the database; plans
+        compare with them to say what changed. latest: step name -> key."""
         latest_keys = self._known_keys()
         for name, key in latest.items():
             old = latest_keys.get(name, [])
@@ -216,9 +219,8 @@ class StatCache:
             path.unlink(missing_ok=True)
 
     def _remove_links(self) -> None:
-        """Removes links at the database's paths, which SQLite would follow. Raises
-        sqlite3.OperationalError.
-        """
+        """Removes symbolic links at the paths of the database's files, which SQLite would follow. Raises
+        sqlite3.OperationalError if one cannot be removed."""
         import sqlite3
 
         try:

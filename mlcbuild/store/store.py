@@ -67,7 +67,8 @@ class Published:
 
     record: Record
     fault: str = ""
-    """If the step is not reproducible, the differences from the earlier record; "" otherwise."""
+    """The differences from the record that the store had already for the same key, if the step is not
+    reproducible; "" otherwise."""
 
 
 class Store(Blobs):
@@ -116,9 +117,9 @@ class Store(Blobs):
     # Reading
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
-        """Returns the record of a step's key, checked as `Record.checked` describes, whether or not its
-        files are in the store; None if there is none.
-        """
+        """Returns the record with a step's key, whether or not its files are in the store; None if there is
+        none, or if its inputs and files do not have the digests that it states. expected: see
+        `Record.checked`."""
         path = f"{self._ac}{layout.shelved(key)}"
         try:
             return Record.checked(key, regular.read(path, LARGEST, follow_link=False), expected)
@@ -235,10 +236,9 @@ class Store(Blobs):
             return self._keep(record, part)
 
     def put_record(self, record: Record, part: Path) -> Published:
-        """Stores a record that was built elsewhere. Its blobs must already be in the store. part: path at
-        which the file is first written. Raises StoreError if a blob is missing, or the record cannot be
-        written.
-        """
+        """Stores a record that was built elsewhere. Its blobs must already be in the store. part: temporary
+        path, at which the record is written before it is moved to its place. Raises StoreError if a blob is
+        missing, or the record cannot be written."""
         with self.writing(), self.settled():
             if missing := self.lost(record):
                 raise StoreError(f"a record cannot be stored before its files: {missing}")

@@ -59,7 +59,8 @@ class KindStatistics:
     records: int = 0
     bytes: int = 0
     last_used: float = 0.0
-    """Time at which any step of this kind was last built or used, in seconds since 1970."""
+    """Time, in seconds since 1970, at which any step of one kind, such as "weights", was last built or
+    used."""
     oldest_use: float = 0.0
     """Time of the last use of that record of this kind which gc would remove first, in seconds since 1970."""
 
@@ -74,7 +75,8 @@ class Status:
     bytes: int
     """Total size of all blobs in bytes, each counted once."""
     kinds: dict[str, KindStatistics] = field(default_factory=dict)
-    """Kind of step -> statistics. A blob that two kinds share is counted in both."""
+    """Kind of step, such as "weights" -> number, bytes and times of use of its records. A blob that two kinds
+    share is counted in both."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
 def _collect(
     store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
 ) -> Collected:
-    """Removes records and blobs as `gc` describes.
+    """Removes records that were not used for `unused_days`, then the least recently used ones until the blobs
+    of the rest take at most `max_bytes`, then every blob that no record names. None: no limit.
 
     young: (time, time) in seconds since 1970: records used, and blobs created, after these times stay in any
     case; None: no such limit.
