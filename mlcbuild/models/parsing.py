@@ -20,7 +20,7 @@ from mlcbuild.models.family import Common, Family, sources_of
 from mlcbuild.models.fields import ABSENT, Fields, show
 from mlcbuild.models.known import IRRELEVANT, NEUTRAL, OTHER_PARTS
 from mlcbuild.models.layers import Attention, Dense, Rope
-from mlcbuild.models.refusals import refusal
+from mlcbuild.models.refusals import missing_block, refusal
 from mlcbuild.models.rope import ROPE_FIELDS, read_ropes
 from mlcbuild.models.tensor_names import TensorNames
 
@@ -130,6 +130,8 @@ def _family(fields: Fields, values: Mapping[str, object]) -> Family:
     if not isinstance(name, str) or name not in family_names():
         why = refusal(name, values, family_names()) if isinstance(name, str) else "it must be a string"
         raise CheckpointError(f"{fields.place}: model_type: {show(name)} is not a supported family; {why}")
+    if block := missing_block(values):
+        raise CheckpointError(f"{fields.place}: {block[0]}: {block[1]}")
     return load_family(name)
 
 

@@ -66,13 +66,27 @@ def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) 
         return f"it needs {NEEDED[name]}, which mlcbuild cannot compute"
     if name in CODE_ALONE:
         return "only code in its checkpoints defines it: transformers ships no model of this name"
-    inner = values.get("text_config")
-    for fields in (values, inner if isinstance(inner, Mapping) else {}):
-        kinds = fields.get("layer_types")
-        named = [*fields, *(kinds if isinstance(kinds, list) else ())]
-        signs = [sign for sign in named if isinstance(sign, str) and sign in SIGNS]
-        if signs:
-            return f"'{signs[0]}' says that it needs {SIGNS[signs[0]]}, which mlcbuild cannot compute"
+    if block := missing_block(values):
+        return block[1]
     # The message suggests no similar name: config.json comes with the weights, and a similar family computes
     # something else.
     return f"supported: {', '.join(families)}"
+
+
+def missing_block(values: Mapping[str, object]) -> tuple[str, str] | None:
+    """Returns (name of a field of config.json or of its text_config, message) if the field is a sign of a
+    block that mlcbuild does not implement; None if no field is. Fields that are null, 0 or false are no
+    signs.
+    """
+    inner = values.get("text_config")
+    for fields in (values, inner if isinstance(inner, Mapping) else {}):
+        kinds = fields.get("layer_types")
+        named = [(name, name) for name, value in fields.items() if value]
+        named += [("layer_types", kind) for kind in (kinds if isinstance(kinds, list) else ())]
+        for name, sign in named:
+            if isinstance(sign, str) and sign in SIGNS:
+                return (
+                    name,
+                    f"'{sign}' says that the model needs {SIGNS[sign]}, which mlcbuild cannot compute",
+                )
+    return None

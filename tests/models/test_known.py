@@ -106,14 +106,23 @@ def test_types_that_only_code_in_checkpoints_defines_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "block"),
     [
-        ({"index_topk": 2048, "kv_lora_rank": 512}, "'index_topk' says that it needs a sparse indexer"),
-        ({"text_config": {"conv_L_cache": 3}}, "'conv_L_cache' says that it needs short convolutions"),
+        (
+            {"index_topk": 2048, "kv_lora_rank": 512},
+            "'index_topk' says that the model needs a sparse indexer",
+        ),
+        ({"text_config": {"conv_L_cache": 3}}, "'conv_L_cache' says that the model needs short convolutions"),
         (
             {"layer_types": ["full_attention", "linear_attention"]},
-            "'linear_attention' says that it needs recurrent state",
+            "'linear_attention' says that the model needs recurrent state",
         ),
-        ({"text_config": {"global_head_dim": 512}}, "'global_head_dim' says that it needs heads whose size"),
-        ({"num_kv_shared_layers": 4}, "'num_kv_shared_layers' says that it needs embeddings for each layer"),
+        (
+            {"text_config": {"global_head_dim": 512}},
+            "'global_head_dim' says that the model needs heads whose size",
+        ),
+        (
+            {"num_kv_shared_layers": 4},
+            "'num_kv_shared_layers' says that the model needs embeddings for each layer",
+        ),
         ({"layer_types": [["conv"], 3], "text_config": []}, "supported: apertus, "),
     ],
 )
@@ -123,6 +132,21 @@ def test_unknown_types_are_refused_by_the_block_that_their_fields_name(
     with pytest.raises(CheckpointError) as caught:
         parse({"model_type": "llama9", **fields})
     assert block in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3"])
+def test_supported_types_with_fields_of_another_block_are_refused_by_it(name: str) -> None:
+    fields = {"model_type": name, "text_config": {"layer_types": ["full_attention", "mamba"]}}
+    with pytest.raises(CheckpointError) as caught:
+        parse({"num_kv_shared_layers": 0, **fields})
+    assert str(caught.value) == (
+        "config.json: layer_types: 'mamba' says that the model needs recurrent state (a state-space or"
+        " linear-attention layer), which mlcbuild cannot compute"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"^config\.json: index_topk: 'index_topk' says that the model needs a s"
+    ):
+        parse({"model_type": name, "index_topk": 4})
 
 
 def test_no_supported_family_has_the_fields_of_blocks_that_nothing_computes() -> None:
