@@ -15,9 +15,21 @@ FAMILIES = ("llama", "qwen3")
     [
         ("mamba2", {}, "it needs recurrent state (a state-space or linear-attention layer), which mlcbuild"),
         ("internlm2", {"conv": 1}, "only code in its checkpoints defines it"),
-        ("new", {"conv_L_cache": 3}, "'conv_L_cache' says that it needs short convolutions over positions"),
-        ("new", {"layer_types": ["full_attention", "mamba"]}, "'mamba' says that it needs recurrent state"),
-        ("new", {"text_config": {"index_topk": 8}}, "'index_topk' says that it needs a sparse indexer"),
+        (
+            "new",
+            {"conv_L_cache": 3},
+            "'conv_L_cache' says that the model needs short convolutions over positions",
+        ),
+        (
+            "new",
+            {"layer_types": ["full_attention", "mamba"]},
+            "'mamba' says that the model needs recurrent state",
+        ),
+        (
+            "new",
+            {"text_config": {"index_topk": 8}},
+            "'index_topk' says that the model needs a sparse indexer",
+        ),
         ("new", {"index_topk": 8, "text_config": {"conv": 1}}, "'index_topk' says"),
         ("new", {"text_config": 7, "layer_types": "mamba"}, "supported: llama, qwen3"),
         ("new", {"layer_types": [["mamba"], 3]}, "supported: llama, qwen3"),
