@@ -88,8 +88,8 @@ class StepError(MlcbuildError):
 
 class CheckpointError(StepError):
     def __init__(self, message: object) -> None:
-        """Creates the error. message: one problem per line; the middle of very long ones is left out, since
-        they quote names and values of the checkpoint's files."""
+        """Creates the error for a checkpoint. message: one problem per line; the middle of very long ones is
+        left out, since they quote names and values of the checkpoint's files."""
         super().__init__("\n".join(map(shortened, str(message).split("\n"))))
 
 

@@ -377,9 +377,8 @@ def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
 
 @cache
 def _runtime_library(target: targets.Target) -> Source | None:
-    """Returns the runtime libraries for a bundle as a source, if those of this machine suit the target; None
-    otherwise.
-    """
+    """Returns the shared libraries of TVM's runtime that a bundle includes, as a directory of source files;
+    None if those of this machine do not suit the target."""
     host = presets.resolve(presets.HOST)
     stems = backend(target).runtime_files
     files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]

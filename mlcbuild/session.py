@@ -189,7 +189,7 @@ class Session:
     ) -> list[CiJob]:
         """Returns the jobs of a CI matrix: one for each selected variant that needs work, or shards of them.
 
-        Raises UsageError for labels of targets that no variant has, and the exceptions of `plan`.
+        Raises UsageError for unknown names or labels, SourceError for an unreadable source, StoreError.
         """
         from mlcbuild.ci import job_matrix as matrices
 
@@ -325,8 +325,8 @@ class Session:
     def push(self, selection: Selection = EVERYTHING) -> Pushed:
         """Sends the store's results of the selected steps to the remotes that are written to.
 
-        Raises UsageError if there is no such remote, RemoteError with every warning of a remote, and the
-        exceptions of `plan`.
+        Raises UsageError for unknown names and if there is no such remote, RemoteError with every warning of
+        a remote, SourceError for an unreadable source, StoreError for the store.
         """
         from mlcbuild import replication
 
@@ -337,8 +337,8 @@ class Session:
         """Downloads all results of the selected steps that remotes have into this store, for runs without a
         network.
 
-        Raises UsageError if no remote is read, RemoteError if one failed or sent wrong data and a result is
-        absent, and the exceptions of `plan`.
+        Raises UsageError for unknown names or if no remote is read, RemoteError if one failed or sent wrong
+        data and a result is absent, SourceError for an unreadable source, StoreError for the store.
         """
         from mlcbuild import replication
 

@@ -1,8 +1,8 @@
 """Performs one HTTP exchange on a separate connection, and records the arrival time of each piece of the
 answer.
 
-While answers arrive, the generator only reads and notes the time; the bytes are parsed afterwards. So it
-takes little CPU time from a server on the same machine.
+While answers arrive, the load generator only reads them and notes the time; the bytes are parsed afterwards.
+So it takes little CPU time from a server on the same machine.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class Planner:
         names = graph.closure(only) if only else graph.nodes
         self.steps = [step for step in graph.steps() if step.name in names]
         self.results: dict[str, Record | Tree] = {}
-        """Name of a node -> its result, if it is available: the tree of a source, the record of a step."""
+        """Name of a directory of source files -> its files with their digests (a `Tree`); name of a step ->
+        the record of its result, if it is available."""
         self.stats: dict[str, dict[str, tuple[int, int]]] = {}
         """Name of a directory of source files -> file -> (size in bytes, mtime in ns) at the time
         of hashing.
@@ -210,9 +211,8 @@ class Planner:
         return Preimage(step.action, params, self._code.files(step), dict(step.tools), inputs)
 
     def _expected(self, step: Step) -> Expected:
-        """Returns the part of a record's text that follows from a step's action, code, inputs, parameters and
-        tools. A record in the store without this text is not valid for the step.
-        """
+        """Returns the texts that the record of a step's result must contain: action, code, inputs, parameters
+        and tools as canonical JSON. A record in the store without them is not valid for the step."""
         _, code, tools = self._code.salt(step)
         inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
         return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
@@ -226,7 +226,7 @@ class Planner:
         return self._rows_texts[tree.digest]
 
     def tree(self, item: Input) -> Tree:
-        """Returns the tree of those files of a step or source that one input selects."""
+        """Returns the files of a step or directory that one input selects, with their digests (a `Tree`)."""
         result = self.results[self.graph.resolve(item.node)]
         if not item.select:
             return result if isinstance(result, Tree) else Tree(result.tree, result.files)

@@ -67,9 +67,8 @@ class Ladder:
     """Bytes of the parameters that are not matrices, whose schemes do not change."""
 
     def mixture(self, applied: Sequence[Upgrade]) -> dict[str, Option]:
-        """Returns name of a matrix -> its scheme, starting from the smallest ones and replaced as `applied`
-        lists.
-        """
+        """Returns name of a matrix -> its scheme: the last one to which the upgrades `applied` replace it, or
+        its smallest one without any."""
         return {**self.smallest, **{upgrade.matrix: upgrade.option for upgrade in applied}}
 
     def size(self, options: Mapping[str, Option]) -> int:
@@ -157,7 +156,8 @@ def _table(directory: Path) -> dict[str, list[Option]]:
 
 
 class _Chooser:
-    """Evaluates mixtures of schemes for a model as a whole. The loss of each mixture is computed once."""
+    """Computes the loss of a model whose matrices are stored in different schemes (a mixture). Each mixture
+    is evaluated once."""
 
     def __init__(self, trial: WeightTrial, candidates: Sequence[Storage], ladder: Ladder) -> None:
         self._trial, self._candidates = trial, candidates

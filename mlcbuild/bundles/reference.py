@@ -69,9 +69,12 @@ def logits(
     context_window: int | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> Array:
-    """Returns logits [n, vocab] of a model after each of n tokens, computed from an empty cache. dtype,
-    context_window: as in Reference; on_layer: called after each layer. Raises ValueError for token ids
-    outside the vocabulary, CheckpointError for weights that are missing or misshapen.
+    """Returns logits [n, vocab] of a model after each of n tokens, computed from an empty cache. dtype: NumPy
+    type of all arithmetic; context_window: in tokens, which selects LongRoPE's frequencies, None for the
+    model's maximum; on_layer: called after each layer.
+
+    Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
+    misshapen.
     """
     model = Reference(config, weights, dtype, context_window)
     return head(model, hidden(model, tokens, on_layer=on_layer)[0])

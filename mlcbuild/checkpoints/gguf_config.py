@@ -1,7 +1,7 @@
 """Translates the metadata of a GGUF file into the config of a model.
 
-Metadata become the fields of a config.json, which the rules of the model's family then check. GgufKeys:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Metadata become the fields of a config.json, which the rules of the model's family then check. The metadata
+keys are described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
 
 
 def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:
-    """Returns the fields of YaRN's rope object that only one architecture has."""
+    """Returns the fields of YaRN's rope object that config.json has only for this GGUF architecture; {} for
+    most."""
     if architecture == "gpt-oss":
         return {"truncate": False}
     if architecture != "deepseek2":

@@ -42,9 +42,8 @@ def _dense_layers(keys: GgufKeys) -> list[int]:
 
 
 def _leading_dense(keys: GgufKeys) -> int:
-    """Returns the number of layers before the first one with a router. The tensors count: the key for it is
-    missing in some files.
-    """
+    """Returns the number of layers before the first one with a router. It is read from the tensors' names,
+    because some files lack the metadata key for it."""
     keys.count("leading_dense_block_count")
     dense = _dense_layers(keys)
     return next((number for number, index in enumerate(dense) if number != index), len(dense))
@@ -135,7 +134,8 @@ def _grouped(keys: GgufKeys) -> Fields:
 
 
 def _sigmoid_scores(keys: GgufKeys) -> None:
-    """Records a problem if the file states another gating function than sigmoid."""
+    """Records a problem if a GGUF file states another function from a router's logits to scores than
+    sigmoid."""
     gating = keys.count("expert_gating_func") or SIGMOID
     if gating != SIGMOID:
         keys.refuse("expert_gating_func", f"must be {SIGMOID} (sigmoid) for this architecture, not {gating}")

@@ -242,7 +242,8 @@ def _joined_biases(biases: Mapping[str, PackedTensor]) -> dict[str, PackedTensor
 def _side_by_side(
     left: PackedTensor, right: PackedTensor, reader: RowReader, first: int, count: int
 ) -> NDArray[np.float32]:
-    """Returns `count` rows from row `first` on: those of `left` followed by those of `right`."""
+    """Returns `count` rows from row `first` on of two tensors side by side: in each row the values of `left`,
+    then those of `right`."""
     return np.hstack([reader.values(left, first, count), reader.values(right, first, count)])
 
 

@@ -29,11 +29,11 @@ which the target's device computes a program.
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops: MakeOps) -> list[Path]:
-    """Compiles a request, writes object files and library.json into `directory`, and returns the paths of the
-    object files.
+    """Compiles a model's library, writes object files and library.json into `directory`, and returns the
+    paths of the object files.
 
-    data: a CompileRequest as JSON. mark: callback that receives the name of each phase when it starts.
-    make_ops: constructor of the device's operations.
+    data: a CompileRequest (model, scheme, target, limits) as JSON. mark: callback that receives the name of
+    each phase when it starts. make_ops: constructor of the device's operations.
     """
     versions.check()
     request = CompileRequest.from_json(data)

@@ -46,7 +46,8 @@ class Router:
     """Number of groups into which neighbouring experts are divided; a group's score is the sum of its two
     largest scores."""
     groups_kept: int = 1
-    """Number of groups that are kept, those with the largest scores; only their experts can be chosen."""
+    """Number of groups of experts that are kept, those with the largest scores; only their experts can be
+    chosen."""
     scale: float = 1.0
     """Factor of the weights of chosen experts, applied at the end."""
     jitter: float | None = None
@@ -54,7 +55,8 @@ class Router:
     one, for the weight of the chosen expert; None for other scores.
     """
     group_by_largest: bool = False
-    """True if a group's score is its largest score (DeepSeek-V2) and not the sum of two."""
+    """True if the score of a group of experts is the largest one in it (DeepSeek-V2) and not the sum of the
+    two largest."""
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class Block:
     """The functions and names that other modules need of one kind of mixer or feed-forward."""
 
     kind: str
-    """The name of this kind of mixer or feed-forward in JSON."""
+    """Name that stands for one class of mixers or feed-forwards in JSON, as the value of `kind`."""
     parameters: Callable[[Any, int], Iterator[Param]]
     """Function of (description of a mixer or feed-forward, hidden size) that yields its parameters, named as
     within the layer, in stored order."""

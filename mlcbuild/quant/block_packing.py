@@ -96,9 +96,8 @@ def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
 
 
 def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
-    """Packs codes, uint8 [rows, columns], for the layout x16, and returns q_weight uint8 [tiles, groups, 64 *
-    bits].
-    """
+    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16), and returns q_weight uint8
+    [tiles, groups, 64 * bits]."""
     padded = np.ascontiguousarray(_whole_tiles(codes))
     groups = padded.shape[1] // GROUP
     words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
@@ -150,10 +149,9 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:
-    """Returns the scales, or the minima, of a matrix in the layout x16 as float32 [rows, columns / group].
-    tensors: the stored floats, or for two-level scales the integer factors, whose type is `steps`, and the
-    float16 of each 256 weights.
-    """
+    """Returns the scales, or the minima, of a matrix in tiles of 16 rows (the layout x16) as float32 [rows,
+    columns / group]. tensors: the stored floats, or for two-level scales the integer factors, whose type is
+    `steps`, and the float16 of each 256 weights."""
     first = _by_rows(tensors[0])
     if len(tensors) == 1:
         return first.astype(np.float32)
@@ -171,9 +169,8 @@ def _by_rows(tensor: Array) -> NDArray[Any]:
 
 
 def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:
-    """Unpacks q_weight of the layout x16 and returns the stored codes, uint8 [rows rounded up to a multiple
-    of 16, columns].
-    """
+    """Unpacks q_weight of a matrix in tiles of 16 rows (the layout x16), and returns the stored codes, uint8
+    [rows rounded up to a multiple of 16, columns]."""
     tiles, groups, _ = q_weight.shape
     lines = np.ascontiguousarray(q_weight).view(np.uint8).reshape(tiles, groups, -1, TILE_ROWS, QUAD)
     quads = lines

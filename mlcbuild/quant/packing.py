@@ -88,9 +88,8 @@ class Packer:
         return out
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Quantizes some rows and writes codes and scales in the layout `row` into `q_weight` and
-        `q_scale`.
-        """
+        """Quantizes the rows of `block` and writes codes and scales row by row (the layout `row`) into
+        `q_weight` [rows, words] and `q_scale` [rows, groups]."""
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))
@@ -205,9 +204,9 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
 
 
 def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes (q_weight, q_scale) of the layout x16, tiles of 16 rows, and returns float32 [N, K] without
-    padding: (code - zero) * scale. shape: (N, K).
-    """
+    """Dequantizes a matrix in tiles of 16 rows (the layout x16) and returns (code - groups.zero) * scale,
+    float32 [N, K] without padding. tensors: q_weight [tiles, groups, 64 * bits] and q_scale [tiles, groups,
+    16]; shape: (N, K)."""
     q_weight, q_scale = tensors
     rows, columns = shape
     tiles, count, _ = q_weight.shape

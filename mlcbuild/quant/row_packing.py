@@ -52,9 +52,8 @@ def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[n
 
 
 def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:
-    """Returns the tensors (q_weight, q_scale) that store quantized rows in the layout `row`. conformed:
-    codes, then scales and minima, of the format's types, as block_packing computes them.
-    """
+    """Returns (q_weight, q_scale), which store quantized rows one by one as blocked.rows describes (the
+    layout `row`). conformed: codes, then scales and minima, of the format's types."""
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":
@@ -95,9 +94,8 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
 
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Returns (scales, minima) of a matrix in the layout `row`, each float32 [rows, columns / group]; minima
-    is None if the format has none. numbers: the stored q_scale.
-    """
+    """Returns (scales, minima) of a matrix that is stored row by row, each float32 [rows, columns / group];
+    minima is None if the format has none. numbers: the stored q_scale."""
     if blocks.scale != "levels":
         if not blocks.minimum:
             return numbers.astype(np.float32), None

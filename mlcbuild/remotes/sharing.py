@@ -87,8 +87,8 @@ class Sharing:
         return self._found[key]
 
     def interrupt(self) -> None:
-        """Makes `find` and `look_up` return at once from now on. Safe in a signal handler, as it takes no
-        locks."""
+        """Makes searches for records on remotes (`find`, `look_up`) end at once from now on. Safe in a signal
+        handler, as it takes no locks."""
         self._ended = True
 
     def forget(self, key: str) -> None:
@@ -116,8 +116,9 @@ class Sharing:
         """Downloads a blob into the store from the first remote that has it. Returns "", or the reason for
         failing.
 
-        on_bytes: called with the number of new bytes. A staging area must be open. Waits while another
-        process downloads the same blob. Raises CancelledError if the run is cancelled.
+        on_bytes: called with the number of new bytes. The caller must hold a working directory of the store
+        (`Store.staging`). Waits while another process downloads the same blob. Raises CancelledError if the
+        run is cancelled.
         """
         try:
             (self.store.root / "partial").mkdir(exist_ok=True)

@@ -37,10 +37,9 @@ def seal(record: Record, signer: Signer | None) -> bytes:
 
 
 def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
-    """Decodes and checks the record of `key` from a remote: see `Record.checked`. If there are public keys in
-    `trust`, one of them must have signed it. Raises RefusedError for a record that is damaged, belongs to
-    another key, or lacks a trusted signature.
-    """
+    """Decodes the record of `key` from a remote, and checks that the key is the digest of the inputs that it
+    lists. If there are public keys in `trust`, one of them must have signed it. Raises RefusedError for a
+    record that is damaged, belongs to another key, or lacks a trusted signature."""
     lines = data.split(b"\n")
     body = b"\n".join(lines[:2]) + b"\n"
     try:

@@ -182,8 +182,8 @@ class Transport(Protocol):
 
 
 class Bordered:
-    """Wraps a transport so that every exception that a malformed response may cause becomes a RemoteError:
-    see `border`."""
+    """Wraps the connection to a remote (a Transport) so that every exception that a malformed response may
+    cause becomes a RemoteError: see `border`."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

@@ -167,7 +167,8 @@ class Store(Blobs):
             return record.key
 
     def touch(self, record: Record) -> None:
-        """Marks a record as used, unless that was done recently: see `upkeep.gc`."""
+        """Marks a record as used, so that garbage collection keeps it, unless that was done in the last ten
+        minutes."""
         layout.note_use(f"{self._ac}{layout.shelved(record.key)}")
 
     # Writing
@@ -224,9 +225,9 @@ class Store(Blobs):
         """Moves all files below the directory `out` into the store as a step's result: blobs first, then
         the record. A record that the store already has for the key stays.
 
-        out: inside a staging area. linked: (device, inode) of a file of the step's inputs -> its entry; an
-        output that is a hard link of one is not hashed. Raises StoreError, and StepError when the tree
-        holds anything but regular files.
+        out: inside a working directory of the store. linked: (device, inode) of a file of the step's inputs
+        -> its entry; an output that is a hard link of one is not hashed. Raises StoreError if the store
+        cannot be written, StepError when `out` holds anything but regular files.
         """
         with self.writing(), self.settled():
             entries = [self._adopt(path, name, linked) for path, name in _walk(out, info.step)]

@@ -248,10 +248,10 @@ def _collect(
 
 
 def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
-    """Returns (step name, record without its second line) of every intact record, and the number of all
-    entries.
+    """Returns (step name, record without the inputs that it lists) of every intact record of a store, and the
+    number of all records, damaged ones included.
 
-    damaged: list to which a message about each other record is appended, and these are then removed; None:
+    damaged: list to which a message about each damaged record is appended, and these are then removed; None:
     they stay.
     """
     records = []

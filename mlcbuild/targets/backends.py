@@ -22,8 +22,8 @@ class Backend:
     """The properties of one kind of device for which models are compiled."""
 
     action: str
-    """The action, as "module:function", that compiles a library; its import closure enters the library's
-    key."""
+    """The function, as "module:function", that compiles a library in a build step; all source files that it
+    imports enter the library's key."""
     tools: str
     """Function, as "module:function", from a target to name -> version of each program that determines the
     library's bytes. It raises SetupError.

@@ -71,7 +71,7 @@ class Tensor:
 class Header:
     metadata: Mapping[str, str]
     tensors: tuple[Tensor, ...]
-    """The tensors of the file in the order of their bytes, which fill the file."""
+    """The tensors of a safetensors file in the order of their bytes, which fill the file without gaps."""
 
 
 def read_header(path: Path) -> Header:
@@ -166,7 +166,7 @@ class NewFile:
     starts: Mapping[str, int]
     """Tensor name -> offset of its first byte in the file."""
     size: int
-    """Size of the whole file in bytes."""
+    """Size of the whole safetensors file in bytes."""
 
 
 def lay_out(tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> NewFile:

@@ -18,7 +18,7 @@ class WeightsHeader:
     signature: str
     scheme: str
     tensors: tuple[Tensor, ...]
-    """The tensors of the file; their `dtype` is NumPy's name, for example float16."""
+    """The tensors of a weights file; their `dtype` is NumPy's name, for example float16."""
 
 
 def read_header(path: Path) -> WeightsHeader:

@@ -22,13 +22,11 @@ from mlcbuild.errors import CompileError
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]) -> list[Path]:
-    """Compiles a request for a GPU, writes program.json, kernels and library.json into `directory`, and
-    returns the paths of program.json and the kernels.
-
-    data: a CompileRequest as JSON; mark: callback that receives the name of each phase. Raises CompileError
-    if the model has blocks without GPU kernels, if no device with WebGPU's guaranteed limits could run the
-    program, or if a kernel cannot be compiled.
-    """
+    """Compiles a model for a GPU, writes program.json, kernels and library.json into `directory`, and returns
+    the paths of program.json and the kernels. data: a CompileRequest (model, scheme, target, limits) as JSON;
+    mark: callback that receives the name of each phase. Raises CompileError if the model has blocks without
+    GPU kernels, if no device with WebGPU's guaranteed limits could run the program, or if a kernel cannot be
+    compiled."""
     versions.check()
     request = CompileRequest.from_json(data)
     faults = unsupported(request.config)

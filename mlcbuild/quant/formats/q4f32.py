@@ -1,8 +1,8 @@
 """The stored format `q4f32`: 4-bit codes with a float32 scale for each group of 32 weights, as in mlc-llm's
 q4f32_1.
 
-code = clip(rint(w / scale + 7), 0, 15), where scale is the result of search.fit. The sixteenth code is used,
-which mlc-llm leaves unused; the meaning of the bytes is the same.
+code = clip(rint(w / scale + 7), 0, 15), where scale is the one of least weighted squared error (`fit` in
+search.py). The sixteenth code is used, which mlc-llm leaves unused; the meaning of the bytes is the same.
 """
 
 from mlcbuild.quant.grouped import rows

@@ -138,9 +138,9 @@ class Runner:
     def _step_of(
         self, parts: List[Part], counts: List[int] | None, prompt: bool
     ) -> tuple[ModelStep, list[StepInput]]:
-        """Returns (the input of the model for one step, the part of each sequence in it). parts: (sequence,
-        number of tokens to compute); counts: for each sequence the number of rows whose logits are computed;
-        prompt: True if the tokens belong to prompts."""
+        """Returns (the input of the model for one step, [(new tokens, length after them, KV cache pages) of
+        each sequence]). parts: (sequence, number of tokens to compute); counts: for each sequence the number
+        of rows whose logits are computed; prompt: True if the tokens belong to prompts."""
         size = self.executor.manifest.limits.page_size
         inputs = []
         for sequence, count in parts:

@@ -82,7 +82,8 @@ class Task:
 
 _lock = threading.Lock()
 _idle: list[SimpleQueue[Task]] = []
-"""The task queues of those threads that have no work at present."""
+"""The queues of those threads that wait for a task; a new task is put into one of them before another thread
+is started."""
 
 
 def _work_for_ever(inbox: SimpleQueue[Task]) -> None:

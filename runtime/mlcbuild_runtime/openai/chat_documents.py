@@ -36,9 +36,11 @@ class Prompt:
     echo: str = ""
     """Text of the prompt that the response repeats in front of the answer; "" for none."""
     tokens: Sequence[int] = ()
-    """The tokens of `echo`, if their log-probabilities are reported, too."""
+    """The tokens of the prompt text that the response repeats, if their log-probabilities are reported,
+    too."""
     offsets: Sequence[int] = ()
-    """For each of `tokens`, the offset in characters at which its text begins in `echo`."""
+    """For each token of the prompt text that the response repeats, the offset in characters at which the
+    token's text begins."""
     reader: Callable[[], AnswerReader] | None = None
     """Function that returns a parser for the reasoning and the tool calls in an answer; None if the answer
     is all text."""

@@ -36,7 +36,8 @@ class Thinking:
     begin: str
     end: str
     begun: bool
-    """True if the prompt ends with `begin`, so that the model's text starts with its reasoning."""
+    """True if the prompt ends with the mark that begins reasoning, so that the model's text starts with its
+    reasoning."""
     tokens: Mapping[str, int]
     """Text -> token, for those of the two marks around reasoning that are special tokens."""
 

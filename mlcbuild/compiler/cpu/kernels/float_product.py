@@ -189,7 +189,7 @@ class FloatCall:
     output: Stores
     m: Expr
     first: Expr | None = None
-    """First row of the matrix if `weights` hold a stack of matrices; None if they hold one."""
+    """First row of the multiplied matrix in stored tensors that hold a stack of them; None for one matrix."""
 
     def row(self, row: Expr) -> Expr:
         """Returns the index of a weight row in the stored tensors. A row beyond the end is replaced by the

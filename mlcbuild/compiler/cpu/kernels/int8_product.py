@@ -75,7 +75,8 @@ class Int8Call:
     records: Buffer
     m: Expr
     first: Expr | None = None
-    """First tile of the matrix if `weights` hold a stack of matrices; None if they hold one."""
+    """First tile, in the stored tensors, of the matrix to multiply if they hold a stack of matrices; None if
+    they hold one matrix."""
 
     @property
     def isa(self) -> ISA:

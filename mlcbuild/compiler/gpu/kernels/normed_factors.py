@@ -163,9 +163,8 @@ class RowsNorm:
         return cls(vectors, roots, means)
 
     def after(self, value: Value, index: Value) -> Value:
-        """Returns the product `value` of row `index`, times the norm's factor of the row unless it was
-        applied before the product.
-        """
+        """Returns `value`, a sum of a matrix product, multiplied by 1 / root mean square of the row with this
+        index, unless the norm was applied before the product."""
         return value if self.vectors.spec.is_centred else value * self.roots[index]
 
 

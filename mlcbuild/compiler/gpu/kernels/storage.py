@@ -187,10 +187,9 @@ class StoredMatrix:
         return bind(select_lane(vector, index % 4))
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
-        """Returns four codes, minus the code of 0, or four floating point weights, as float32: those of chunk
-        `index` of a group of 32. words: the result of the method `group`. Values beyond the matrix's columns
-        are arbitrary.
-        """
+        """Returns four codes of a group of 32 weights, minus the code of 0, or four floating point weights,
+        as float32: the columns from 4 * index on. words: the words that `group` loaded. Values beyond the
+        matrix's columns are arbitrary."""
         bits = self.form.bits
         if bits:
             low = 8 if bits == 8 else 4
