@@ -23,14 +23,15 @@ from mlcbuild.models import ModelConfig, parsing
 LONGEST = 512
 """Context window in tokens of the bundles that are measured."""
 SEQUENCE, TOKENS = 400, 1200
-"""Largest numbers of tokens of one sequence and of all."""
+"""Maximum number of tokens in one sequence, and in all sequences together."""
 
 Logits = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Tokens in sequences, and the float32 logits after each."""
+    """The tokens on which engines are compared, as sequences, and the model's float32 logits after each
+    token."""
 
     sequences: list[list[int]]
     logits: list[Logits]
@@ -41,11 +42,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Loss:
-    """The figures of one engine with one format; means over positions."""
+    """The figures of one engine with one weights format: means over all positions of the text."""
 
     name: str
     size: int
-    """Bytes of the weights."""
+    """Size of the weights in bytes."""
     kl: float
     agree: float
     """Share of positions with the same most likely token."""
@@ -54,7 +55,8 @@ class Loss:
 
 
 def reference(model: Path, text: Path, area: Path) -> Reference:
-    """Returns the reference logits of a checkpoint, a directory or a GGUF file, which are kept in `area`."""
+    """Returns the tokens of a text and the float32 logits of a checkpoint (a directory or a GGUF file) after
+    each. They are stored in the directory `area` for later runs."""
     config, tokens = _read(model, text.read_text(encoding="utf-8"))
     tokens = tokens[:TOKENS]
     sequences = [tokens[start : start + SEQUENCE] for start in range(0, len(tokens), SEQUENCE)]

@@ -35,15 +35,14 @@ class Tool:
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     settle: tuple[str, ...] = ()
-    """Command that makes a tool, after it was stopped, accept results that already exist; (): the tool has
-    none.
-    """
+    """Command with which a tool that was stopped accepts results that already exist; (): the tool has
+    none."""
     fill: tuple[str, ...] = ()
     """Command that fills a shared cache with the results of a build; (): the tool has no such cache."""
     shared: tuple[str, ...] = ()
     """Command that takes all results from the shared cache in a fresh place."""
     fresh: tuple[str, ...] = ()
-    """Files and directories that a fresh place lacks."""
+    """Files and directories that are removed before results are taken from the shared cache."""
 
 
 def _before(number: int) -> str:

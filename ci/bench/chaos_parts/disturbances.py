@@ -25,7 +25,8 @@ def _files(site: Site, kind: str) -> list[Path]:
 
 
 def _rewrite(path: Path, data: bytes, keep_time: bool) -> None:
-    """Changes a file in place, as failing hardware (keep_time: the mtime stays) or another program would."""
+    """Changes a file in place. keep_time: True if its mtime stays, as with failing hardware; False for a
+    change by another program."""
     status = path.stat()
     path.chmod(0o644)
     path.write_bytes(data)
@@ -155,7 +156,7 @@ def fill_disk(site: Site, _: Service) -> str:
 
 
 def other_years(site: Site, _: Service) -> str:
-    """Gives half of the files of the store, the sources and the bundles times of other years."""
+    """Sets the times of half of the files of the store, the sources and the bundles to other years."""
     places = [*_files(site, "ac"), *_files(site, "cas"), *(site.place / "tiny").iterdir()]
     places += [path for path in site.dist.rglob("*") if path.is_file()]
     for path in site.random.sample(places, len(places) // 2):

@@ -36,7 +36,8 @@ PATIENCE = 280
 
 
 class ViolationError(Exception):
-    """A run delivered something wrong, or the site did not recover."""
+    """The error for a run that delivered wrong bundles, or for a site that did not recover from a
+    disturbance."""
 
 
 def tree(directory: Path) -> str:

@@ -71,7 +71,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The last two have experts and are cut to 4 layers, since all layers are alike."""
+"""Name of a model shape -> the fields of its config.json. The last two have experts and only 4 layers, since
+all layers are alike."""
 COMMON = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -155,7 +156,8 @@ def make(root: Path, values: Mapping[str, object]) -> None:
 
 
 def _random(random: np.random.Generator, name: str, place: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns norms near one; matrices whose products keep the size of what they multiply."""
+    """Returns random weights of this shape: norms near one, and matrices whose products have about the size
+    of their input."""
     actual = random.standard_normal(place, np.float32)
     if len(place) == 1:
         return 1 + 0.1 * actual
@@ -188,7 +190,7 @@ def _tokenizer(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def read(root: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields every tensor of a checkpoint in one file, as float32, one after the other."""
+    """Yields (name, float32 array) of every tensor in a checkpoint's only file, one after the other."""
     with (root / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)

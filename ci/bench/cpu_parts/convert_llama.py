@@ -57,8 +57,8 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields names of llama.cpp -> weights. Those of experts, which follow each other, are one tensor in
-    float16."""
+    """Yields (tensor name in llama.cpp, weights). The matrices of a layer's experts are joined to one tensor
+    in float16."""
     waiting: list[np.ndarray] = []
     for name, weight in tensors:
         base, expert, kind = name.partition(".experts.")

@@ -25,7 +25,7 @@ class Peer:
     """Names of the files or directories that the engine's converter writes."""
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its installation."""
+    """Environment variables with which pip installs the engine."""
 
 
 def _compilers() -> dict[str, str]:
@@ -208,7 +208,8 @@ def installed(place: Path, peer: Peer) -> str:
 
 
 def quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
-    """Runs a command with its output in the file `log`, which the error of a failure quotes."""
+    """Runs a command with its output in the file `log`. Raises an error that quotes the log if the command
+    fails."""
     with log.open("wb") as file:
         done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
     if done.returncode:

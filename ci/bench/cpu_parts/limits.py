@@ -117,7 +117,8 @@ def reads(isa: ISA, words: int, parts: int) -> tvm.tirx.PrimFunc:
 
 
 def products(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
-    """Returns a kernel of TURNS times CHAINS multiply-adds of float32 vectors in each part."""
+    """Returns a kernel that executes TURNS times CHAINS multiply-adds of float32 vectors in each of `parts`
+    parts, one per thread."""
 
     def body() -> None:
         out = argument("out", (parts, CHAINS * isa.lanes), "float32")

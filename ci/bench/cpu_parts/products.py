@@ -21,7 +21,8 @@ CPUS = {
     "portable": "x86-64-v2",
 }
 COLD = 160 << 20
-"""Bytes of weights that are used in rotation: more than the last cache holds."""
+"""Bytes of all weights that a benchmark uses in rotation: more than the last-level cache holds, so that they
+are read from memory."""
 
 
 def noise(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -40,16 +40,16 @@ class Plan:
 
 @dataclass
 class Samples:
-    """The measurements of one engine and model."""
+    """The measurements of one engine with one model, over all rounds."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     """Name of a figure -> values in tokens per second, or seconds for "first token"."""
     cpu: dict[str, list[float]] = field(default_factory=dict)
     """Name of a figure -> values in tokens per CPU second, or CPU seconds for "first token"."""
     threads: set[int] = field(default_factory=set)
-    """Numbers of threads that were active, as observed."""
+    """Numbers of threads of the engine's process that worked in a measurement."""
     resident: float = 0.0
-    """Resident memory in MB, after all other measurements."""
+    """Resident memory of the engine's process in MB, read after all other measurements."""
 
     def add(self, figure: str, wall: float, cpu: float) -> None:
         self.wall.setdefault(figure, []).append(wall)
@@ -65,7 +65,7 @@ class Measured:
 
 
 class EndedError(Exception):
-    """The process of an engine did not answer."""
+    """The error for an engine whose process did not answer."""
 
 
 @dataclass(frozen=True)

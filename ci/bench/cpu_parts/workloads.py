@@ -34,7 +34,7 @@ class Load:
 
     label: str
     calls: list[tuple[object, ...]]
-    """The arguments of each call; they take turns, so that weights are in no cache."""
+    """Argument lists of the kernel's calls, which are used in rotation so that weights are in no cache."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Workload:
     """A kernel and the loads under which it is timed."""
 
     function: Callable[[], PrimFunc]
-    """Makes the kernel anew, with the present values of the constants."""
+    """Compiles the kernel again, with the present values of the constants, and returns it."""
     loads: Iterator[Load]
 
 

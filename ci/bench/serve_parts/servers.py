@@ -21,7 +21,8 @@ import engines
 
 SHAPE = "smollm2-135m"
 CONTEXT, SLOTS = 512, 16
-"""Tokens of a request, prompt and answer together, and number of requests at a time, for both servers."""
+"""Maximum tokens of a request, prompt and answer together, and maximum number of requests that are served at
+a time, for both servers."""
 FORMATS = ("q4_0", "q4_k_m")
 """Formats of llama.cpp with about as many bits for each weight as ours."""
 CMAKE = (

@@ -20,7 +20,7 @@ CHUNKS = ((0, 7), (7, 24), (24, None))
 
 
 class RefusedError(Exception):
-    """mlcbuild does not build this config."""
+    """The error for a config.json that mlcbuild refuses to build."""
 
 
 def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dict[str, float]:
