@@ -1,4 +1,4 @@
-"""Small actions for the tests of the build half. Each follows the one signature of actions."""
+"""Small actions for the tests of the build engine. All have the same signature: (params, inputs, out)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Inputs = Mapping[str, Path]
 
 
 def text(params: Params, inputs: Inputs, out: Path) -> None:
-    """Writes params.text and all of the inputs to text.txt; counts its runs, sleeps, waits on request."""
+    """Action for tests: writes params["text"] and the contents of all inputs to text.txt. It adds a line to a
+    file for each of its runs, and sleeps or waits if params require it."""
     if "count" in params:
         with Path(str(params["count"])).open("a") as file:
             file.write(f"{params.get('text')}\n")
@@ -60,7 +61,7 @@ def first_letter(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def files(params: Params, inputs: Inputs, out: Path) -> None:
-    """Writes the files that params.files maps to their text."""
+    """Action for tests: writes the files of params["files"], a mapping from name to text."""
     listed = params["files"]
     assert isinstance(listed, dict)
     for name, content in listed.items():
@@ -76,14 +77,16 @@ def names(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def link(params: Params, inputs: Inputs, out: Path) -> None:
-    """Passes every file of every input on, as an assembling action does."""
+    """Action for tests: copies every file of every input to its output, as the action that assembles bundles
+    does."""
     for directory in inputs.values():
         for path in directory.iterdir():
             link_or_copy(path, out / path.name)
 
 
 def listing(params: Params, inputs: Inputs, out: Path) -> None:
-    """Passes files on, adds one, and lists them with digests, as the assembling action does."""
+    """Action for tests: copies all input files to its output, adds one, and lists all with digests, as the
+    action that assembles bundles does."""
     from mlcbuild.bundles import assemble
 
     link(params, inputs, out)
@@ -143,12 +146,12 @@ def spoil_source(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def big(params: Params, inputs: Inputs, out: Path) -> None:
-    """Writes params.bytes bytes."""
+    """Action for tests: writes a file of params["bytes"] bytes."""
     (out / "big.bin").write_bytes(b"x" * int(str(params["bytes"])))
 
 
 def noisy(params: Params, inputs: Inputs, out: Path) -> None:
-    """Prints from Python, from C, and from a process of its own."""
+    """Action for tests: prints from Python, from C, and from a child process."""
     sys.stdout.write("from python\n")
     ctypes.CDLL(None).puts(b"from native code")
     subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
@@ -161,7 +164,7 @@ def environment(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def leave_rubbish(params: Params, inputs: Inputs, out: Path) -> None:
-    """Leaves a read-only directory with a file in the directory for temporary files."""
+    """Action for tests: leaves a read-only directory with a file in the directory for temporary files."""
     import tempfile
 
     place = Path(tempfile.mkdtemp())
@@ -172,7 +175,8 @@ def leave_rubbish(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def hold(params: Params, inputs: Inputs, out: Path) -> None:
-    """Starts a child, writes both process ids to params.note, then is busy in Python for long."""
+    """Action for tests: starts a child process, writes both process ids to the file params["note"], then
+    computes in Python for long."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     note = Path(str(params["note"]))
     part = note.with_suffix(".part")
@@ -184,9 +188,8 @@ def hold(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def hold_once(params: Params, inputs: Inputs, out: Path) -> None:
-    """Writes the process ids of this and its parent to params.note and waits to be killed; when run again,
-    ends at once. With params.gate, waits only until that file is there.
-    """
+    """Action for tests: writes the ids of this process and its parent to the file params["note"] and waits to
+    be killed; when run again, it ends at once. With params["gate"], it waits only until that file exists."""
     note = Path(str(params["note"]))
     sys.stdout.write(f"attempt in {os.getpid()}\n")
     sys.stdout.flush()
@@ -226,7 +229,7 @@ _kept: list[bytes] = []
 
 
 def interval(params: Params, inputs: Inputs, out: Path) -> None:
-    """Appends when it started and ended to params.log."""
+    """Action for tests: appends the times of its start and its end to the file params["log"]."""
     started = time.monotonic()
     time.sleep(0.15)
     with Path(str(params["log"])).open("a") as file:
@@ -235,6 +238,6 @@ def interval(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def send_signal(params: Params, inputs: Inputs, out: Path) -> None:
-    """Sends SIGTERM to this very process: what an inline run must survive."""
+    """Action for tests: sends SIGTERM to its own process, which a run in this process must survive."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)

@@ -33,8 +33,8 @@ def kind_of(name: str) -> BlockType:
 
 
 def finite_rows(name: str, rows: int, columns: int, seed: int) -> NDArray[np.uint8]:
-    """Returns random bytes of rows [rows, columns], whose scales are of normal distribution; every seventh
-    is a special number, such as zero of either sign."""
+    """Returns the bytes of random quantized rows, uint8 [rows, bytes of a row]. name: a type of GGUF tensors.
+    Scales are normally distributed; every seventh is a special number, such as zero of either sign."""
     kind, rng = kind_of(name), np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * columns // kind.weights, kind.size), dtype=np.uint8)
     for offset in HALVES[name]:

@@ -31,7 +31,7 @@ WITHOUT_S3 = next(
     ),
     "" if find_spec("obstore") else "obstore is not installed: pip install 'mlcbuild[s3]'",
 )
-"""Why no test can use a real S3 server; "" when they can."""
+"""The reason why no test can use a real S3 server on this machine; "" if tests can."""
 ACCESS, SECRET = "testuser", "a secret of the tests"
 
 _CONFIG = """\

@@ -1,4 +1,5 @@
-"""A table of the embedded model's sensitivity, and choices from it."""
+"""The measured losses of each of the embedded model's matrices in each scheme, and choices of a budget from
+them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 Fault = Callable[["Handler"], bool]
-"""Answers a request in its own way and returns True, or returns False for the usual answer."""
+"""Function that answers a request itself and returns True, or returns False for the usual answer."""
 
 
 def usual(handler: Handler) -> bool:

@@ -29,7 +29,7 @@ atexit.register(SERVER.close)
 class Cluster:
     place: Path
     arguments: tuple[str, ...] = ()
-    """More for scheduler and workers."""
+    """Further command-line arguments of the scheduler and of each worker."""
     address: str = ""
     processes: list[Process] = field(default_factory=list)
 
@@ -59,7 +59,8 @@ class Cluster:
         return next(process for process in self.processes if name in process.args)  # type: ignore[operator]
 
     def declare_dead(self, worker: Process) -> None:
-        """Stops a worker without ending it, and has the scheduler give it up."""
+        """Suspends a worker process (SIGSTOP), and removes it from the scheduler, for which it then is
+        lost."""
         from distributed import Client
 
         async def remove(address: str, dask_scheduler: Any = None) -> None:

@@ -32,7 +32,8 @@ atexit.register(SERVER.close)
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Does what `run_child` of mlcbuild.compiler.action does."""
+    """Compiles a request in a forked process; a replacement for `run_child` of mlcbuild.compiler.action, with
+    the same parameters."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
     try:

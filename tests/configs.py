@@ -16,7 +16,7 @@ def rope(dim: int, theta: float = 10000.0) -> Rope:
 
 
 def attention_of(layer: LayerSpec) -> Attention:
-    """Returns the attention of a layer that has the plain kind."""
+    """Returns the attention of a layer. Raises AssertionError for latent attention."""
     assert isinstance(layer.mixer, Attention)
     return layer.mixer
 
@@ -43,5 +43,5 @@ def with_windows(config: ModelConfig, *windows: int | None) -> ModelConfig:
 
 
 def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
-    """Returns the window of each layer."""
+    """Returns the attention window of each layer in tokens, None for no window."""
     return tuple(layer.mixer.window for layer in config.layers)

@@ -197,7 +197,8 @@ verify: {prompts: prompts.txt, max_kl: 0.1, max_perplexity_increase: 0.1}
 
 @pytest.fixture(scope="session")
 def tiny_bundles(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -> Path:
-    """Returns a directory with the recipe `recipe.yaml`, built: `dist/tiny-<scheme>-host`. Read only."""
+    """Returns the directory of a built recipe, `recipe.yaml`, with the bundles dist/tiny-<scheme>-host. Tests
+    must not change it."""
     directory = tmp_path_factory.mktemp("quickstart")
     recipe = project(directory, QUICKSTART)
     shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", directory / "prompts.txt")
@@ -207,7 +208,7 @@ def tiny_bundles(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -
 
 @pytest.fixture
 def bundle_copy(tiny_bundles: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Copies of bundles to do damage to: real files, no links."""
+    """Returns copies of bundles, as files of their own and not hard links, that a test may damage."""
 
     def copy(scheme: str) -> Path:
         target = tmp_path / f"copy-{scheme}"

@@ -22,7 +22,7 @@ from mlcbuild.compiler.cpu.isa import ISAS, tvm_target
 from mlcbuild.targets.target import Target
 
 BASE = Target("base", "x86_64-unknown-linux-gnu", "x86-64-v3")
-"""The processor that emulates: any with AVX2."""
+"""LLVM's name of the processor on which emulated kernels run: any with AVX2."""
 MODULE = (
     r"^target triple = (.*)$",
     r"^target datalayout = (.*)$",
@@ -76,9 +76,8 @@ def _indexes(numbers: Iterable[int]) -> str:
 
 
 def _every(step: int, start: int, count: int, source: str, kind: str = "i32") -> str:
-    """Returns LLVM IR that selects the elements start, start + step, ... of a vector of count * step
-    elements.
-    """
+    """Returns LLVM IR that selects the elements start, start + step, ... (`count` of them) of a vector of
+    count * step elements."""
     whole = f"<{count * step} x {kind}>"
     return f"shufflevector {whole} {source}, {whole} poison, {_indexes(range(start, count * step, step))}"
 
@@ -130,7 +129,8 @@ define internal <4 x i32> @NAME(<4 x i32> %t, <16 x i8> %a, <16 x i8> %b) {{
 
 
 def _pairs(first: str, narrow: str, end: Sequence[str], inputs: int) -> str:
-    """Returns sums of two neighbouring products; `given` elements of type `narrow`."""
+    """Returns an LLVM IR function that multiplies two vectors of `inputs` elements of the type `narrow` and
+    adds every two neighbouring products. end: the last lines of the function."""
     wide, half = f"<{inputs} x i32>", inputs // 2
     body = "\n".join(f"  {line}" for line in end)
     kind = "i16" if narrow == "i8" else "i32"
@@ -194,7 +194,7 @@ define internal <64 x i8> @NAME(<64 x i8> %by, <64 x i8> %data) {{
 
 
 def _move(load: bool) -> str:
-    """Returns a tile from or to rows of memory."""
+    """Returns LLVM IR that loads or stores an AMX tile, whose rows lie at a fixed distance in memory."""
     to, source = ("%own", "%other") if load else ("%other", "%own")
     return f"""
 define internal void @NAME(i8 %number, ptr %memory, i64 %stride) {{

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Golden:
-    """A tiny model, and what transformers makes of it."""
+    """A tiny random checkpoint with experts, and the logits that transformers computes with it."""
 
     values: dict[str, Any]
     """The model's config.json."""

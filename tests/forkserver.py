@@ -122,7 +122,7 @@ Process = Forked | subprocess.Popen[str]
 
 
 class ForkServer:
-    """The parent's side: one server process, started with the first command."""
+    """Starts commands through one fork server process, which is started with the first command."""
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ CHANGES: Mapping[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3_moe-8-of-257": {},
 }
-"""Golden -> fields of its config.json that are other ones here, because GGUF files do not state them."""
+"""Name of a golden -> fields of its config.json that are replaced here, because GGUF files do not state
+them."""
 TOKENS = 20
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",

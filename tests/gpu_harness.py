@@ -1,4 +1,4 @@
-"""Bundles for GPUs out of a config and weights, and their executors, on whatever adapter there is."""
+"""Makes bundles for GPUs from a config and weights, and loads them on any adapter of this machine."""
 
 from __future__ import annotations
 

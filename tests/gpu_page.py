@@ -97,7 +97,7 @@ def page() -> Iterator[Browser]:
 def on_page(
     browser: Browser, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
 ) -> dict[str, NDArray[Any]]:
-    """Does what gpu_kernels.on_adapter does, in a browser."""
+    """Executes a kernel in a browser, with the parameters and the result of gpu_kernels.on_adapter."""
     shader, text = lower(make("kernel", *arguments), WGSL)
     x, y = (evaluate(extent, scalars) for extent in shader.grid)
     buffers = [

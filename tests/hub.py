@@ -44,7 +44,7 @@ class Repo:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     token: str | None = None
-    """When set, only requests that carry it are answered."""
+    """The token that requests for this repository must have; None: they need none."""
     faults: dict[str | None, Fault] = field(default_factory=dict)
     """File name -> its fault; None: the fault of queries about the repository."""
 
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing, since tests look at Hub.requests."""
+        """Logs no request line, since tests read the list Hub.requests."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -434,7 +434,7 @@ class Client:
 
 
 def do_fetch(repo: str, commit: str, files: dict[str, object], out: str) -> list[str]:
-    """Runs the action as a worker would; returns what it wrote."""
+    """Runs the action `fetch` as a worker process would, and returns the files that it wrote."""
     from mlcbuild import progress
     from mlcbuild.checkpoints.fetch import fetch
 

@@ -28,7 +28,7 @@ from mlcbuild.store.upkeep import verify
 ROOT = Path(__file__).resolve().parent.parent
 VICTIMS = ("builder", "worker", "uploader")
 ROUND = 5
-"""Kills on one store and remote before they are completed and compared."""
+"""Number of kills after which the store and the remote are completed and compared."""
 FAKETIME = next(
     (
         path
@@ -73,7 +73,8 @@ def faults(place: Path) -> list[str]:
 
 @dataclass
 class Site:
-    """A source, a store and a remote that builders work on, and what an undisturbed build gives."""
+    """A source, a store and a remote with which builder processes work, and the result of an undisturbed
+    build."""
 
     place: Path
     seed: int
@@ -91,7 +92,7 @@ class Site:
         assert len(self.whole[0]) == 9
 
     def clear(self) -> None:
-        """Removes store and remote."""
+        """Removes the store and the remote."""
         for name in ("store", "remote"):
             shutil.rmtree(self.place / name, ignore_errors=True)
         (self.place / "remote").mkdir()

@@ -55,7 +55,7 @@ def _ffi() -> Any:
 
 
 def aligned(array: Array) -> Array:
-    """Returns a copy whose data starts at a multiple of 64, as kernels may assume."""
+    """Returns a copy of the array whose data start at a multiple of 64 bytes, as kernels may assume."""
     room = np.empty(array.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     created = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -68,7 +68,8 @@ def tensor(array: Array) -> Any:
 
 
 def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns parameters by their names -> stored tensors by theirs, in the library's order."""
+    """Quantizes the parameters `weights`, name -> array, and returns the tensors that store them, name ->
+    array in the library's order."""
     by_name: dict[str, Array] = {}
     for param in parameters(config):
         own, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
@@ -85,7 +86,7 @@ def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array
 
 
 def unpacked(config: ModelConfig, scheme: quant.Storage, stored: Mapping[str, Array]) -> dict[str, Floats]:
-    """Returns the float32 parameters that stored tensors stand for."""
+    """Returns parameter name -> its dequantized float32 values, from stored tensors."""
     by_name: dict[str, Floats] = {}
     for param in parameters(config):
         parts = [stored[tensor.name] for tensor in quant.stored(param, scheme)]
@@ -96,7 +97,7 @@ def unpacked(config: ModelConfig, scheme: quant.Storage, stored: Mapping[str, Ar
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
-    """Returns parameters whose products keep the size of what they multiply."""
+    """Returns random parameters, name -> array, whose matrix products have about the size of their input."""
     rng = np.random.default_rng(seed)
     by_name = {}
     for param in parameters(config):

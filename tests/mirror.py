@@ -1,4 +1,5 @@
-"""Prints what a process was started with, and ends as its first argument says."""
+"""Prints arguments, environment, directory and standard streams of this process, and ends in the way that its
+first argument names."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from tests.checkpoint_files import HF, Entry, Tensors, single, tensors
 Floats = NDArray[np.float32]
 Parts = Mapping[str, Entry]
 Quantizer = Callable[[np.random.Generator, int, int], tuple[Parts, Floats]]
-"""(random numbers, rows, columns) -> the parts that store a matrix, and its values."""
+"""Function of (generator of random numbers, rows, columns) that returns the tensors that store a matrix, and
+its exact values."""
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 """Modules of each layer that are quantized, q_proj beside keys and values that are not."""
 SMALL = {**HF, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "attention_bias": False}

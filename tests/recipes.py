@@ -1,4 +1,4 @@
-"""Tests of what the tests of recipes share."""
+"""Recipes and helper functions that the tests of recipes share."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Server:
         return f"oci://127.0.0.1:{self.port}/{repository}"
 
     def get(self, path: str) -> bytes:
-        """Returns what the registry answers without any client of ours."""
+        """Returns the registry's response to an HTTP request that is sent without mlcbuild's client."""
         headers = {"Accept": "application/vnd.oci.image.manifest.v1+json"}
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/v2/{path}", headers=headers)
         with urllib.request.urlopen(asked) as answer:

@@ -304,7 +304,7 @@ class TypeGolden:
 
     config: ModelConfig
     weights: Mapping[str, Values]
-    """By our names, as the reading of checkpoints gives them."""
+    """Parameter name in this project -> values, as they are read from the checkpoint."""
     tokens: list[int]
     logits: Values
 

@@ -123,7 +123,7 @@ class ToyOps:
         return 0
 
     def _made(self, name: str, *shape: Any) -> Any:
-        """Counts a call of an operation, and emits a tensor of zeros in place of its result."""
+        """Counts one call of the operation `name`, and emits a tensor of zeros in place of its result."""
         from tvm import relax
         from tvm.relax.frontend.nn import Tensor
 

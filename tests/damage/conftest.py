@@ -27,7 +27,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
-    """Yields a copy with its hard links, in which the run after damage is the first."""
+    """Yields a copy of a built recipe and its store, hard links included. The run after a damage is the first
+    one in it."""
     subprocess.run(["cp", "-a", f"{sound.root}/.", tmp_path / "there"], check=True)
     actual = Place(tmp_path / "there")
     shutil.rmtree(actual.store / "receipts", ignore_errors=True)

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.forkserver import COMMANDS
 
 PATIENCE = 100
-"""Seconds after which a command waits for something that never comes."""
+"""Maximum seconds for a command; one that takes longer counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Place:
         return results
 
     def blob(self, step: str) -> Path:
-        """Returns the first file that a step made."""
+        """Returns the path of the first file of a step's result in the store."""
         head = json.loads(self.records(step)[0].read_bytes().splitlines()[0])
         digest = str(head["files"][0][1])
         return self.store / "cas" / digest[:2] / digest

@@ -1,4 +1,4 @@
-"""Requests that no library would send, and what they cost a server."""
+"""Sends requests that no library would send, and measures what they cost a server."""
 
 from __future__ import annotations
 

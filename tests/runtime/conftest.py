@@ -21,7 +21,7 @@ from . import shared, toy
 from .shared import Server
 
 BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
-"""For programs that build bundles."""
+"""Environment of the child processes that build bundles."""
 
 
 def needs(package: str) -> None:
@@ -132,7 +132,7 @@ def sample(cpu_toy_bundle: Path) -> Sample:
 
 @pytest.fixture
 def toy_copy(toy_bundle: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the toy bundle to do damage to."""
+    """Returns a copy of the toy bundle that the test may damage."""
     return Path(shutil.copytree(toy_bundle, tmp_path / "toy"))
 
 

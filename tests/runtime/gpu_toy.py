@@ -36,7 +36,7 @@ from mlcbuild.compiler.gpu.tensorir import (
 from tests.runtime import toy
 
 CACHE = CacheSpec(heads=1, kv_heads=1, head_dim=1, half=False)
-"""A token is stored as the key of its position; values are not used."""
+"""The layout of the toy's KV cache: a token is stored as the key of its position, and values are not used."""
 PARAMS = (("table", [toy.VOCAB, 4], "float32", "plain"),)
 
 

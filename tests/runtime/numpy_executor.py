@@ -21,7 +21,7 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 from numpy.typing import NDArray
 
 SECONDS = 1e-4
-"""Time of one row: this device's clock counts rows."""
+"""Seconds by which the clock of this device advances for each computed row."""
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> NumpyExecutor:

@@ -93,7 +93,7 @@ class Parrot(NumpyExecutor):
 
 
 def _last(tokens: list[int], part: list[int]) -> int:
-    """Returns the last place of `part` in `tokens`; -1 where it is not."""
+    """Returns the index at which `part` begins for the last time in `tokens`; -1 if it does not occur."""
     places = range(len(tokens) - len(part), -1, -1)
     return next((i for i in places if tokens[i : i + len(part)] == part), -1)
 

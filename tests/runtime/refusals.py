@@ -23,7 +23,7 @@ def refusal(path: Path) -> str:
 
 
 def started(path: Path) -> str:
-    """Returns what a server says that cannot start."""
+    """Returns the error message of a server process that cannot start."""
     done = shared.run("-m", "mlcbuild_runtime", str(path), "--port", "0")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", done.stderr), done.stderr

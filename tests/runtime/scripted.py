@@ -21,7 +21,7 @@ VOCAB = 8
 
 
 class Stream:
-    """Text in which token n is the letter n."""
+    """The text stream of a tokenizer in which token n is the n-th letter."""
 
     stopped = False
 
@@ -94,14 +94,15 @@ def sequence(
 
 
 def logits_of(*likely: int) -> Floats:
-    """Returns one row for each token, in which it is the most likely one."""
+    """Returns a row of logits for each token of `tokens`, in which this token is the most likely one."""
     rows = np.zeros((len(likely), VOCAB), np.float32)
     rows[np.arange(len(likely)), likely] = 5
     return rows
 
 
 def rows(own: Sequence, logits: Floats, count: int = 1) -> SequenceRows:
-    """Returns the rows of a step of `own` whose last `count` tokens are new, drafts not counted."""
+    """Returns the rows of logits of a step of `own`, a sequence whose last `count` tokens are new, drafts not
+    counted."""
     own.length = len(own.tokens) - count
     params = own.sampling_params(count + len(own.draft.tokens))
     masks = [] if own.mask is None else [(len(params) - 1 - own.draft.size, own.mask)]

@@ -1,4 +1,4 @@
-"""Tests of what test processes share: things built once for a run, and server processes."""
+"""Helpers that test processes share: directories that are built once for a run, and server processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     ready: str
-    """The line it printed when it was ready."""
+    """The line that the server printed when it was ready."""
     name: str
 
     def health(self) -> dict[str, int | str | bool]:
@@ -87,7 +87,7 @@ class Server:
         return document
 
     def wait_idle(self) -> dict[str, int | str | bool]:
-        """Returns health, once no request runs or waits."""
+        """Waits until no request runs or waits, and returns the document of the server's health check."""
         end = time.monotonic() + WAIT
         while (actual := self.health())["running"] or actual["waiting"]:
             assert time.monotonic() < end, actual
