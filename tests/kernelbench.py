@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from mlcbuild_runtime.devices import machine
 from numpy.typing import NDArray
 
@@ -43,6 +48,9 @@ products.
 """
 
 
+ASSEMBLER = [program for program in (shutil.which("gcc") or shutil.which("clang"),) if program]
+"""Command that assembles and links; empty where there is none: then LLVM generates code in memory."""
+
 MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}
 """Functions that LLVM may call in place of plain loops; it expects every process to have them (the last one
 on macOS only).
@@ -52,14 +60,20 @@ on macOS only).
 @dataclass(frozen=True)
 class Module:
     isa: ISA
+    target: Target
     built: tvm.runtime.Module
-    library: Any
-    """The module that runs the kernels, on this machine or emulated; None if neither is possible."""
 
     @cached_property
     def asm(self) -> str:
         """Returns the assembly of all kernels, which takes LLVM two fifths of the time of compiling them."""
         return str(self.built.inspect_source("asm"))
+
+    @cached_property
+    def library(self) -> Any:
+        """Returns a module that runs the kernels on this machine, if need be emulated; None if it cannot."""
+        if runs_here(self.target):
+            return assembled(self.asm) if ASSEMBLER else self.built
+        return emulation.emulated(str(self.built.inspect_source("ll"))) if emulation.available() else None
 
     def run(
         self, function: tvm.tirx.PrimFunc, shape: tuple[int, ...], *inputs: Tensor, prompt: bool = False
@@ -93,10 +107,17 @@ def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
 def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:
     module = tvm.IRModule({symbol(function): function for function in functions})
     built = tvm.compile(module, target=tvm_target(target), tir_pipeline=kernel_pipeline(KERNELS)).mod
-    library = built if runs_here(target) else None
-    if library is None and emulation.available():
-        library = emulation.emulated(str(built.inspect_source("ll")))
-    return Module(isa_for(target), built, library)
+    return Module(isa_for(target), target, built)
+
+
+def assembled(asm: str) -> Any:
+    """Returns the loaded module of an assembly, so that LLVM generates the code of kernels only once."""
+    text = re.sub(r"^\s*\.(?:file|loc)\b.*\n", "", asm, flags=re.MULTILINE)
+    with tempfile.TemporaryDirectory() as directory:
+        source, library = Path(directory, "kernels.s"), Path(directory, "kernels.so")
+        source.write_text(text)
+        subprocess.run([*ASSEMBLER, "-shared", "-nostdlib", str(source), "-o", str(library)], check=True)
+        return tvm_ffi.load_module(str(library))
 
 
 def runs_here(target: Target) -> bool:
