@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from mlcbuild.canon import code_files
 from mlcbuild.targets.backends import BACKENDS
 
+pytestmark = pytest.mark.xdist_group("architecture")  # one process parses all modules
 ROOT = Path(__file__).resolve().parent.parent
 BUILDER = ROOT / "mlcbuild"
 FORMAT, RUNTIME = ROOT / "runtime" / "mlcbuild_format", ROOT / "runtime" / "mlcbuild_runtime"
@@ -130,8 +132,13 @@ def modules(package: Path) -> dict[str, Path]:
     return by_name
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yields every name that a file imports, wherever in the file."""
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Returns every name that a file imports, wherever in the file."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
