@@ -7,11 +7,11 @@
     │   ├── CheckpointError       exit code 1   a checkpoint's config or tensors do not fit
     │   ├── SourceError           exit code 1   a source could not be fetched, or is not what was pinned
     │   ├── CompileError          exit code 1   a library could not be built
-    │   └── VerificationError     exit code 1   a bundle answers too differently from its model
-    ├── ProvenanceError           exit code 1   nobody vouches for a bundle, or for another than this
+    │   └── VerificationError     exit code 1   a bundle's answers differ too much from its model's
+    ├── ProvenanceError           exit code 1   a bundle lacks a valid provenance statement
     ├── StoreError                exit code 1   a store is damaged or cannot be written
     ├── RemoteError               exit code 1   a shared cache cannot be used, or holds what it must not
-    ├── PublishError              exit code 1   a bundle could not be sent somewhere, or fetched from there
+    ├── PublishError              exit code 1   a bundle could not be published or downloaded
     └── SetupError                exit code 3   this machine lacks something: the message says what to install
 
 A message is complete by itself: where, which rule, what was found, what to do. The command line prints

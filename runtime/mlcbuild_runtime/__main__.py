@@ -18,7 +18,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mlcbuild-serve",
         description="Serves bundles over an OpenAI-compatible HTTP API, until Ctrl-C.",
-        epilog="example: mlcbuild-serve dist/tiny-q4f16_1-host --port 8000",
+        epilog="example: mlcbuild-serve dist/tiny-q4a8_1-host --port 8000",
     )
     release.add(parser)
     arguments.add(parser)

@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mlcbuild-chat",
         description="Talks to a model in the terminal.",
-        epilog="example: mlcbuild-chat dist/tiny-q4f16_1-host",
+        epilog="example: mlcbuild-chat dist/tiny-q4a8_1-host",
     )
     release.add(parser)
     chat_options.add(parser, "a bundle, or a directory with one bundle")
