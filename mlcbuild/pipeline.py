@@ -4,6 +4,7 @@ fetch/<model>                              the checkpoint: a directory of the us
 config/<model>                             config.json, normalised
 tokenizer/<model>                          tokenizer, template, serving defaults
 reference/<model>                          logits of the prompts, in NumPy
+formats/<model>/<quantization>             the formats of `as-is`, for a model that is downloaded
 sensitivity/<model>                        the loss of each matrix in each format of a budget
 budget/<model>/<quantization>              the formats that a budget chooses
 weights/<model>/<scheme>/<layout>          packed weights
@@ -47,6 +48,7 @@ from mlcbuild.weight_steps import (
     budget_step,
     checkpoint_inputs,
     choice_input,
+    formats_step,
     labels_of,
     scheme_params,
     sensitivity_step,
@@ -226,9 +228,11 @@ class _Assembly:
     def _budget(
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
     ) -> tuple[str, ...]:
-        """Returns the names of the steps that choose the formats of a scheme with a budget, the budget step
-        last; () for any other scheme.
+        """Returns the names of the steps that choose the formats of a scheme with candidates, the one with
+        the choice last; () for any other scheme.
         """
+        if variant.scheme.choices:
+            return (self._keep_apart(formats_step(variant, checkpoint, config)),)
         if variant.scheme.budget is None:
             return ()
         reference = self._reference(variant, checkpoint, config, tokenizer)
@@ -286,7 +290,7 @@ class _Assembly:
         that chose the bundle's scheme, or None.
         """
         inputs = {argument: Input(step) for argument, step in steps.items()}
-        if budget is not None:
+        if variant.scheme.budget is not None and budget is not None:
             inputs["budget"] = Input(budget, BUDGET_FILES)
         runtime = _runtime_library(variant.target)
         if runtime is not None:

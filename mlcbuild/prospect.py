@@ -35,7 +35,7 @@ from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, Sour
 from mlcbuild.models import ModelConfig, Param, config_digest, context_window
 from mlcbuild.models.action import quantization, read_json
 from mlcbuild.models.parsing import family_names, parse, tensor_names
-from mlcbuild.quant.as_is import is_as_is, resolved
+from mlcbuild.quant.as_is import UNQUANTIZED, is_as_is, resolved, undecided
 from mlcbuild.recipe import Bench, LocalSource, Recipe, RecipeModel, Variant, expand
 from mlcbuild.scheme_fit import block_fault, listed_parameters, scheme_faults, storage_fault
 from mlcbuild.targets.backends import backend
@@ -47,6 +47,8 @@ _ADAPTED = (
 UNKNOWN_MEMORY = 4 << 30
 """Bytes that the weights of a model whose checkpoint is not downloaded yet are assumed to take in float32, at
 most, from which the memory of its steps follows."""
+_GROWTH = 16
+"""Bytes in float32 for a byte of a GGUF file, if all its tensors have 2 bits."""
 PROCESS_MEMORY = 300 << 20
 """Bytes of memory that a Python process with NumPy takes, including a reserve."""
 
@@ -63,8 +65,7 @@ class Checkpoint:
     """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
-    """Name of a checkpoint that is a single GGUF file, without its directory; None for a checkpoint that is a
-    directory."""
+    """Path of the GGUF file in the directory of `node`; None for a checkpoint that is a directory."""
     most: int = UNKNOWN_MEMORY
     """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
     root: Path | None = None
@@ -97,7 +98,7 @@ class Checkpoint:
         weights.
         """
         readers: tuple[str, ...] = ()
-        if self.config is None:
+        if self.config is None and self.file is None:
             readers = methods()  # config.json may name any of these methods.
         elif self.settings:
             readers = (method_of(json.loads(self.settings), self.name),)
@@ -234,17 +235,16 @@ def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
     """Returns a scheme with the formats of a quantized checkpoint in place of `as-is`, or an error message.
-    root: the checkpoint's path; settings: its quantization_config as JSON.
+    root: the checkpoint's path, None if it is not downloaded; settings: its quantization_config as JSON.
     """
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.gguf_names import names_in_file
     from mlcbuild.checkpoints.mapping import locate
 
-    if root is None or config is None or not (settings or root.suffix == ".gguf"):
-        return (
-            "'as-is' keeps the values of quantized tensors, and this source is no local checkpoint that has "
-            "them; choose a scheme such as q4a8_1, or q0f16 for no quantization"
-        )
+    if root is None or config is None:
+        return undecided(scheme)
+    if not (settings or root.suffix == ".gguf"):
+        return UNQUANTIZED
     try:
         names = names_in_file(root, config) if root.suffix == ".gguf" else tensor_names(config)
         sources = locate(root, config, names, views_for(json.loads(settings) if settings else None))
@@ -257,10 +257,11 @@ def _resolved(
 
 def _pinned(model: RecipeModel, source: HubSource, lock: Lock) -> Checkpoint:
     locked = lock.sources[source]
-    if "config.json" not in locked.files:
+    if not source.file and "config.json" not in locked.files:
         line = f"{source} holds an adapter and no model; list it under 'adapters' of a model"
         raise InputError([model.place.problem(f"model '{model.name}': {line}")])
-    if (fault := tokenizer_fault(str(source), locked.files)) is not None:
+    fault = None if source.file else tokenizer_fault(str(source), locked.files)
+    if fault is not None:
         raise InputError([model.place.problem(f"model '{model.name}': {fault}")])
     step = Step(
         f"fetch/{model.name}",
@@ -269,10 +270,12 @@ def _pinned(model: RecipeModel, source: HubSource, lock: Lock) -> Checkpoint:
         {},
         memory=PROCESS_MEMORY,
     )
-    stored = sum(file.size for path, file in locked.files.items() if path.endswith((".safetensors", ".bin")))
-    most = min(UNKNOWN_MEMORY, 4 * stored)
-    kind = kind_of_files(locked.files)
-    return Checkpoint(model, step, locked.files["config.json"].sha256[:12], None, kind, most=most)
+    endings = (".safetensors", ".bin", ".gguf")
+    stored = sum(file.size for path, file in locked.files.items() if path.endswith(endings))
+    most = min(UNKNOWN_MEMORY, _GROWTH * stored if source.file else 4 * stored)
+    kind = GGUF if source.file else kind_of_files(locked.files)
+    label = locked.files[source.file or "config.json"].sha256[:12]
+    return Checkpoint(model, step, label, None, kind, source.file or None, most=most)
 
 
 @dataclass(frozen=True)

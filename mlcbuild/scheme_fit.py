@@ -46,9 +46,8 @@ def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
     """Returns an error message if a device has no kernels for the stored formats of a scheme; None if it
     can read all of them.
     """
-    candidates = scheme.budget.candidates if scheme.budget is not None else ()
     try:
-        for part in (scheme, *(other for _, other in scheme.overrides), *candidates):
+        for part in (scheme, *(other for _, other in scheme.overrides), *scheme.candidates):
             load_format(part.format, device.layout(part))
     except UsageError as error:
         return str(error)

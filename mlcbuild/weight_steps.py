@@ -78,10 +78,26 @@ def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: 
 
 
 def choice_input(budget: str) -> dict[str, Input]:
-    """Returns argument of the action -> input, by which a step reads the choice of the budget step
-    `budget`. The other files of that step do not enter its key.
+    """Returns argument of the action -> input, by which a step reads the choice of the step `budget`. The
+    other files of that step do not enter its key.
     """
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
+
+
+def formats_step(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
+    """Returns the step that chooses the formats for `as-is` by the types of a checkpoint's tensors. config:
+    name of the config step.
+    """
+    scheme = storage_of(variant)
+    overrides: list[Json] = [[pattern, other.name] for pattern, other in scheme.overrides]
+    return Step(
+        f"formats/{checkpoint.name}/{variant.quantization}",
+        "mlcbuild.checkpoints.stored_formats:choose",
+        {**scheme_params(scheme), "overrides": overrides, **checkpoint.params},
+        {"config": Input(config), **checkpoint_inputs(checkpoint)},
+        code=(*map(format_module, scheme.formats), *checkpoint.code),
+        memory=PROCESS_MEMORY,
+    )
 
 
 def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, reference: str) -> Step:

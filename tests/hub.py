@@ -70,7 +70,7 @@ class Request:
 
 def is_large(name: str) -> bool:
     """Returns True if the hub keeps a file in large-file storage: it then states its sha256."""
-    return name.endswith((".safetensors", ".bin", ".model"))
+    return name.endswith((".safetensors", ".bin", ".gguf", ".model"))
 
 
 def git_oid(data: bytes) -> str:

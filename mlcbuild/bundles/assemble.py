@@ -103,9 +103,9 @@ def _object(path: Path) -> dict[str, object]:
 def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: assembles the bundle without provenance and verification figures.
 
-    params: name, model, scheme and target for display (a null scheme means the library's, which a budget
-    chose), and the limits from context_window to max_batch. inputs: library, weights, tokenizer, `runtime`
-    (libtvm_runtime) if the target is this system, and `budget` with the files of a budget step.
+    params: name, model, scheme and target for display (a null scheme means the library's, which another
+    step chose), and the limits from context_window to max_batch. inputs: library, weights, tokenizer,
+    `runtime` (libtvm_runtime) if the target is this system, and `budget` with the files of a budget step.
     """
     from mlcbuild_format import bundle as form
 

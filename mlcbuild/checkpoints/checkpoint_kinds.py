@@ -5,6 +5,7 @@ Modules are named and not imported, so the key of a step depends only on the cod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,14 +68,16 @@ PYTORCH = replace(
 )
 GGUF = CheckpointKind(
     config="mlcbuild.checkpoints.gguf_config:normalise",
-    config_files=("*.gguf",),
+    config_files=("**/*.gguf",),
     tokenizer="mlcbuild.bundles.gguf_text:tokenizer",
-    tokenizer_files=("*.gguf",),
-    weights_files=("*.gguf",),
+    tokenizer_files=("**/*.gguf",),
+    weights_files=("**/*.gguf",),
     reader="mlcbuild.checkpoints.gguf_tensors",
 )
 
 
+GGUF_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+"""Matches the name of a part of a GGUF file: stem, number and count."""
 TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of the file, or of the index of the files, in which PyTorch's checkpoints store their weights."""
 

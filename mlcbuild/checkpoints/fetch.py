@@ -20,9 +20,9 @@ from mlcbuild_format import regular, strict_json
 
 from mlcbuild import progress
 from mlcbuild.canon import Json, note_digest
-from mlcbuild.checkpoints.checkpoint_kinds import POOLING, TORCH_FILES
+from mlcbuild.checkpoints.checkpoint_kinds import GGUF_PART, POOLING, TORCH_FILES
 from mlcbuild.checkpoints.hub import HubSource, check_name, download, explained, reach
-from mlcbuild.errors import SourceError
+from mlcbuild.errors import SourceError, did_you_mean
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -75,7 +75,7 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
         return adapter_files(top)
     if "config.json" not in top:
         packed = sorted(name for name in top if name.endswith(".gguf"))
-        hint = f"; to build {packed[0]}, write the path of that file" if packed else ""
+        hint = f"; to build {packed[0]}, name that file" if packed else ""
         raise SourceError(f"it has no config.json, so it is no checkpoint in Hugging Face format{hint}")
     files = {name for name in top if any(fnmatchcase(name, pattern) for pattern in WANTED)}
     files |= {POOLING} & names
@@ -98,6 +98,22 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
             f"it has no weights that can be read{hint}; weights must be *.safetensors or {TORCH_FILES[0]}"
         )
     return tuple(sorted(files | weights))
+
+
+def gguf_parts(names: Collection[str], file: str) -> tuple[str, ...]:
+    """Returns the names of all parts of a GGUF file of a repository. names: all files of the repository;
+    file: the path of one part. Raises SourceError (without naming the source) if a part is missing.
+    """
+    split, parts = GGUF_PART.fullmatch(file), {file}
+    if split is not None:
+        stem, _, count = split.groups()
+        parts |= {f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)}
+    missing = sorted(parts - set(names))
+    if missing:
+        packed = [name for name in sorted(names) if name.endswith(".gguf")]
+        hint = f"; {did_you_mean(file, packed)}" if packed else "; it has no GGUF files"
+        raise SourceError(f"there is no file {missing[0]}{hint}")
+    return tuple(sorted(parts))
 
 
 def _safetensors(names: Iterable[str]) -> set[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from mlcbuild_format.fields import describe, printable
 from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
+from mlcbuild.checkpoints.checkpoint_kinds import GGUF_PART
 from mlcbuild.checkpoints.gguf_blocks import TYPES, UNREADABLE
 from mlcbuild.errors import CheckpointError
 
@@ -56,7 +56,6 @@ _NUMBERS = {
 }
 """Number of a metadata value's type in GGUF -> NumPy's name of the type."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def parts(path: Path) -> tuple[Path, ...]:
 
     Raises CheckpointError if one is missing.
     """
-    split = _SPLIT.fullmatch(path.name)
+    split = GGUF_PART.fullmatch(path.name)
     if split is None:
         return (path,)
     stem, _, count = split.groups()

@@ -20,6 +20,7 @@ from mlcbuild.errors import SourceError, UsageError
 
 ATTEMPTS = 3
 """Number of attempts to reach the hub for one query, one second apart."""
+_GGUF = ".gguf"
 NAME_LIMIT = 255
 """Maximum length in bytes of one component of a path, a limit of common filesystems."""
 
@@ -28,13 +29,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, order=True)
 class HubSource:
-    """A model repository of a Hugging Face hub at a branch, tag or commit."""
+    """A model repository of a Hugging Face hub at a branch, tag or commit, or a GGUF file in it."""
 
     repo: str
     revision: str = "main"
+    file: str = ""
+    """Path of a GGUF file in the repository; "" for a checkpoint that is the whole repository."""
 
     def __str__(self) -> str:
-        return f"hf://{self.repo}@{self.revision}"
+        return f"hf://{self.repo}{self.file and '/'}{self.file}@{self.revision}"
 
     @property
     def is_pinned(self) -> bool:
@@ -65,10 +68,11 @@ def is_commit(text: str) -> bool:
 
 
 def parse_source(text: str) -> HubSource | None:
-    """Returns the repository that the `source:` of a recipe names; None if it names a directory.
+    """Returns the repository, or the GGUF file in it, that the `source:` of a recipe names; None if it names
+    a directory.
 
-    Raises UsageError for a text with a scheme that is not `hf://organisation/name` or
-    `hf://organisation/name@revision`.
+    Raises UsageError for a text with a scheme that is not `hf://organisation/name`, with or without
+    `/path/file.gguf` and `@revision` behind it.
     """
     scheme, mark, rest = text.partition("://")
     if not mark:
@@ -76,13 +80,22 @@ def parse_source(text: str) -> HubSource | None:
     form = "write hf://organisation/name@revision"
     if scheme != "hf":
         raise UsageError(f"source '{text}': the scheme '{scheme}' is unknown; {form}, or a directory")
-    repo, at, revision = rest.partition("@")
+    place, at, revision = rest.partition("@")
+    repo, file = place, ""
+    if place.endswith(_GGUF):
+        organisation, name, file = [*place.split("/", 2), "", ""][:3]
+        repo = f"{organisation}/{name}" if file else place
     part = "[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_])?"
     if not re.fullmatch(f"{part}(/{part})?", repo) or "--" in repo or ".." in repo or len(repo) > 96:
         raise UsageError(f"source '{text}': '{repo}' is not the name of a repository; {form}")
     if at and (not re.fullmatch("[A-Za-z0-9._+-]+(/[A-Za-z0-9._+-]+)*", revision) or ".." in revision):
         raise UsageError(f"source '{text}': '{revision}' is not a branch, tag or commit; {form}")
-    return HubSource(repo, revision or "main")
+    if file:
+        try:
+            check_name(file)
+        except SourceError as error:
+            raise UsageError(f"source '{text}': {error}") from None
+    return HubSource(repo, revision or "main", file)
 
 
 def check_name(name: str) -> None:

@@ -22,7 +22,15 @@ from pathlib import Path
 
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints import hub
-from mlcbuild.checkpoints.fetch import Pinned, file_sha256, index_of, index_shards, needed_files
+from mlcbuild.checkpoints.fetch import (
+    ADAPTER_FILES,
+    Pinned,
+    file_sha256,
+    gguf_parts,
+    index_of,
+    index_shards,
+    needed_files,
+)
 from mlcbuild.checkpoints.hub import HubFile, HubSource
 from mlcbuild.documents import document
 from mlcbuild.documents.document import Data, Document, Where
@@ -150,8 +158,9 @@ class _Reader:
             file: self.file((*where, "files", file), file)
             for file in (self.mapping((*where, "files")) if "files" in entry else {})
         }
-        if "files" in entry and "config.json" not in files:
-            self.fault((*where, "files"), "there is no config.json among the files")
+        first = source.file if source is not None and source.file else "config.json"
+        if "files" in entry and not {first, ADAPTER_FILES[0]} & set(files):
+            self.fault((*where, "files"), f"there is no {first} among the files")
         return source, Locked(str(commit), files)
 
     def file(self, where: Where, name: str) -> Pinned:
@@ -251,10 +260,13 @@ def moved(lock: Lock) -> dict[HubSource, str]:
 def _pin(source: HubSource) -> Locked:
     commit, files = hub.list_files(source)
     at = HubSource(source.repo, commit)
-    index = index_of(files)
+    index = None if source.file else index_of(files)
     data = b"" if index is None else _small_file(at, index, files[index])[0]
     try:
-        names = needed_files(files, () if index is None else index_shards(data, index))
+        if source.file:
+            names = gguf_parts(files, source.file)
+        else:
+            names = needed_files(files, () if index is None else index_shards(data, index))
         for name in names:
             hub.check_name(name)
     except SourceError as error:

@@ -23,6 +23,10 @@ for the KV cache and for other programs.
 """
 _BYTES = {8: 1.07, 6: 0.83, 4: 0.58}
 """Bits of a quantized weight -> bytes of storage per weight, scales included."""
+_MARKS = {"F32": 32.0, "F16": 16.0, "Q8": 8.5, "Q6": 6.6, "Q3": 3.9, "Q2": 3.2}
+"""Part of the name of a GGUF file -> bits of its weights, scales included."""
+_USUAL_BITS = 5.0
+"""Bits of the weights of a GGUF file whose name has none of these parts: most have types of 4 or 5 bits."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def parameter_count(source: str) -> int | None:
     """Returns the number of parameters of a checkpoint; None if it cannot be determined.
 
     source: the path of a directory or a GGUF file, or an hf:// address, for which the hub's list of weights
-    files is read and two bytes per parameter are assumed.
+    files is read and two bytes per parameter are assumed, or the bits that the name of a GGUF file states.
     """
     try:
         if source.startswith("hf://"):
@@ -94,12 +98,16 @@ def _config(path: Path) -> ModelConfig:
 
 def _hub_count(source: str) -> int | None:
     from mlcbuild.checkpoints import hub
-    from mlcbuild.checkpoints.fetch import needed_files
+    from mlcbuild.checkpoints.fetch import gguf_parts, needed_files
 
     repository = hub.parse_source(source)
     if repository is None:
         return None
     _, files = hub.list_files(repository)
+    if repository.file:
+        size = sum(files[name].size for name in gguf_parts(files, repository.file))
+        marks = (bits for mark, bits in _MARKS.items() if mark in repository.file.upper())
+        return int(8 * size / next(marks, _USUAL_BITS))
     if "config.json" not in files:
         return None
     names = {name for name in files if name.endswith(".safetensors")}

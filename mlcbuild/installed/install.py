@@ -12,7 +12,8 @@ from mlcbuild.build.events import silent
 from mlcbuild.bundles.publish import fault
 from mlcbuild.bundles.publish.transfer_bundle import pull
 from mlcbuild.checkpoints import hub
-from mlcbuild.errors import InputError, StoreError, UsageError, did_you_mean
+from mlcbuild.checkpoints.fetch import gguf_parts
+from mlcbuild.errors import InputError, SourceError, StoreError, UsageError, did_you_mean
 from mlcbuild.installed import entries
 from mlcbuild.installed.default_scheme import SchemeChoice, choose_scheme, parameter_count
 from mlcbuild.installed.entries import MANIFEST, InstalledModel, InstallOptions
@@ -73,9 +74,15 @@ def _is_published(source: str) -> bool:
     repository = hub.parse_source(source)
     assert repository is not None  # resolve.ADDRESSES has no other scheme.
     _, files = hub.list_files(repository)
+    if repository.file:
+        try:
+            gguf_parts(files, repository.file)
+        except SourceError as error:
+            raise UsageError(f"{source}: {error}") from None
+        return False
     if MANIFEST not in files and "config.json" not in files:
         packed = sorted(name for name in files if name.endswith(".gguf"))
-        hint = f": download one of {', '.join(packed[:3])} and name that file" if packed else ""
+        hint = f": name a GGUF file in it, hf://{repository.repo}/{packed[0]}" if packed else ""
         raise UsageError(f"{source}: it holds neither {MANIFEST} nor config.json{hint}")
     return MANIFEST in files
 

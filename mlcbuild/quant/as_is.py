@@ -46,6 +46,11 @@ can store its values. Q6_1 has 6 bits, a scale and a minimum.
 """
 _MIXED = (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k")
 _EXACT = "f32"
+UNQUANTIZED = (
+    "'as-is' keeps the values of quantized tensors, and this checkpoint has none; choose a scheme such as "
+    "q4a8_1, or q0f16 for no quantization"
+)
+"""The error message for a checkpoint whose tensors are not quantized."""
 _LAYER = re.compile(r"^layers\.\d+\.")
 LONGEST_PATTERN = 400
 """Maximum length of an override's pattern in characters, because a manifest limits the length of its texts.
@@ -76,6 +81,15 @@ def is_as_is(scheme: Scheme) -> bool:
     use.
     """
     return scheme.format == NAME
+
+
+def undecided(scheme: Scheme) -> Scheme:
+    """Returns a scheme for a checkpoint that is not downloaded: a step chooses, as `resolved` does, among all
+    formats that can be the result. Overrides in `scheme` decide first.
+    """
+    names = sorted({*FORMATS.values(), *_NOT_IN_GGUF.values(), *_MIXED, _EXACT})
+    choices = {other.name: other for other in (*map(_scheme, names), *(own for _, own in scheme.overrides))}
+    return replace(_scheme(_EXACT), name=NAME, choices=tuple(choices.values()), overrides=scheme.overrides)
 
 
 def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Sequence[Param]) -> Scheme:

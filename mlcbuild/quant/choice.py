@@ -1,5 +1,5 @@
-"""Reads the choice of formats that a build step made for a model under a budget, as a scheme for
-later steps.
+"""Reads the choice of formats that a build step made for a model, under a budget or by the types of a
+checkpoint's tensors, as a scheme for later steps.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from mlcbuild.canon import Json, digest
 from mlcbuild.quant.scheme import Storage, from_json
 
 CHOICE = "choice.json"
-"""Name of the file in which a budget step writes its choice, a JSON object: base, the name of a candidate
-scheme, and overrides, a list of [pattern, name of a candidate].
+"""Name of the file in which a step writes its choice, a JSON object: base, the name of a candidate scheme,
+overrides, a list of [pattern, name of a candidate], and, where it is not derived from these, the result's
+name.
 """
 INPUT = "budget"
-"""Name of the step input that is the directory with choice.json, the formats that a step chose under a budget
-of size or loss."""
+"""Name of the step input that is the directory with choice.json, the formats that an earlier step chose."""
 
 
 def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage:
-    """Returns the scheme of a step. Without a budget it is params["scheme"]. With one, it is what choice.json
-    in the directory inputs["budget"] chooses among params["candidates"].
+    """Returns the scheme of a step: params["scheme"], or what choice.json in the directory inputs["budget"]
+    chooses among params["candidates"].
     """
     if INPUT not in inputs:
         return from_json(params["scheme"])
     document = json.loads((inputs[INPUT] / CHOICE).read_bytes())
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
-    return mixture(candidates, document["base"], document["overrides"])
+    scheme = mixture(candidates, document["base"], document["overrides"])
+    return replace(scheme, name=document.get("name", scheme.name))
 
 
 def mixture(candidates: Sequence[Storage], base: str, overrides: Sequence[tuple[str, str]]) -> Storage:

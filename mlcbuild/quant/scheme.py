@@ -47,6 +47,15 @@ class Scheme:
     """The budget under which a build step chooses the formats of all parameters; None for a scheme that needs
     no choice. With a budget `format` is the largest candidate's, an upper bound of the size.
     """
+    choices: tuple[Scheme, ...] = ()
+    """The schemes among which a build step chooses by the types of a checkpoint's tensors, for `as-is` of a
+    checkpoint that is not downloaded; () for any other scheme.
+    """
+
+    @property
+    def candidates(self) -> tuple[Scheme, ...]:
+        """Returns the schemes among which a build step chooses; () for a scheme that needs no choice."""
+        return self.choices if self.budget is None else self.budget.candidates
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Storage:
     activation_bits: Literal[0, 8] = 0
     overrides: tuple[tuple[str, Storage], ...] = ()
     candidates: tuple[Storage, ...] = ()
-    """The schemes among which a budget chooses, with their layouts; () without a budget."""
+    """The schemes among which a build step chooses, with their layouts; () if it needs no choice."""
 
     @property
     def definition(self) -> Format:
@@ -103,8 +112,7 @@ def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
     returns the layout's name for a scheme; it is also called for the scheme of each override and of each
     candidate of a budget."""
     overrides = tuple((pattern, storage(other, layout)) for pattern, other in scheme.overrides)
-    listed = scheme.budget.candidates if scheme.budget is not None else ()
-    candidates = tuple(storage(other, layout) for other in listed)
+    candidates = tuple(storage(other, layout) for other in scheme.candidates)
     return Storage(scheme.name, scheme.format, layout(scheme), scheme.activation_bits, overrides, candidates)
 
 

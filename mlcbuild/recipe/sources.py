@@ -17,7 +17,9 @@ from mlcbuild.recipe.reading import Reading, kind
 
 _HUB = "hf://"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({_PART}/{_PART})(?:/.*)?")
+_HUB_PAGE = re.compile(
+    rf"https?://(?:www\.)?huggingface\.co/({_PART}/{_PART})(?:/(?:blob|resolve)/[^/]+(/.+\.gguf)|/.*)?"
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ def _read_source(
 ) -> Source | None:
     page = _HUB_PAGE.fullmatch(text)
     if page:
-        reading.report(where, f"source '{text}' is a page of the Hugging Face hub; write {_HUB}{page[1]}")
+        reading.report(
+            where, f"source '{text}' is a page of the Hugging Face hub; write {_HUB}{page[1]}{page[2] or ''}"
+        )
         return None
     try:
         hub = parse_source(text)

@@ -130,6 +130,8 @@ def _hub_fault(url: str, writing: bool) -> str:
         source = parse_source(url)
     except UsageError as error:
         return str(error).removeprefix("source ")
+    if source is not None and source.file:
+        return f"'{url}' names a file: write hf://{source.repo}"
     pinned = source is not None and source.is_pinned and writing
     return f"'{url}' names a commit: publish to a branch" if pinned else ""
 

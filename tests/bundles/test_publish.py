@@ -273,6 +273,7 @@ def test_what_cannot_be_reached_or_found_is_told(
         ("oci://host/x:v1", True, ""),
         ("hf://a/b/c", True, "is not the name of a repository"),
         ("hf://a/b@" + "0" * 40, True, "names a commit: publish to a branch"),
+        ("hf://a/b/c.gguf", True, "names a file: write hf://a/b"),
         ("hf://a/b@" + "0" * 40, False, ""),
     ],
 )

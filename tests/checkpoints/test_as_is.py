@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 from mlcbuild import models, pipeline, quant, recipe
 from mlcbuild.build.graph import Step
 from mlcbuild.checkpoints import conversion, exact_weights
+from mlcbuild.checkpoints.fetch import Pinned
 from mlcbuild.checkpoints.gguf_config import normalise
-from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.checkpoints.lock import Lock, Locked
 from mlcbuild.checkpoints.mapping import locate
+from mlcbuild.checkpoints.stored_formats import choose
 from mlcbuild.errors import CheckpointError, InputError
 from mlcbuild.models import parameters
+from mlcbuild.models.action import normalise as plain
 from mlcbuild.models.parsing import parse, tensor_names
 from mlcbuild.quant import Storage
 from tests.conftest import TINY
@@ -152,13 +156,37 @@ def _config(directory: Path) -> bytes:
     return (directory / "config" / "config.json").read_bytes()
 
 
+def test_formats_of_a_file_that_is_not_here_are_chosen_by_a_step(tmp_path: Path) -> None:
+    """A pinned file gives the scheme and the weights that it gives as a local file."""
+    write_gguf(TINY, tmp_path / "m.gguf", "Q8_0", types={"attn_v.weight": "Q4_1", "ffn_up.weight": "MXFP4"})
+    text = RECIPE.replace("as-is", "{scheme: as-is, overrides: [{match: embed, scheme: q4f16_1}]}")
+    there = HubSource("org/tiny", file="m.gguf")
+    (tmp_path / "recipe.yaml").write_text(text.replace("./m.gguf", str(there)))
+    lock = Lock({there: Locked("a" * 40, {"m.gguf": Pinned(1, "b" * 64)})})
+    graph = pipeline.build(recipe.load(tmp_path / "recipe.yaml"), lock).graph
+    step, weights = (graph.step(name) for name in ("formats/m/same", "weights/m/same/plain"))
+    inputs = {"checkpoint": tmp_path, "config": tmp_path / "config"}
+    normalise({"file": "m.gguf"}, inputs, tmp_path / "config")
+    choose(step.params, inputs, tmp_path / "choice")
+    conversion.convert(weights.params, {**inputs, "budget": tmp_path / "choice"}, tmp_path / "there")
+    converted(tmp_path, scheme_of(tmp_path, text))
+    for path in sorted((tmp_path / "weights").iterdir()):
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
+
+
+def test_a_pinned_checkpoint_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
+    plain({}, {"checkpoint": TINY}, tmp_path / "config")
+    with pytest.raises(CheckpointError, match=r"tiny: 'as-is' keeps the values of quantized tensors, and th"):
+        choose({"overrides": []}, {"checkpoint": TINY, "config": tmp_path / "config"}, tmp_path / "choice")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (
             RECIPE.replace("./m.gguf", "./tiny"),
-            "'as-is' keeps the values of quantized tensors, and this source is no local checkpoint that has "
-            "them; choose a scheme such as q4a8_1, or q0f16 for no quantization",
+            "'as-is' keeps the values of quantized tensors, and this checkpoint has none; choose a scheme "
+            "such as q4a8_1, or q0f16 for no quantization",
         ),
         (
             RECIPE.replace("as-is", "{scheme: q4a8_1, overrides: [{match: embed, scheme: as-is}]}"),

@@ -59,7 +59,7 @@ def test_steps_of_a_gguf_file(recipe: Path) -> None:
     for name in ("config", "tokenizer", "weights", "reference"):
         own = step(graph, f"{name}/packed")
         assert own.params["file"] == "b.gguf"
-        assert own.inputs["checkpoint"].select == ("*.gguf",)
+        assert own.inputs["checkpoint"].select == ("**/*.gguf",)
     # One architecture, one library.
     assert len([node for node in graph.steps() if node.name.startswith("library/")]) == 1
 

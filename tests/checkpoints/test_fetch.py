@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlcbuild.checkpoints.checkpoint_kinds import POOLING
-from mlcbuild.checkpoints.fetch import INDEX, index_of, index_shards, local_files, needed_files
+from mlcbuild.checkpoints.fetch import INDEX, gguf_parts, index_of, index_shards, local_files, needed_files
 from mlcbuild.checkpoints.hub import HubSource, check_name, parse_source
 from mlcbuild.errors import SourceError, UsageError
 from tests.hub import Client, Fault, Hub, RefusedError
@@ -65,6 +65,9 @@ def refusal(client: Client, function: str, *arguments: object) -> str:
         ("hf://org/name", HubSource("org/name", "main")),
         ("hf://gpt2@v1.0", HubSource("gpt2", "v1.0")),
         ("hf://org/name@refs/pr/7", HubSource("org/name", "refs/pr/7")),
+        ("hf://org/name.gguf", HubSource("org/name.gguf")),
+        ("hf://org/name/a.gguf", HubSource("org/name", "main", "a.gguf")),
+        ("hf://org/name/q4 k/a.gguf@v1", HubSource("org/name", "v1", "q4 k/a.gguf")),
     ],
 )
 def test_a_hub_source_is_parsed_and_written_back(text: str, source: HubSource | None) -> None:
@@ -87,6 +90,8 @@ def test_anything_without_a_scheme_is_a_directory(text: str) -> None:
         ("hf://a/b/c", "'a/b/c' is not the name of a repository"),
         ("hf://org/../x", "is not the name of a repository"),
         ("hf://org/na--me", "is not the name of a repository"),
+        ("hf://org/name/../a.gguf", "the file name '../a.gguf' is no plain path inside the repository"),
+        ("hf://o--g/name/a.gguf", "'o--g/name' is not the name of a repository"),
         ("hf://org/name@", "'' is not a branch, tag or commit"),
         ("hf://org/name@../x", "'../x' is not a branch, tag or commit"),
         ("hf://org/name@a b", "'a b' is not a branch, tag or commit"),
@@ -120,6 +125,21 @@ def test_of_shards_only_those_the_index_names_are_needed() -> None:
     assert needed_files([*names, "model.safetensors"], shards) == ("config.json", "model.safetensors")
 
 
+def test_a_gguf_file_is_fetched_with_its_other_parts() -> None:
+    names = ["x/a-00001-of-00002.gguf", "x/a-00002-of-00002.gguf", "a.gguf", "b-00001-of-00002.gguf"]
+    assert gguf_parts(names, "a.gguf") == ("a.gguf",)
+    assert gguf_parts(names, names[1]) == (names[0], names[1])
+    for file, fault in (
+        ("b-00001-of-00002.gguf", "there is no file b-00002-of-00002.gguf; did you mean 'b-00001-of-00002"),
+        ("c.gguf", "there is no file c.gguf; did you mean 'a.gguf'?"),
+    ):
+        with pytest.raises(SourceError) as caught:
+            gguf_parts(names, file)
+        assert str(caught.value).startswith(fault)
+    with pytest.raises(SourceError, match=r"there is no file a.gguf; it has no GGUF files"):
+        gguf_parts(["config.json"], "a.gguf")
+
+
 def test_weights_of_another_name_are_taken_where_there_is_no_index() -> None:
     names = ["config.json", "weights.safetensors", "adapter_model.safetensors"]
     assert needed_files(names) == ("config.json", "weights.safetensors")
@@ -129,7 +149,7 @@ def test_weights_of_another_name_are_taken_where_there_is_no_index() -> None:
     ("names", "shards", "fault"),
     [
         (["model.safetensors"], (), "it has no config.json"),
-        (["b.gguf", "a.gguf"], (), "to build a.gguf, write the path of that file"),
+        (["b.gguf", "a.gguf"], (), "to build a.gguf, name that file"),
         (["config.json"], (), "it has no weights that can be read; weights must be"),
         (
             ["config.json", "a.gguf", "b.bin"],

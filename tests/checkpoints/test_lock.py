@@ -227,6 +227,27 @@ def test_only_the_shards_of_the_index_are_pinned(hub: Hub, client: Client, tmp_p
     assert files == set(SHARDS) - {"model-00003-of-00002.safetensors"}
 
 
+def test_all_parts_of_a_gguf_file_are_pinned(hub: Hub, client: Client, tmp_path: Path) -> None:
+    parts = [f"q4/a-0000{number}-of-00002.gguf" for number in (1, 2)]
+    hub.add("org/packed", {**FILES, "b.gguf": b"GGUF", **dict.fromkeys(parts, b"GGUF")})
+    path = tmp_path / "a.lock"
+    actual = resolved(client, path, f"hf://org/packed/{parts[0]}", "hf://org/packed")
+    packed, plain = (HubSource("org/packed", "main", file) for file in (parts[0], ""))
+    assert set(actual.sources[packed].files) == set(parts)
+    assert "config.json" in actual.sources[plain].files
+    path.write_text(path.read_text().replace(f'{parts[0]}": {{size', 'other.gguf": {size'))
+    with pytest.raises(InputError, match=r"there is no q4/a-00001-of-00002.gguf among the files"):
+        lock.read(path)
+    message = refusal(client, "lock", ["hf://org/packed/c.gguf"])
+    assert message.startswith("hf://org/packed/c.gguf@main: there is no file c.gguf; did you mean")
+
+
+def test_an_adapter_is_pinned(hub: Hub, client: Client, tmp_path: Path) -> None:
+    hub.add("org/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
+    actual = resolved(client, tmp_path / "a.lock", "hf://org/adapter")
+    assert len(actual.sources[HubSource("org/adapter")].files) == 2
+
+
 def test_a_pin_is_kept_until_it_is_renewed(hub: Hub, client: Client, tmp_path: Path) -> None:
     old = hub.add("org/moves", FILES)
     path = tmp_path / lock.NAME

@@ -90,6 +90,26 @@ def test_a_model_of_a_hub_is_pinned_and_answers_without_it(store: Path, tmp_path
     checked(mlcbuild("rm", source, store=store))
 
 
+def test_a_gguf_file_of_a_hub_answers(store: Path, tmp_path: Path) -> None:
+    write_gguf(TINY, tmp_path / "tiny.gguf", "Q8_0", metadata=tiny_metadata(TINY))
+    source = "hf://org/packed/q8/tiny.gguf"
+    with Hub() as hub:
+        hub.add("org/packed", {"q8/tiny.gguf": (tmp_path / "tiny.gguf").read_bytes()})
+        variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        assert ask(source, store, **variables)[0] == "5"
+        for name, sentence in (
+            (
+                "hf://org/packed",
+                ": it holds neither bundle.json nor config.json: name a GGUF file in it, ",
+            ),
+            ("hf://org/packed/q8/tini.gguf", ": there is no file q8/tini.gguf; did you mean 'q8/tiny.gguf'?"),
+        ):
+            done = mlcbuild("chat", name, "hi", store=store, variables=variables)
+            assert done.returncode == 2 and done.stderr.startswith(f"{name}{sentence}")
+    assert ask(source, store) == ("5", ""), "the hub is gone, and not asked"
+    checked(mlcbuild("rm", source, store=store))
+
+
 def test_a_published_bundle_is_fetched_and_kept(tiny_bundles: Path, store: Path, tmp_path: Path) -> None:
     files = tiny_bundles / "dist" / "tiny-q4a8_1-host"
     with Hub() as hub:

@@ -230,6 +230,13 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "write hf://Qwen/Qwen3-0.6B"
         ],
     ),
+    "page of a GGUF file": (
+        changed(models="{a: 'https://huggingface.co/o/n/blob/main/q4/m.gguf'}"),
+        [
+            "2:13: source 'https://huggingface.co/o/n/blob/main/q4/m.gguf' is a page of the Hugging Face "
+            "hub; write hf://o/n/q4/m.gguf"
+        ],
+    ),
     "other kind of source": (
         changed(models="{a: 's3://bucket/model'}"),
         [

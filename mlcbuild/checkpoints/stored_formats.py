@@ -1,0 +1,48 @@
+"""Chooses the formats for the quantization `as-is` of a checkpoint, as the step
+`formats/<model>/<quantization>`. Recipes with local checkpoints need no such step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from mlcbuild import models
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
+from mlcbuild.checkpoints.checkpoint_views import views_of
+from mlcbuild.checkpoints.exact_weights import read_tensor_names
+from mlcbuild.checkpoints.mapping import PLAIN, locate
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import parameters
+from mlcbuild.quant.as_is import AS_IS, UNQUANTIZED, resolved
+from mlcbuild.quant.choice import CHOICE
+from mlcbuild.quant.scheme import Scheme
+
+
+def choose(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: chooses for each parameter the smallest format with exactly the values of inputs["checkpoint"],
+    and writes the choice among params["candidates"] to `out`.
+
+    params["overrides"]: pairs (pattern, name of a candidate), which decide first. inputs["config"]: the
+    output of the config step. Raises CheckpointError for a checkpoint that is damaged or not quantized.
+    """
+    path, views = checkpoint_path(params, inputs), views_of(params, inputs)
+    if views is PLAIN and path.suffix != ".gguf":
+        raise CheckpointError(f"{path.name}: {UNQUANTIZED}")
+    config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
+    sources = locate(path, config, read_tensor_names(inputs["config"]), views)
+    listed = cast("list[tuple[str, str]]", params["overrides"])
+    own = tuple((pattern, Scheme(name, name)) for pattern, name in listed)
+    scheme = resolved(
+        replace(AS_IS, overrides=own),
+        {source.param.name: source.kinds for source in sources},
+        parameters(config),
+    )
+    overrides: list[Json] = [[pattern, other.name] for pattern, other in scheme.overrides]
+    choice: dict[str, Json] = {"base": scheme.format, "name": scheme.name, "overrides": overrides}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CHOICE).write_text(json.dumps(choice) + "\n", encoding="utf-8")
