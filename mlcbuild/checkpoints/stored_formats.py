@@ -36,9 +36,9 @@ def choose(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     sources = locate(path, config, read_tensor_names(inputs["config"]), views)
     listed = cast("list[tuple[str, str]]", params["overrides"])
-    own = tuple((pattern, Scheme(name, name)) for pattern, name in listed)
+    stated = tuple((pattern, Scheme(name, name)) for pattern, name in listed)
     scheme = resolved(
-        replace(AS_IS, overrides=own),
+        replace(AS_IS, overrides=stated),
         {source.param.name: source.kinds for source in sources},
         parameters(config),
     )

@@ -88,7 +88,9 @@ def undecided(scheme: Scheme) -> Scheme:
     formats that can be the result. Overrides in `scheme` decide first.
     """
     names = sorted({*FORMATS.values(), *_NOT_IN_GGUF.values(), *_MIXED, _EXACT})
-    choices = {other.name: other for other in (*map(_scheme, names), *(own for _, own in scheme.overrides))}
+    choices = {
+        other.name: other for other in (*map(_scheme, names), *(other for _, other in scheme.overrides))
+    }
     return replace(_scheme(_EXACT), name=NAME, choices=tuple(choices.values()), overrides=scheme.overrides)
 
 

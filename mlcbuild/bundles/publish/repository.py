@@ -20,6 +20,7 @@ from mlcbuild.bundles.publish.card import card
 from mlcbuild.bundles.publish.names import check_names
 from mlcbuild.checkpoints import hub
 from mlcbuild.checkpoints.hub import HubFile, HubSource
+from mlcbuild.checkpoints.hub_failures import AbsentError
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.background import Background
 
@@ -60,7 +61,7 @@ def _there(source: HubSource) -> dict[str, HubFile]:
     """Returns path -> size and digests (HubFile) of each file in a branch of the hub's repository; {} if the
     repository or branch does not exist yet.
     """
-    with suppress(hub.AbsentError):
+    with suppress(AbsentError):
         return hub.list_files(source)[1]
     return {}
 
