@@ -148,6 +148,7 @@ RUNS: Mapping[str, set[str]] = {
     "runtime/mlcbuild_format/abi.py": {"tokenizer", "library"},
     "runtime/mlcbuild_format/binary.py": {"tokenizer"},
     "runtime/mlcbuild_format/bundle.py": {"tokenizer"},
+    "runtime/mlcbuild_format/control_groups.py": {"verify", "bench"},
     "runtime/mlcbuild_format/elf_image.py": {"tokenizer"},
     "runtime/mlcbuild_format/errors.py": {"tokenizer"},
     "runtime/mlcbuild_format/fields.py": {"tokenizer", "weights"},

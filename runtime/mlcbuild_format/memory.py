@@ -6,18 +6,21 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from mlcbuild_format import control_groups
+
 _UNKNOWN = 8 << 30
 """Bytes of memory that are assumed if the system reports none: 8 GiB."""
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""Names of the files that hold the limit of a control group in bytes, in versions 2 and 1."""
 
 
-def available() -> int:
-    """Returns the bytes of memory that this process may use: the smaller of the machine's memory and the
-    limits of the process's cgroup."""
+def available(root: Path = control_groups.ROOT) -> int:
+    """Returns the bytes of memory that this process may use: the smallest of the machine's memory and the
+    limits of the process's control groups. root: where /proc and /sys are."""
     counts = [_UNKNOWN]
     with suppress(ValueError, OSError, AttributeError):
         counts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in _LIMITS:
+    for limit in (group / name for group in control_groups.directories("memory", root) for name in _LIMITS):
         with suppress(OSError, ValueError):  # the text "max" is not a number
-            counts.append(int(Path(limit).read_text()))
+            counts.append(int(limit.read_text()))
     return min(counts)

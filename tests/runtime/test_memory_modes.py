@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from mlcbuild_format import memory, sizes
@@ -49,6 +50,32 @@ def test_modes() -> None:
     long = replace(manifest, limits=replace(manifest.limits, prefill_chunk=2048))
     assert memory_modes.choose(LimitOverrides("server"), long).prefill_chunk == 256
     assert memory_modes.choose(LimitOverrides("interactive"), long).prefill_chunk == 2048
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "3000000"}, 3 * MB),
+        ("0::/of/the/host", {"sys/fs/cgroup/memory.max": "2000000"}, 2 * MB),
+        (
+            "4:memory:/a\n1:cpu:/\n0::/",
+            {
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1000000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 62),
+            },
+            MB,
+        ),
+        ("nothing\n", {}, None),
+    ],
+)
+def test_control_groups_limit_memory(
+    tmp_path: Path, groups: str, files: dict[str, str], limit: int | None
+) -> None:
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    whole_machine = memory.available(tmp_path / "nowhere")
+    assert memory.available(tmp_path) == (limit or whole_machine)
 
 
 def test_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from mlcbuild_format import control_groups
 from mlcbuild_format.processors import sysctl
 
 STATIC = 0.92
@@ -149,19 +150,8 @@ def _processor_list(path: Path) -> frozenset[int]:
 def _quota(root: Path) -> int | None:
     """Returns the number of processors that control groups grant to this process, rounded up; None if
     unlimited.
-
-    The limits of the process's own group and of its parents apply, in cgroup version 2 (cpu.max) and version
-    1.
     """
-    grants = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
-        group = base / path.lstrip("/")
-        # In a container the path may be the host's, so that only `base` exists.
-        grants += [_grant(place) for place in (group, *group.parents) if place.is_relative_to(base)]
+    grants = [_grant(place) for place in control_groups.directories("cpu", root)]
     return min((grant for grant in grants if grant is not None), default=None)
 
 
