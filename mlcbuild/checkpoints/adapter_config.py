@@ -130,6 +130,10 @@ def _is_alpha(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
 
 
+MOST_STARS = 3
+"""Maximum number of repetitions in a pattern for names of modules."""
+
+
 def _pattern_problems(name: str, patterns: object, fits: Any) -> list[str]:
     if not isinstance(patterns, Mapping):
         return [f"{name}: must be an object, found {show(patterns)}"]
@@ -137,8 +141,10 @@ def _pattern_problems(name: str, patterns: object, fits: Any) -> list[str]:
     for pattern, value in patterns.items():
         if not fits(value):
             lines.append(f"{name}: '{pattern}' has the value {show(value)}, which is no such number")
-        # A pattern must be a name or a short regular expression: one that backtracks could run for ever.
-        if not re.fullmatch(r"[\w.^$*\\|()\[\]-]{1,200}", pattern) or re.search(r"[*+)]\s*[*+]", pattern):
+        # A pattern must be a name or a short regular expression: one that backtracks could run for ever. Each
+        # star after the first takes 7 times as long.
+        is_short = re.fullmatch(r"[\w.^$*\\|()\[\]-]{1,200}", pattern) and pattern.count("*") <= MOST_STARS
+        if not is_short or re.search(r"[*+)]\s*[*+]", pattern):
             lines.append(f"{name}: '{pattern}' is no name of modules")
             continue
         try:

@@ -38,6 +38,11 @@ MEMORY = 4 << 30
 largest known tokenizers use less than 1 GiB."""
 SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂\t\0", "<s> a  b</s>")
 """Texts that every tokenizer must be able to encode."""
+EVERY_LETTER = "".join(map(chr, range(0x20, 0x3000)))
+"""A text in which each letter up to the symbols of Chinese occurs once."""
+TOKENS_PER_BYTE, MORE_TOKENS = 16, 1000
+"""Maximum tokens for each byte of a text, and for the whole text besides. A tokenizer that makes much more of
+a letter than usual could take all memory for a prompt of allowed length."""
 _START = "from mlcbuild_runtime.untrusted import work; work()"
 _FEW_THREADS = {"TVM_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment variables that limit thread pools: each thread takes address space, and there may be hundreds
@@ -173,8 +178,14 @@ def _use(path: Path, tokenizer: Tokenizer) -> None:
     """Encodes and decodes sample texts, to see whether a tokenizer works. Raises BundleError
     if it does not."""
     try:
-        for sample in SAMPLES:
-            tokenizer.decode(tokenizer.encode(sample))
+        for sample in (*SAMPLES, EVERY_LETTER):
+            tokens, size = tokenizer.encode(sample), len(sample.encode())
+            if len(tokens) > MORE_TOKENS + TOKENS_PER_BYTE * size:
+                raise BundleError(
+                    f"{path}: its tokenizer makes {len(tokens)} tokens of a text of {size} bytes; build the"
+                    " bundle again"
+                )
+            tokenizer.decode(tokens)
     except RequestError as error:
         raise BundleError(
             f"{path}: its tokenizer cannot read plain text: {error}; build the bundle again"

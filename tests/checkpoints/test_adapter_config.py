@@ -57,6 +57,8 @@ def test_fields_that_say_nothing_are_ignored(tmp_path: Path) -> None:
         ({"use_dora": 1}, "use_dora: must be true or false, found 1"),
         ({"rank_pattern": [1]}, "rank_pattern: must be an object"),
         ({"rank_pattern": {"q": 0}}, "rank_pattern: 'q' has the value 0"),
+        ({"rank_pattern": {".*" * 10 + "x": 8}}, "is no name of modules"),
+        ({"rank_pattern": {"(a*)*": 8}}, "is no name of modules"),
         ({"alpha_pattern": {"q": None}}, "alpha_pattern: 'q' has the value null"),
         ({"rank_pattern": {"(a*)*": 4}}, "is no name of modules"),
         ({"rank_pattern": {"a b": 4}}, "is no name of modules"),

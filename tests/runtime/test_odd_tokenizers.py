@@ -66,10 +66,26 @@ def empty(**model: Json) -> Damage:
     return tokenizer(model=model, added_tokens=[])
 
 
+def replacing(letter: str, text: str) -> dict[str, Json]:
+    return {"type": "Replace", "pattern": {"String": letter}, "content": text}
+
+
+MANY_TOKENS: dict[str, Json] = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 4000, "tokens": ["<s>"] * 4000}},
+}
+"""A part of a tokenizer that puts 4,000 tokens before each text."""
 TOKENIZERS: list[tuple[str, Damage, str]] = [
     ("a map that is cut", charsmap("AAAA"), "not a tokenizer that can be read"),
     ("a map of 8 GB", charsmap("/////w=="), "its tokenizer is not usable: the process|not a tok"),
     ("no map", charsmap(""), "not a tokenizer that can be read"),
+    ("a letter that grows", tokenizer(normalizer=replacing("z", "a" * 999)), "make a text 999 times longer"),
+    ("a letter that doubles", tokenizer(normalizer={"type": "Sequence",
+        "normalizers": [replacing("a", "aa")] * 30}), "make a text 1073741824 times longer"),
+    ("a long prefix", tokenizer(normalizer={"type": "Prepend", "prepend": "a" * 5000}), "5000 times longer"),
+    ("many tokens", tokenizer(post_processor=MANY_TOKENS), "makes [0-9]+ tokens of a text of 29 bytes"),
     ("an empty BPE", empty(type="BPE", vocab={}, merges=[]), "its vocabulary is empty"),
     ("an empty Unigram", empty(type="Unigram", vocab=[], unk_id=None), "vocabulary is empty|not a tok"),
     ("an empty WordLevel", empty(type="WordLevel", vocab={}, unk_token="x"), "vocabulary is empty|not a tok"),

@@ -65,6 +65,11 @@ class JsonVocabulary:
             raise BundleError(f"{path}: not a tokenizer that can be read: {_reason(error)}") from None
         if not self._tokenizer.get_vocab_size(with_added_tokens=False):
             raise BundleError(f"{path}: not a tokenizer that can be read: its vocabulary is empty")
+        if (growth := _growth(self._tokenizer)) > MOST_GROWTH:
+            raise BundleError(
+                f"{path}: its normalizer may make a text {growth} times longer, and {MOST_GROWTH} times is the"
+                " most that is accepted, since a prompt could take all memory; build the bundle from another file"
+            )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._added = {
@@ -119,6 +124,23 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return printable(error, 300)
     raise error
+
+
+MOST_GROWTH = 64
+"""Maximum factor by which replacements in a tokenizer may make a text longer. Usual ones replace a space by
+one letter."""
+
+
+def _growth(tokenizer: Tokenizer) -> int:
+    """Returns the factor by which the replacements in a tokenizer's normalizer may make a text longer."""
+    if tokenizer.normalizer is None:
+        return 1
+    growth, steps = 1, [json.loads(tokenizer.normalizer.__getstate__())]
+    while steps:
+        step = steps.pop()
+        steps += step.get("normalizers", ())
+        growth *= max(1, len(step.get("content", "")), len(step.get("prepend", "")))
+    return growth
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
