@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,48 @@ def test_only_files_of_the_site_are_readable(client: TestClient, bundle: Path) -
     (bundle / "secret").unlink()
     assert client.post("/").status_code == 405
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_a_file_that_is_lost_or_replaced_is_not_found(client: TestClient, bundle: Path) -> None:
+    path, kept = bundle / "tokenizer.json", (bundle / "tokenizer.json").read_bytes()
+    assert client.get("/bundle/tokenizer.json").content == kept
+    path.unlink()
+    assert client.get("/bundle/tokenizer.json").status_code == 404
+    path.symlink_to("/etc/hostname")
+    assert client.get("/bundle/tokenizer.json").status_code == 404
+    path.unlink()
+    os.mkfifo(path)
+    assert client.get("/bundle/tokenizer.json").status_code == 404
+    path.unlink()
+    path.write_bytes(kept)
+    assert client.get("/bundle/tokenizer.json").content == kept
+
+
+def test_clients_of_a_site_have_the_limits_of_every_server(bundle: Path) -> None:
+    command = [sys.executable, "-m", "mlcbuild_runtime", str(bundle), "--browser", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        match = re.fullmatch(
+            r"mlcbuild-serve: .* is ready at http://([0-9.]+):([0-9]+) \(a page.*\)\n", ready
+        )
+        assert match is not None, ready
+        address = match[1], int(match[2])
+        for head, status in (
+            (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+            (b"GET /" + b"a" * 100_000, b"414"),
+            (b"GET / HTTP/1.1\r\n\r\n", b"400"),
+        ):
+            with socket.create_connection(address, timeout=shared.WAIT) as client:
+                client.sendall(head)
+                assert client.recv(1000).split(b" ")[1] == status
+        ranges = ",".join(f"{2 * i}-{2 * i}" for i in range(5000))
+        with socket.create_connection(address, timeout=shared.WAIT) as client:
+            range_head = f"GET / HTTP/1.1\r\nHost: localhost\r\nRange: bytes={ranges}\r\n\r\n"
+            client.sendall(range_head.encode())
+            assert client.recv(1000).startswith(b"HTTP/1.1 ")
+        process.terminate()
+        assert process.wait(shared.WAIT) == 0
 
 
 def test_the_site_is_written_for_any_web_server(bundle: Path, tmp_path: Path) -> None:

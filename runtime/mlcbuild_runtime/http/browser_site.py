@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from types import FrameType
 
-import uvicorn
 from mlcbuild_format import bundle as form
 from mlcbuild_format.errors import BundleError, RequestError, SetupError
 from mlcbuild_format.fields import printable
@@ -27,7 +26,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from mlcbuild_runtime.http.access import Access
-from mlcbuild_runtime.http.draining import GRACE
+from mlcbuild_runtime.http.draining import BoundedServer
 from mlcbuild_runtime.http.sites import Sites
 from mlcbuild_runtime.openai.chat_documents import error_document
 
@@ -111,7 +110,7 @@ def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
 
     async def serve_file(request: Request) -> Response:
         path = request.path_params["path"] or INDEX
-        if path not in paths:
+        if path not in paths or not _is_regular(paths[path]):
             raise HTTPException(404)
         media_type = _MEDIA_TYPES.get(paths[path].suffix, _OTHER)
         return FileResponse(paths[path], headers=HEADERS, media_type=media_type)
@@ -133,27 +132,15 @@ def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
     return app
 
 
+def _is_regular(path: Path) -> bool:
+    """Returns True if `path` is still a file, and no link, while its site is served."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
 def run(app: Starlette, listener: socket.socket, ready: str) -> None:
     """Serves a web application on a bound socket until SIGINT or SIGTERM; prints the line `ready` once it
-    accepts requests."""
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            print(printable(ready), flush=True)  # noqa: T201
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Requests the end of the server after a signal; uvicorn's own method would raise the signal
-            again afterwards."""
-            self.should_exit = True
-
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        timeout_graceful_shutdown=GRACE,
-    )
-    Server(config).run(sockets=[listener])
+    accepts requests. Its connections have the limits of every server."""
+    BoundedServer(app, listener, lambda: ready).run(sockets=[listener])

@@ -37,39 +37,27 @@ def run(
     drain: seconds that running requests get to finish after SIGTERM. ready_line: returns the line that is
     printed once the server accepts requests.
     """
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        timeout_keep_alive=int(IDLE_SECONDS),
-        timeout_graceful_shutdown=GRACE,
-    )
-    _Server(config, models, listener, drain, ready_line).run(sockets=[listener])
+    _ModelServer(app, models, listener, drain, ready_line).run(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that ends the engines before it shuts down, so that every open stream
-    ends by itself."""
+class BoundedServer(uvicorn.Server):
+    """A uvicorn server whose connections have all limits of `Connection`, and are accepted while there is
+    room for them. SIGINT and SIGTERM end it."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        models: Models,
-        listener: socket.socket,
-        drain: float,
-        ready_line: Callable[[], str],
-    ) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, ready_line: Callable[[], str]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            timeout_keep_alive=int(IDLE_SECONDS),
+            timeout_graceful_shutdown=GRACE,
+        )
         super().__init__(config)
-        self._models = models
-        self._listener = listener
-        self._drain = drain
-        self._ready_line = ready_line
-        self._last_moment = math.inf
-        """Time at which draining of the server ends, as time.monotonic returns it."""
+        self._listener, self._ready_line = listener, ready_line
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -80,9 +68,36 @@ class _Server(uvicorn.Server):
         print(f"mlcbuild-serve: {printable(self._ready_line())}", flush=True)  # noqa: T201
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._models.close(timeout=0)
         self._accepting.cancel()
         await asyncio.wait([self._accepting])
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Requests the end of the server after a signal; uvicorn's own method would raise the signal again
+        afterwards."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+class _ModelServer(BoundedServer):
+    """A server that ends the engines before it shuts down, so that every open stream ends by itself."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        models: Models,
+        listener: socket.socket,
+        drain: float,
+        ready_line: Callable[[], str],
+    ) -> None:
+        super().__init__(app, listener, ready_line)
+        self._models = models
+        self._drain = drain
+        self._last_moment = math.inf
+        """Time at which draining of the server ends, as time.monotonic returns it."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._models.close(timeout=0)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -92,8 +107,7 @@ class _Server(uvicorn.Server):
             self._models.drain()
             self._last_moment = time.monotonic() + self._drain
             return
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Runs ten times per second, and stops the server when the time for draining has passed. A draining

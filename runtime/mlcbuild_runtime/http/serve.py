@@ -177,7 +177,7 @@ def _serve_site(bundles: Sequence[str | Path], options: ServerOptions, listener:
         )
     app = browser_site.create_app(browser_site.site_files(bundle), options.access)
     ready = f"{bundle.name} is ready at {_url(listener)} (a page for browsers with WebGPU)"
-    browser_site.run(app, listener, f"mlcbuild-serve: {ready}")
+    browser_site.run(app, listener, ready)
     return 0
 
 

@@ -67,8 +67,8 @@ class JsonVocabulary:
             raise BundleError(f"{path}: not a tokenizer that can be read: its vocabulary is empty")
         if (growth := _growth(self._tokenizer)) > MOST_GROWTH:
             raise BundleError(
-                f"{path}: its normalizer may make a text {growth} times longer, and {MOST_GROWTH} times is the"
-                " most that is accepted, since a prompt could take all memory; build the bundle from another file"
+                f"{path}: its normalizer may make a text {growth} times longer, and at most {MOST_GROWTH} is"
+                " accepted, since a prompt could take all memory; build the bundle from another file"
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
