@@ -168,7 +168,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild_format.program_json": "test_program.py",
     "mlcbuild_runtime.chat.conversation": "runtime/test_chat.py",
     "mlcbuild_runtime.chat.line_input": "runtime/test_chat.py",
-    "mlcbuild_runtime.chat.server_model": "runtime/test_chat.py",
     "mlcbuild_runtime.devices.cpu_tensors": "runtime/test_tensors.py",
     "mlcbuild_runtime.devices.gpu_program": "runtime/test_gpu.py",
     "mlcbuild_runtime.http.arguments": "runtime/test_features.py",

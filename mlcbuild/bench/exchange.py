@@ -21,6 +21,8 @@ from mlcbuild.errors import MlcbuildError, UsageError
 
 LONGEST_HEAD = 1 << 16
 """Maximum size in bytes of the status line and headers of an HTTP response; longer ones are refused."""
+LARGEST_BODY = 64 << 20
+"""Maximum size in bytes of the body of an HTTP response; longer ones are refused."""
 
 
 class ExchangeError(MlcbuildError):
@@ -171,18 +173,26 @@ async def _pieces(
     """Yields the body of an HTTP response piece by piece, each with its arrival time. Raises
     asyncio.IncompleteReadError when the body ends early.
     """
+    came = 0
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            came = _counted(came, size)
             data = await reader.readexactly(size + 2)
             yield time.perf_counter(), data[:-2]
         return
     length = int(headers["content-length"]) if "content-length" in headers else None
-    came = 0
     while length is None or came < length:
         data = await reader.read(1 << 16)
         if not data:
             if length is not None:
                 raise asyncio.IncompleteReadError(b"", length - came)
             return
-        came += len(data)
+        came = _counted(came, len(data))
         yield time.perf_counter(), data
+
+
+def _counted(came: int, size: int) -> int:
+    """Returns the size of a body with another piece. Raises ExchangeError if it is too large."""
+    if came + size > LARGEST_BODY:
+        raise ExchangeError("malformed", f"the server sent a body of more than {LARGEST_BODY} bytes")
+    return came + size

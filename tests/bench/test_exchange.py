@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
-from mlcbuild.bench.exchange import Server, TimedReply
+import pytest
+
+from mlcbuild.bench import exchange as exchange_module
+from mlcbuild.bench.exchange import ExchangeError, Server, TimedReply, exchange
 from mlcbuild.bench.figures import sample
 
 
@@ -34,3 +38,24 @@ def test_urls() -> None:
     assert Server.of("https://[::1]/x/v1", "k") == Server("::1", 443, True, "/x", "k")
     assert Server.of("https://[::1]/x").name == "[::1]:443"
     assert "secret" not in repr(Server.of("http://h", "secret"))
+
+
+def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "LARGEST_BODY", 1000)
+
+    async def ask(head: bytes, part: bytes) -> TimedReply:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + 20 * part)
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+            port = listener.sockets[0].getsockname()[1]
+            return await exchange(Server("127.0.0.1", port, False, ""), "/v1/models")
+
+    for head, part in (
+        (b"", b"x" * 99),
+        (b"Transfer-Encoding: chunked\r\n", b"63\r\n" + b"x" * 99 + b"\r\n"),
+    ):
+        with pytest.raises(ExchangeError, match="the server sent a body of more than 1000 bytes"):
+            asyncio.run(ask(head, part))

@@ -86,7 +86,7 @@ class Browser:
         assert "exceptionDetails" not in actual, actual
         return actual["result"].get("value")
 
-    def until(self, script: str, progress: str = "document.body.innerText") -> None:
+    def until(self, script: str, progress: str = "document.body?.innerText ?? ''") -> None:
         """Returns when an expression is true. While the value of `progress` changes, it may take any time."""
         last, end = None, 0.0
         while not self.run(script):

@@ -21,7 +21,7 @@ from fuzz_parts.mutate import ODD_TEXTS, Json, dumped, mutated_bytes, mutated_js
 
 from tests.runtime import shared, toy
 
-PATIENCE = 20.0
+PATIENCE = 40.0
 """Seconds after which an answer counts as missing."""
 
 

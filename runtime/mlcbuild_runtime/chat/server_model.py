@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import BadStatusLine, HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -19,7 +19,22 @@ from mlcbuild_runtime.chat.chat_model import Speed
 TIMEOUT = 600.0
 """Seconds without a byte after which a request to a server fails. A long prompt can take minutes."""
 _LARGEST = 16 << 20
-"""Maximum size in bytes of an answer of a server that is read as a whole."""
+"""Maximum size in bytes of an answer of a server that is read as a whole, and of a line of a stream."""
+_INTERIM = 10
+"""Maximum number of interim responses (100 Continue) that a server may send before its answer."""
+
+
+class _Response(HTTPResponse):
+    """A response that may be preceded by few interim responses only: http.client reads them without end."""
+
+    _interim = 0
+
+    def _read_status(self) -> tuple[str, int, str]:
+        self._interim += 1
+        if self._interim > _INTERIM:
+            raise BadStatusLine("it sends interim responses without end")
+        status: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]
+        return status
 
 
 class ServerModel:
@@ -67,24 +82,33 @@ class ServerModel:
         with closing(connection):
             response = self._send(connection, "POST", "/v1/chat/completions", body)
             try:
-                yield from self._pieces(response)
-            except (OSError, HTTPException) as error:
+                with response:
+                    yield from self._pieces(response)
+            except (OSError, HTTPException, ValueError) as error:
                 raise SetupError(f"{self.url}: the answer broke off: {_reason(error)}") from None
 
     def _pieces(self, response: HTTPResponse) -> Generator[str, None, None]:
-        """Yields the pieces of an answer from a server's response, a stream of server-sent events."""
-        for line in response:
+        """Yields the pieces of an answer from a server's response, a stream of server-sent events. Raises
+        SetupError if it is none."""
+        has_event = False
+        while line := response.readline(_LARGEST + 1):
+            if len(line) > _LARGEST:
+                raise SetupError(
+                    f"{self.url} sends a line of more than {_LARGEST} bytes: is it a model's server?"
+                )
             if not line.startswith(b"data:"):
                 continue
-            data = line.removeprefix(b"data:").strip()
+            data, has_event = line.removeprefix(b"data:").strip(), True
             if data == b"[DONE]":
                 return
             match document := _parsed(data):
                 case {"error": error}:
                     raise RequestError(_message(error))
                 case {"choices": [{"delta": {"content": str(text)}}, *_]}:
-                    yield text
+                    yield text.encode(errors="replace").decode()  # without unpaired surrogates
             self._count(document)
+        if not has_event:
+            raise SetupError(f"{self.url} answers without an event: is it an OpenAI-compatible server?")
 
     def _count(self, document: Mapping[str, Json]) -> None:
         """Updates the speed of a server's answer from the fields `usage` and `timings` of its document, where
@@ -115,7 +139,8 @@ class ServerModel:
         with closing(connection):
             response = self._send(connection, "GET", path, None)
             try:
-                return _parsed(response.read(_LARGEST))
+                with response:
+                    return _parsed(response.read(_LARGEST))
             except (OSError, HTTPException) as error:
                 raise SetupError(f"{self.url}: the answer broke off: {_reason(error)}") from None
 
@@ -126,8 +151,12 @@ class ServerModel:
         except ValueError:
             raise RequestError(f"'{self.url}' is not the address of a server") from None
         if parts.scheme == "https":
-            return HTTPSConnection(host, port, timeout=TIMEOUT, context=ssl.create_default_context())
-        return HTTPConnection(host, port, timeout=TIMEOUT)
+            context = ssl.create_default_context()
+            connection: HTTPConnection = HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
+        else:
+            connection = HTTPConnection(host, port, timeout=TIMEOUT)
+        connection.response_class = _Response
+        return connection
 
     def _send(
         self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Json] | None
@@ -141,7 +170,10 @@ class ServerModel:
         try:
             connection.request(method, urlsplit(self.url).path + path, data, headers)
             response = connection.getresponse()
-            text = response.read(_LARGEST) if response.status != 200 else b""
+            text = b""
+            if response.status != 200:
+                with response:
+                    text = response.read(_LARGEST)
         except (OSError, HTTPException) as error:
             raise SetupError(f"{self.url} cannot be reached: {_reason(error)}") from None
         if response.status == 401:

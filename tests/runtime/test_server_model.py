@@ -1,0 +1,77 @@
+"""A chat with another server: what that server may send, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from mlcbuild_format.errors import ServingError
+from mlcbuild_runtime.chat import server_model
+from mlcbuild_runtime.chat.server_model import ServerModel
+
+OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+@contextmanager
+def sending(answer: bytes, more: bytes = b"") -> Iterator[str]:
+    """Runs a server that answers each request with the same bytes, and then with `more` without end. Yields
+    its URL."""
+
+    def work() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with client, suppress(OSError):
+                    client.recv(1 << 16)
+                    client.sendall(answer)
+                    while more:
+                        client.sendall(more)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def answered(url: str) -> str:
+    with ServerModel.connect(url, name="m") as model:
+        return "".join(model.answer([{"role": "user", "content": "a"}], {}))
+
+
+def test_a_stream_is_read_to_its_end() -> None:
+    other = b'data: {"choices":[{"delta":{}}]}\n\n: comment\n\n'
+    with sending(OK + event("a") + other + event("\ud800b") + b"data: [DONE]\n\n" + event("late")) as url:
+        assert answered(url) == "a?b"
+
+
+@pytest.mark.parametrize(
+    ("answer", "more", "message"),
+    [
+        (OK + b"<html>", b"", "answers without an event: is it an OpenAI-compatible server"),
+        (OK + b"data: ", b"x" * 65536, "sends a line of more than 1048576 bytes"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 99, "cannot be reached: it sends interim responses without"),
+        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 999, "cannot be reached: got more than 100 headers"),
+        (OK[:-4] + b"\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n", b"", "the answer broke off"),
+        (OK + b"data: " + b"[" * 100_000 + b"\n\n", b"", "is not a JSON object"),
+        (OK + b"data: " + b"9" * 10_000 + b"\n\n", b"", "is not a JSON object"),
+        (OK + b'data: {"error":{"message":"\\u001b[31m"}}\n\n', b"", r"\\x1b\[31m"),
+        (b"HTTP/1.1 400 \x1b[31m\r\n\r\n\x1b[31m", b"", r"answers 400: \\x1b\[31m"),
+    ],
+    ids=["HTML", "a line", "interim", "headers", "a chunk", "depth", "a number", "an error", "a status"],
+)
+def test_whatever_a_server_sends_is_a_sentence(
+    answer: bytes, more: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_model, "_LARGEST", 1 << 20)
+    with sending(answer, more) as url, pytest.raises(ServingError, match=message) as caught:
+        answered(url)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
