@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlcbuild.checkpoints.checkpoint_kinds import ADAPTER_CONFIG
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models.action import read_json
 from mlcbuild.models.fields import show
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-"""The names of an adapter's weights; the first that exists is read."""
 
 T = TypeVar("T")
 _NOTES = {

@@ -24,6 +24,10 @@ TOKENIZER_FILES = (
 """Names of the tokenizer files of a safetensors checkpoint, which a bundle keeps unchanged if they exist."""
 TOKENIZERS = TOKENIZER_FILES[:2]
 """Names of the tokenizer files of which a safetensors checkpoint must have at least one."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Name of the file in which PEFT describes a LoRA adapter."""
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""The names that PEFT gives an adapter's weights; the first that exists is read."""
 POOLING = "1_Pooling/config.json"
 """Name of the file in which sentence-transformers states how an embedding is computed from hidden states."""
 

@@ -20,7 +20,13 @@ from mlcbuild_format import regular, strict_json
 
 from mlcbuild import progress
 from mlcbuild.canon import Json, note_digest
-from mlcbuild.checkpoints.checkpoint_kinds import GGUF_PART, POOLING, TORCH_FILES
+from mlcbuild.checkpoints.checkpoint_kinds import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    GGUF_PART,
+    POOLING,
+    TORCH_FILES,
+)
 from mlcbuild.checkpoints.hub import HubSource, check_name, download, explained, reach
 from mlcbuild.errors import SourceError, did_you_mean
 
@@ -39,9 +45,6 @@ WANTED = (
     "merges.txt",
 )
 """Glob patterns of the names of a checkpoint's files, beside the weights, that steps read."""
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""Names of the files of a LoRA adapter that steps read."""
 
 LARGEST_INDEX = 64 << 20
 """Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json)."""
@@ -71,7 +74,7 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
     """
     names = set(names)
     top = {name for name in names if "/" not in name}
-    if "config.json" not in top and ADAPTER_FILES[0] in top:
+    if "config.json" not in top and ADAPTER_CONFIG in top:
         return adapter_files(top)
     if "config.json" not in top:
         packed = sorted(name for name in top if name.endswith(".gguf"))
@@ -135,13 +138,14 @@ def index_of(names: Collection[str]) -> str | None:
 
 
 def adapter_files(names: Container[str]) -> tuple[str, ...]:
-    """Returns ADAPTER_FILES if all of them are among `names`, else raises SourceError, which does not name
-    the source.
+    """Returns the names of the files of a LoRA adapter that steps read. names: all files. Raises SourceError,
+    which does not name the source, if one is missing.
     """
-    for name in ADAPTER_FILES:
-        if name not in names:
-            raise SourceError(f"it has no {name}; an adapter is what PEFT's save_pretrained writes")
-    return ADAPTER_FILES
+    weights = next((name for name in ADAPTER_WEIGHTS if name in names), None)
+    if weights is None or ADAPTER_CONFIG not in names:
+        missing = ADAPTER_WEIGHTS[0] if weights is None and ADAPTER_CONFIG in names else ADAPTER_CONFIG
+        raise SourceError(f"it has no {missing}; an adapter is what PEFT's save_pretrained writes")
+    return ADAPTER_CONFIG, weights
 
 
 def index_shards(data: bytes, index: str) -> frozenset[str]:
@@ -162,14 +166,14 @@ def index_shards(data: bytes, index: str) -> frozenset[str]:
 
 def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
     """Returns the names of the files that steps read from a local directory: those that `needed_files`
-    selects for a checkpoint, or ADAPTER_FILES for an adapter. Raises SourceError if a file that steps need is
-    missing.
+    selects for a checkpoint, or `adapter_files` for an adapter. Raises SourceError if a file that steps need
+    is missing.
     """
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
         if is_adapter:
             return adapter_files(names)
-        if ADAPTER_FILES[0] in names and "config.json" not in names:
+        if ADAPTER_CONFIG in names and "config.json" not in names:
             raise SourceError("it holds an adapter and no model; list it under 'adapters' of its model")
         names += [POOLING] if (root / POOLING).is_file() else []
         index = index_of(names)

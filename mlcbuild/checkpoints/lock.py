@@ -22,8 +22,8 @@ from pathlib import Path
 
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints import hub
+from mlcbuild.checkpoints.checkpoint_kinds import ADAPTER_CONFIG
 from mlcbuild.checkpoints.fetch import (
-    ADAPTER_FILES,
     Pinned,
     file_sha256,
     gguf_parts,
@@ -159,7 +159,7 @@ class _Reader:
             for file in (self.mapping((*where, "files")) if "files" in entry else {})
         }
         first = source.file if source is not None and source.file else "config.json"
-        if "files" in entry and not {first, ADAPTER_FILES[0]} & set(files):
+        if "files" in entry and not {first, ADAPTER_CONFIG} & set(files):
             self.fault((*where, "files"), f"there is no {first} among the files")
         return source, Locked(str(commit), files)
 

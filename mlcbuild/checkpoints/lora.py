@@ -19,14 +19,11 @@ from mlcbuild_format.fields import printable
 from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
-from mlcbuild.checkpoints.adapter_config import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    AdapterConfig,
-    read_adapter_config,
-)
+from mlcbuild.checkpoints.adapter_config import AdapterConfig, read_adapter_config
+from mlcbuild.checkpoints.checkpoint_kinds import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mlcbuild.checkpoints.headers import read_header
 from mlcbuild.checkpoints.shards import ComputedTensor, RowReader
+from mlcbuild.checkpoints.torch_files import read_file
 from mlcbuild.errors import CheckpointError
 from mlcbuild.quant.floats import widened
 
@@ -116,13 +113,9 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
     path = next((directory / name for name in ADAPTER_WEIGHTS if (directory / name).is_file()), None)
     if path is None:
         raise CheckpointError(f"{directory}: it has {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS[0]}")
-    if path.suffix == ".bin":
-        raise CheckpointError(
-            f"{path}: save the adapter with safe_serialization=True; only safetensors are read"
-        )
     parts: dict[str, dict[str, Tensor]] = {}
     replaced_tensors: dict[str, Tensor] = {}
-    for tensor in read_header(path).tensors:
+    for tensor in read_file(path) if path.suffix == ".bin" else read_header(path).tensors:
         if tensor.dtype not in _DTYPES:
             raise _fault(tensor, f"is {tensor.dtype}; adapters must be {', '.join(_DTYPES)}")
         name = tensor.name.removeprefix(_PREFIX)

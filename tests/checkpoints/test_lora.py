@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from mlcbuild import models, pipeline, quant, recipe
 from mlcbuild.build.graph import Step
 from mlcbuild.checkpoints import conversion, exact_weights
+from mlcbuild.checkpoints.completeness import weights_faults
+from mlcbuild.checkpoints.fetch import local_files
 from mlcbuild.checkpoints.headers import read_header
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.checkpoints.lora import merging
@@ -24,10 +27,9 @@ from mlcbuild.models.action import normalise
 from tests.checkpoint_files import entry, save
 from tests.conftest import TINY
 from tests.schemes import SCHEMES
+from tests.torch_writer import pickled, text, torch_file, zipped
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "adapters"
-NAMES = ["plain", "root", "dora", "patterns"]
-TOGETHER = [(GOLDEN / name, factor) for name, factor in json.loads((GOLDEN / "together.json").read_text())]
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -46,14 +48,55 @@ def distance(own: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float((np.abs(own.astype(np.float64) - other) / np.spacing(np.abs(other))).max())
 
 
-@pytest.mark.parametrize(("name", "most"), [("plain", 0), ("root", 0), ("patterns", 0), ("dora", 3)])
+MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 3}
+"""Adapter -> largest difference from PEFT's merge, in units of the last place."""
+
+
+@pytest.mark.parametrize(("name", "most"), MOST.items())
 def test_the_merge_is_that_of_peft(name: str, most: int) -> None:
     """PEFT rounds DoRA's lengths of rows more than once."""
     compare([(GOLDEN / name, 1.0)], GOLDEN / f"{name}-merged.safetensors", most)
 
 
-def test_several_adapters_with_factors_are_those_of_peft() -> None:
-    compare(TOGETHER, GOLDEN / "together-merged.safetensors", 4)
+@pytest.mark.parametrize(("golden", "most"), [("together", 4), ("added", 0)])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_several_adapters_with_factors_are_those_of_peft(
+    golden: str, most: int, suffix: str, tmp_path: Path
+) -> None:
+    """The first ones include DoRA, whose lengths of rows PEFT rounds more than once."""
+    listed = json.loads((GOLDEN / f"{golden}.json").read_text())
+    adapters = [(GOLDEN / name, factor) for name, factor in listed]
+    if suffix == "bin":
+        adapters = [(as_torch(path, tmp_path / path.name), factor) for path, factor in adapters]
+    compare(adapters, GOLDEN / f"{golden}-merged.safetensors", most)
+
+
+def as_torch(source: Path, target: Path) -> Path:
+    """Copies an adapter, with its weights in a file as torch.save writes it, and returns the copy's path."""
+    target.mkdir()
+    shutil.copy(source / "adapter_config.json", target)
+    stored = load_file(source / "adapter_model.safetensors")
+    content = {name: ("F32", values) for name, values in stored.items()}
+    (target / "adapter_model.bin").write_bytes(torch_file(content))
+    return target
+
+
+def test_safetensors_come_before_a_pickle(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "plain", tmp_path / "both")
+    (tmp_path / "both" / "adapter_model.bin").write_bytes(b"not read")
+    compare([(tmp_path / "both", 1.0)], GOLDEN / "plain-merged.safetensors", 0)
+
+
+def test_nothing_in_a_pickle_is_executed(tmp_path: Path) -> None:
+    path = as_torch(GOLDEN / "plain", tmp_path / "evil")
+    mark = tmp_path / "executed"
+    call = b"cos\nsystem\n(" + text(f"touch {mark}") + b"tR"
+    (path / "adapter_model.bin").write_bytes(zipped({"archive/data.pkl": pickled({"a": call})}))
+    with pytest.raises(CheckpointError, match=r"adapter_model.bin: .*os.system"):
+        merging([(path, 1.0)], tensors(GOLDEN / "base.safetensors"))
+    assert local_files(path, is_adapter=True) == ("adapter_config.json", "adapter_model.bin")
+    assert len(weights_faults(path, ("adapter_config.json", "adapter_model.bin"))) == 1
+    assert not mark.exists()
 
 
 def compare(adapters: list[tuple[Path, float]], golden: Path, most: int) -> None:

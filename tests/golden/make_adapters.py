@@ -72,9 +72,14 @@ CONFIGS: dict[str, dict[str, object]] = {
         "alpha_pattern": {"q_proj": 32},
         "modules_to_save": ["lm_head"],
     },
+    "twin": {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
 }
-TOGETHER = (("plain", 1.0), ("root", 0.5), ("dora", 1.0))
-"""Adapters that are merged in turn, with their factors."""
+TOGETHER = {
+    "together": (("plain", 1.0), ("root", 0.5), ("dora", 1.0)),
+    "added": (("plain", 0.5), ("twin", -0.75), ("root", 1.5)),
+}
+"""Golden -> adapters that are merged in turn, with their factors. Those of "added" change the same matrices.
+"""
 
 
 def base() -> Model:
@@ -106,8 +111,14 @@ def main() -> None:
             for file in ("adapter_config.json", "adapter_model.safetensors"):
                 shutil.copy(Path(area, file), GOLDEN / name / file)
         save_merged(model.merge_and_unload(), GOLDEN / f"{name}-merged.safetensors")
+    for golden, adapters in TOGETHER.items():
+        merge_together(golden, adapters)
+
+
+def merge_together(golden: str, adapters: tuple[tuple[str, float], ...]) -> None:
+    """Writes the matrices of the base with several adapters, and the adapters' names and factors."""
     model = None
-    for name, factor in TOGETHER:
+    for name, factor in adapters:
         config = LoraConfig(**CONFIGS[name])
         if model is None:
             model = get_peft_model(base(), config, adapter_name=name)
@@ -118,9 +129,9 @@ def main() -> None:
             if hasattr(module, "set_scale") and name in getattr(module, "scaling", {}):
                 module.set_scale(name, factor)
     assert model is not None
-    merged = model.merge_and_unload(adapter_names=[name for name, _ in TOGETHER])
-    save_merged(merged, GOLDEN / "together-merged.safetensors")
-    (GOLDEN / "together.json").write_text(json.dumps(TOGETHER) + "\n")
+    merged = model.merge_and_unload(adapter_names=[name for name, _ in adapters])
+    save_merged(merged, GOLDEN / f"{golden}-merged.safetensors")
+    (GOLDEN / f"{golden}.json").write_text(json.dumps(adapters) + "\n")
 
 
 def save_merged(model: torch.nn.Module, path: Path) -> None:
