@@ -204,8 +204,8 @@ def hold_once(params: Params, inputs: Inputs, out: Path) -> None:
 
 
 def slow_progress(params: Params, inputs: Inputs, out: Path) -> None:
-    for done in range(4):
-        progress.report(done, 3, "layers")
+    for count in range(4):
+        progress.report(count, 3, "layers")
         time.sleep(0.25)
     (out / "done").write_text("")
 

@@ -161,11 +161,11 @@ def radosgw(home: Path, memory: int = 1 << 30) -> Iterator[Server]:
     environment = {**os.environ, "CEPH_CONF": str(home / "ceph.conf")}
 
     def run(*command: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=environment, cwd=home, capture_output=True, text=True, timeout=200, check=False
         )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result.stdout.strip()
 
     def start(*command: str) -> None:
         with (home / f"{command[0]}.log").open("wb") as log:

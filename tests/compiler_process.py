@@ -37,12 +37,14 @@ def run_child(directory: Path, seconds: float, module: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
     try:
-        done = SERVER.run("tests.compiler_process", [module, str(directory)], directory, environment, seconds)
+        result = SERVER.run(
+            "tests.compiler_process", [module, str(directory)], directory, environment, seconds
+        )
     except subprocess.TimeoutExpired:
         raise CompileError(f"the compiler did not finish in {seconds:g} s") from None
-    sys.stderr.write(done.stderr)
-    if done.returncode != 0:
-        raise action._failure(directory, done.returncode, done.stderr)
+    sys.stderr.write(result.stderr)
+    if result.returncode != 0:
+        raise action._failure(directory, result.returncode, result.stderr)
 
 
 def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,10 @@ def _command(
     return COMMANDS.run(module, [str(argument) for argument in arguments], cwd, environment)
 
 
-def checked(done: subprocess.CompletedProcess[str]) -> str:
+def checked(result: subprocess.CompletedProcess[str]) -> str:
     """Returns stdout of a command that must succeed."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> Path:

@@ -56,9 +56,9 @@ def _retargeted(ir: str) -> str:
     nothing = tvm.tirx.PrimFunc([], tvm.tirx.Evaluate(0)).with_attr("global_symbol", "nothing")
     base = tvm.compile(tvm.IRModule({"nothing": nothing}), target=tvm_target(BASE)).mod.inspect_source("ll")
     for line in MODULE:
-        own, inputs = (re.search(line, text, re.MULTILINE) for text in (str(base), ir))
-        assert own is not None and inputs is not None, line
-        ir = ir.replace(inputs[1], own[1])
+        target_line, inputs = (re.search(line, text, re.MULTILINE) for text in (str(base), ir))
+        assert target_line is not None and inputs is not None, line
+        ir = ir.replace(inputs[1], target_line[1])
     ir = re.sub(r'"target-cpu"="[^"]*"', f'"target-cpu"="{BASE.cpu}"', ir)
     return re.sub(r' ?"(?:target-features|target-abi|tune-cpu)"="[^"]*"', "", ir)
 

@@ -319,8 +319,8 @@ def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str,
     for output, descriptor in enumerate(outputs, 1):
         os.dup2(descriptor, output)
         os.close(descriptor)
-    own = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = dict.fromkeys([cwd, *own, *sys.path[1:]])
+    directories = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = dict.fromkeys([cwd, *directories, *sys.path[1:]])
     return str(request["module"]), arguments
 
 

@@ -131,10 +131,12 @@ def write_model(
     for key, value in {**_keys(config, architecture, form), **(changes or {})}.items():
         if value is not None:
             add_key(writer, f"{architecture}.{key}", value)
-    for own, values in _form(dict(_stacked(dict(_tensors(config, tensors, architecture)))), config, form):
-        add_tensor(writer, own, values, kind)
-    for own, values in (more or {}).items():
-        add_tensor(writer, own, values, "F32")
+    for tensor_name, values in _form(
+        dict(_stacked(dict(_tensors(config, tensors, architecture)))), config, form
+    ):
+        add_tensor(writer, tensor_name, values, kind)
+    for tensor_name, values in (more or {}).items():
+        add_tensor(writer, tensor_name, values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -178,11 +180,15 @@ def _tensors(
             yield WHOLE[name], values
             continue
         _, _, layer, rest = name.split(".", 3)
-        for own, part in _in_layer(rest, values):
-            is_paired = architecture in ("llama", "granitemoe") and own.startswith(("attn_q.", "attn_k."))
-            turned = paired(part, heads if own.startswith("attn_q.") else groups) if is_paired else part
-            is_post = architecture in ("glm4moe", "gpt-oss") and own == "ffn_norm.weight"
-            yield f"blk.{layer}.{'post_attention_norm.weight' if is_post else own}", turned
+        for tensor_name, part in _in_layer(rest, values):
+            is_paired = architecture in ("llama", "granitemoe") and tensor_name.startswith(
+                ("attn_q.", "attn_k.")
+            )
+            turned = (
+                paired(part, heads if tensor_name.startswith("attn_q.") else groups) if is_paired else part
+            )
+            is_post = architecture in ("glm4moe", "gpt-oss") and tensor_name == "ffn_norm.weight"
+            yield f"blk.{layer}.{'post_attention_norm.weight' if is_post else tensor_name}", turned
 
 
 def _in_layer(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:

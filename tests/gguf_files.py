@@ -81,8 +81,8 @@ def write_gguf(
         if key not in without:
             add_key(writer, key, value)
     for name, values in _tensors(checkpoint, config, architecture):
-        own = [other for ending, other in (types or {}).items() if name.endswith(ending)]
-        add_tensor(writer, name, values, own[0] if own else kind)
+        kinds = [other for ending, other in (types or {}).items() if name.endswith(ending)]
+        add_tensor(writer, name, values, kinds[0] if kinds else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -142,16 +142,18 @@ def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> 
     names = {**LAYER, **GEMMA} if architecture in ("gemma2", "gemma3", "olmo2") else LAYER
     for name, values in load_file(checkpoint / "model.safetensors").items():
         if name in WHOLE:
-            own = WHOLE[name]
+            tensor_name = WHOLE[name]
         else:
             _, _, layer, *middle, ending = name.split(".")
-            own = f"blk.{layer}.{names['.'.join(middle)]}.{ending}"
-        if architecture in ("llama", "granite", "smollm3") and (".attn_q." in own or ".attn_k." in own):
-            yield own, paired(values, heads if ".attn_q." in own else groups)
-        elif architecture in ("gemma", "gemma2", "gemma3") and own.endswith("norm.weight"):
-            yield own, values + np.float32(1)
+            tensor_name = f"blk.{layer}.{names['.'.join(middle)]}.{ending}"
+        if architecture in ("llama", "granite", "smollm3") and (
+            ".attn_q." in tensor_name or ".attn_k." in tensor_name
+        ):
+            yield tensor_name, paired(values, heads if ".attn_q." in tensor_name else groups)
+        elif architecture in ("gemma", "gemma2", "gemma3") and tensor_name.endswith("norm.weight"):
+            yield tensor_name, values + np.float32(1)
         else:
-            yield own, values
+            yield tensor_name, values
     rope = config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_divisors(config, rope)
@@ -182,13 +184,13 @@ def _llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Floa
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) -> None:
     """Writes a tensor; as `kind` if it is a matrix, or a stack of them, whose rows are whole blocks."""
-    own = gguf.GGMLQuantizationType[kind]
-    block, _ = gguf.GGML_QUANT_SIZES[own]
+    tensor_type = gguf.GGMLQuantizationType[kind]
+    block, _ = gguf.GGML_QUANT_SIZES[tensor_type]
     values = np.ascontiguousarray(values, np.float32)
     if values.ndim < 2 or values.shape[-1] % block or kind == "F32":
         writer.add_tensor(name, values)
         return
-    writer.add_tensor(name, _quantized(values, own), raw_dtype=own)
+    writer.add_tensor(name, _quantized(values, tensor_type), raw_dtype=tensor_type)
 
 
 def _quantized(values: Floats, kind: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:

@@ -46,34 +46,34 @@ def on_adapter(
     names."""
     import wgpu
 
-    own = device()
+    gpu = device()
     shader, text = lower(make("kernel", *arguments), WGSL)
     usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
     buffers = [
-        own.create_buffer_with_data(data=padded(arrays[binding.name], size), usage=usage)
+        gpu.create_buffer_with_data(data=padded(arrays[binding.name], size), usage=usage)
         for binding, size in zip(shader.bindings, sizes(shader, scalars), strict=True)
     ]
     x, y = (evaluate(extent, scalars) for extent in shader.grid)
     values = [scalars[name] for name in shader.scalars[: shader.uniforms]] + [max(0, x - 1)]
-    uniforms = own.create_buffer_with_data(
+    uniforms = gpu.create_buffer_with_data(
         data=np.array(values, np.int32).tobytes(), usage=wgpu.BufferUsage.UNIFORM
     )
-    pipeline = own.create_compute_pipeline(
-        layout="auto", compute={"module": own.create_shader_module(code=text), "entry_point": shader.entry}
+    pipeline = gpu.create_compute_pipeline(
+        layout="auto", compute={"module": gpu.create_shader_module(code=text), "entry_point": shader.entry}
     )
     bound = [
         {"binding": index, "resource": {"buffer": buffer, "offset": 0, "size": buffer.size}}
         for index, buffer in enumerate([*buffers, uniforms])
     ]
-    encoder = own.create_command_encoder()
+    encoder = gpu.create_command_encoder()
     work = encoder.begin_compute_pass()
     work.set_pipeline(pipeline)
-    work.set_bind_group(0, own.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=bound))
+    work.set_bind_group(0, gpu.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=bound))
     work.dispatch_workgroups(x, y, 1)
     work.end()
-    own.queue.submit([encoder.finish()])
+    gpu.queue.submit([encoder.finish()])
     return {
-        binding.name: np.frombuffer(own.queue.read_buffer(buffer), arrays[binding.name].dtype)
+        binding.name: np.frombuffer(gpu.queue.read_buffer(buffer), arrays[binding.name].dtype)
         for binding, buffer in zip(shader.bindings, buffers, strict=True)
         if binding.written
     }
@@ -85,7 +85,7 @@ def opencl() -> Any:
     cl = pytest.importorskip("pyopencl", reason="OpenCL runs with the package pyopencl")
     os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
     try:
-        devices = [own for platform in cl.get_platforms() for own in platform.get_devices()]
+        devices = [gpu for platform in cl.get_platforms() for gpu in platform.get_devices()]
     except cl.LogicError:
         devices = []
     if not devices:

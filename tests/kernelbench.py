@@ -147,9 +147,9 @@ def once(name: str, make: Callable[[], Module]) -> Module:
 
 def libraries_called(asm: str) -> set[str]:
     """Returns names of functions outside the module that its code calls, but for TVM's and MEMORY."""
-    own = set(re.findall(r"^([A-Za-z_]\w*):", asm, re.MULTILINE))
+    defined = set(re.findall(r"^([A-Za-z_]\w*):", asm, re.MULTILINE))
     names = set(re.findall(r"\b(?:call[ql]?|jmp|bl|tail)\s+([A-Za-z_]\w*)(?:@PLT)?\s*$", asm, re.MULTILINE))
-    plain = {name.lstrip("_") for name in names - own}
+    plain = {name.lstrip("_") for name in names - defined}
     return {name for name in plain if not name.startswith("TVM")} - MEMORY
 
 

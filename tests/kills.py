@@ -241,12 +241,12 @@ def can_mount(place: Path) -> bool:
     if sys.platform != "linux" or os.geteuid() != 0:
         return False
     place.mkdir()
-    done = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True, check=False
     )
-    if done.returncode == 0:
+    if result.returncode == 0:
         subprocess.run(["umount", str(place)], check=True)
-    return done.returncode == 0
+    return result.returncode == 0
 
 
 def skew_clocks(place: Path, seed: int) -> None:

@@ -72,13 +72,14 @@ def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array
     array in the library's order."""
     by_name: dict[str, Array] = {}
     for param in parameters(config):
-        own, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
+        parameter_scheme, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
         weight = weights[param.name].astype(np.float32)
         if len(tensors) == 1:
             arrays: Sequence[Array] = (weight.reshape(tensors[0].shape).astype(tensors[0].dtype),)
         else:
             packed = [
-                schemes.pack(matrix, own) for matrix in weight.reshape(param.count, *param.matrix or ())
+                schemes.pack(matrix, parameter_scheme)
+                for matrix in weight.reshape(param.count, *param.matrix or ())
             ]
             arrays = [np.concatenate(parts) for parts in zip(*packed, strict=True)]
         by_name |= {tensor.name: array for tensor, array in zip(tensors, arrays, strict=True)}

@@ -26,7 +26,7 @@ def through_opencl(model: GpuExecutor, config: ModelConfig, scheme: Storage) -> 
     gpu_kernels.opencl()
     builder = LaunchBuilder(config, scheme, model.limits, emitter=Emitter(OPENCL))
     GpuDecoder(builder).emit()
-    texts = {name: builder.emitter.texts[own.file] for name, own in builder.emitter.shaders.items()}
+    texts = {name: builder.emitter.texts[shader.file] for name, shader in builder.emitter.shaders.items()}
     program: Any = OpenClProgram(model, texts)
     return GpuExecutor(model.path, model.manifest, program)
 
@@ -82,8 +82,8 @@ class OpenClProgram:
                 self._kernels[launch.kernel](self._queue, grid, group, *bound, *values)
 
     def _part(self, name: str, offset: int) -> Any:
-        own = self._buffers[name]
-        return own.get_sub_region(offset, own.size - offset) if offset else own
+        whole = self._buffers[name]
+        return whole.get_sub_region(offset, whole.size - offset) if offset else whole
 
     def close(self) -> None:
         for buffer in self._buffers.values():

@@ -61,7 +61,7 @@ def prospect(root: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def printed(done: subprocess.CompletedProcess[str]) -> Any:
+def printed(result: subprocess.CompletedProcess[str]) -> Any:
     """Returns the JSON that PROGRAM printed."""
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)

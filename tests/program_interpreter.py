@@ -39,7 +39,7 @@ class Interpreter:
             self.buffers[name][:] = table.astype(np.float32).ravel().view(np.uint8)
 
     def write(self, inputs: Mapping[str, Sequence[int]]) -> None:
-        (block,) = (name for name, own in self.program.buffers.items() if own.kind == "inputs")
+        (block,) = (name for name, spec in self.program.buffers.items() if spec.kind == "inputs")
         words = self.buffers[block].view(np.int32)
         for name, values in inputs.items():
             start = self.program.inputs[name].start

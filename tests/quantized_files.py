@@ -82,8 +82,8 @@ def check(root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats])
         whole, first = np.asarray(weights[param]), 0
         for piece in names[param]:
             if piece.tensor in values:
-                own = whole[first : first + piece.rows]
-                np.testing.assert_array_equal(own, values[piece.tensor], err_msg=piece.tensor)
+                rows = whole[first : first + piece.rows]
+                np.testing.assert_array_equal(rows, values[piece.tensor], err_msg=piece.tensor)
             first += piece.rows
 
 
@@ -109,9 +109,9 @@ def kept(directory: Path) -> dict[str, str]:
     config, exact = read(
         directory / "m", json.loads((directory / "config" / "quantization.json").read_text())
     )
-    own = conversion.unpacked(directory / "out", config, scheme)
+    unpacked = conversion.unpacked(directory / "out", config, scheme)
     for name in exact:
-        np.testing.assert_array_equal(np.asarray(own[name]), np.asarray(exact[name]), err_msg=name)
+        np.testing.assert_array_equal(np.asarray(unpacked[name]), np.asarray(exact[name]), err_msg=name)
     return {name: quant.scheme_for(scheme, name).format for name in exact}
 
 

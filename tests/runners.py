@@ -52,7 +52,7 @@ class Runner:
             **self.variables,
             **variables,
         }
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-e", "-c", text],
             cwd=self.workspace,
             env=environment,
@@ -61,8 +61,8 @@ class Runner:
             text=True,
             check=False,
         )
-        self.log.append(done.stdout + done.stderr)
-        return done.returncode
+        self.log.append(result.stdout + result.stderr)
+        return result.returncode
 
     def checkout(self) -> None:
         shutil.rmtree(self.workspace, ignore_errors=True)

@@ -279,7 +279,7 @@ def test_the_action_of_a_backend_holds_no_other_backend() -> None:
     """The import closure of an action is its key."""
     for kind, backend in BACKENDS.items():
         files = code_files(backend.action.partition(":")[0])
-        folders = {other: own.action.rpartition(".")[0] for other, own in BACKENDS.items()}
+        folders = {other: entry.action.rpartition(".")[0] for other, entry in BACKENDS.items()}
         others = tuple(f"{folder.replace('.', '/')}/" for other, folder in folders.items() if other != kind)
         assert [file for file in files if file.startswith(folders[kind].replace(".", "/"))]
         assert not [file for file in files if file.startswith(others)]
@@ -294,8 +294,10 @@ def loaded_by(*command: str) -> set[str]:
         "import json, sys; from mlcbuild.cli import main; code = main(sys.argv[1:]);"
         "print(json.dumps([code, sorted(name for name in sys.modules if '.' not in name)]), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-    code_and_names = json.loads(done.stderr.splitlines()[-1])
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=True
+    )
+    code_and_names = json.loads(result.stderr.splitlines()[-1])
     return set(code_and_names[1])
 
 

@@ -46,7 +46,9 @@ def test_mutated_programs_are_refused_or_read_as_in_python(seed: int) -> None:
         except ValueError:  # no JSON
             continue
     accepted = 0
-    for document, result in zip(documents, outcomes([json.dumps(own) for own in documents]), strict=True):
+    for document, result in zip(
+        documents, outcomes([json.dumps(mutation) for mutation in documents]), strict=True
+    ):
         try:
             program = parse(parse_json(json.dumps(document).encode()))
             check(program, PAGES)

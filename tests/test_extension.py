@@ -99,7 +99,7 @@ def python(root: Path, *arguments: str) -> str:
     }
     path = os.pathsep.join([str(root), str(ROOT / "runtime"), str(ROOT)])
     environment = {**kept, "PYTHONPATH": path, "MLCBUILD_STORE": str(root / "store")}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *arguments],
         cwd=root / "work",
         env=environment,
@@ -107,8 +107,8 @@ def python(root: Path, *arguments: str) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_a_family_a_format_and_a_kernel_are_built_and_served(tmp_path: Path) -> None:

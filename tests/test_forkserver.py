@@ -56,9 +56,9 @@ def test_a_forked_command_is_what_python_starts(
 
 
 def test_an_exception_ends_it_with_a_traceback(server: ForkServer, tmp_path: Path) -> None:
-    done = server.run("tests.mirror", ["error"], tmp_path, ENVIRONMENT)
-    assert done.returncode == 1 and done.stderr.startswith("Traceback")
-    assert done.stderr.endswith("KeyError: 'error'\n")
+    result = server.run("tests.mirror", ["error"], tmp_path, ENVIRONMENT)
+    assert result.returncode == 1 and result.stderr.startswith("Traceback")
+    assert result.stderr.endswith("KeyError: 'error'\n")
 
 
 def test_one_that_takes_too_long_is_ended(server: ForkServer, tmp_path: Path) -> None:

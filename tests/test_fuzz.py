@@ -46,9 +46,9 @@ def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("target", CASES)
 def test_a_little_fuzzing_finds_nothing(target: str, toy_bundle: Path, tmp_path: Path) -> None:
     cases = str(CASES[target])
-    done = fuzz("--toy", toy_bundle, "--only", target, "--cases", cases, "--seed", "5", "--save", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(f"{target} ") and f" {CASES[target]} cases,   0 findings" in done.stdout
+    result = fuzz("--toy", toy_bundle, "--only", target, "--cases", cases, "--seed", "5", "--save", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.startswith(f"{target} ") and f" {CASES[target]} cases,   0 findings" in result.stdout
 
 
 def test_every_target_is_fuzzed_here() -> None:
@@ -58,6 +58,6 @@ def test_every_target_is_fuzzed_here() -> None:
 
 def test_what_was_found_once_is_right(toy_bundle: Path) -> None:
     cases = [path for target in SAVED.iterdir() for path in target.iterdir()]
-    done = fuzz("--toy", toy_bundle, "--replay", SAVED)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": right\n") == len(cases) >= 10
+    result = fuzz("--toy", toy_bundle, "--replay", SAVED)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(": right\n") == len(cases) >= 10

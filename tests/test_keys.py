@@ -251,9 +251,9 @@ class Source:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "runtime"), str(ROOT)])
         environment["MLCBUILD_STORE"] = str(self.root / "store")
-        done = self.server.run(module, arguments, self.root / "work", environment)
-        assert done.returncode == 0, done.stderr
-        steps = json.loads(done.stdout)["steps"]
+        result = self.server.run(module, arguments, self.root / "work", environment)
+        assert result.returncode == 0, result.stderr
+        steps = json.loads(result.stdout)["steps"]
         return [(step["name"].partition("/")[0], step["status"]) for step in steps]
 
 

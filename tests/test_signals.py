@@ -44,17 +44,17 @@ def test_the_first_reason_of_an_interruption_counts() -> None:
 
 
 def test_a_cancellation_reaches_the_runs_of_now_and_later() -> None:
-    own, first, second, third = Cancellation(), list[str](), list[str](), list[str]()
-    with own.attached(first.append):
-        assert own.reason == "" and not first
-        own.cancel("enough")
-        own.cancel("too much")
-        with own.attached(second.append):
+    cancellation, first, second, third = Cancellation(), list[str](), list[str](), list[str]()
+    with cancellation.attached(first.append):
+        assert cancellation.reason == "" and not first
+        cancellation.cancel("enough")
+        cancellation.cancel("too much")
+        with cancellation.attached(second.append):
             assert second == ["enough"]
-    assert first == ["enough", "enough"] and own.reason == "enough"
-    with own.attached(third.append):
+    assert first == ["enough", "enough"] and cancellation.reason == "enough"
+    with cancellation.attached(third.append):
         pass
-    own.cancel()
+    cancellation.cancel()
     assert first == ["enough", "enough"] and second == third == ["enough"]
 
 

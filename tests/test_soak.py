@@ -18,13 +18,13 @@ def test_many_clients_good_and_bad_and_kills(tiny_bundles: Path) -> None:
     script, bundle = ROOT / "ci" / "bench" / "soak", tiny_bundles / "dist" / "tiny-q4a8_1-host"
     command = [sys.executable, str(script), str(bundle), "--minutes", MINUTES, "--kills", "1"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--streams", "24"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) ([a-z ]+)[,;]", done.stdout)}
-    assert counts["stream"] and counts["leave"] and counts["cut by a kill"], done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) ([a-z ]+)[,;]", result.stdout)}
+    assert counts["stream"] and counts["leave"] and counts["cut by a kill"], result.stdout

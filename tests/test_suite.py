@@ -20,7 +20,7 @@ SKIPS = ("pytest.skip", "pytest.mark.skipif", "pytest.importorskip")
 
 def test_what_is_skipped_is_grouped_at_the_end() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/compiler/test_aarch64.py"]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, "MLCBUILD_AARCH64": "/nowhere"},
@@ -28,8 +28,8 @@ def test_what_is_skipped_is_grouped_at_the_end() -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    title, line = done.stdout.partition("not tested on this machine")[1:]
+    assert result.returncode == 0, result.stdout + result.stderr
+    title, line = result.stdout.partition("not tested on this machine")[1:]
     pattern = r"\n +(\d+) need another processor: /nowhere is not there: ci/emulated-aarch64 \(\1\)\n"
     assert title and re.search(pattern, line), line
 
@@ -198,10 +198,10 @@ def has_tests(name: str) -> bool:
     """Returns True if a module has a file of tests with its name. If several large modules have that name,
     the file must be in a directory that is named as a room of the module, or in `runtime` for those.
     """
-    *rooms, own = name.split(".")
+    *rooms, last_part = name.split(".")
     rooms += ["runtime"] if rooms[0] != "mlcbuild" else []
-    files = list((ROOT / "tests").rglob(f"test_{own}.py"))
-    is_shared = sum(other.rpartition(".")[2] == own for other in large_modules()) > 1
+    files = list((ROOT / "tests").rglob(f"test_{last_part}.py"))
+    is_shared = sum(other.rpartition(".")[2] == last_part for other in large_modules()) > 1
     return any(not is_shared or path.parent.name in rooms for path in files)
 
 

@@ -46,7 +46,10 @@ def write(name: str, area: Path) -> Path:
             golden = experts_golden.golden(STACKS[name])
             config, tensors = golden.values, golden.tensors
         (area / "config.json").write_text(json.dumps(config))
-        save(area / "model.safetensors", {own: entry(value, "F32") for own, value in tensors.items()})
+        save(
+            area / "model.safetensors",
+            {tensor_name: entry(value, "F32") for tensor_name, value in tensors.items()},
+        )
     (area / "tokenizer.json").write_text(json.dumps(tokenizer()))
     (area / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return area
@@ -60,7 +63,11 @@ def tokenizer() -> dict[str, Any]:
         "version": "1.0",
         "added_tokens": [{"id": i, "content": content, **kind} for i, content in enumerate(special)],
         "decoder": {"type": "Fuse"},
-        "model": {"type": "Unigram", "unk_id": 0, "vocab": [[own, 0.0] for own in (*special, *CHARACTERS)]},
+        "model": {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[piece, 0.0] for piece in (*special, *CHARACTERS)],
+        },
     }
 
 

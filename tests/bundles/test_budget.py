@@ -74,7 +74,7 @@ def test_the_fragment_is_the_same_scheme_in_a_recipe(inputs: dict[str, Path], tm
     recipe = load(project(tmp_path, text + (tmp_path / "out" / "quantization.yaml").read_text()))
     scheme = scheme_of(PARAMS, {"budget": tmp_path / "out"})
     assert scheme.overrides
-    assert quant.storage(recipe.schemes["small"], lambda own: "x16") == scheme
+    assert quant.storage(recipe.schemes["small"], lambda candidate: "x16") == scheme
 
 
 def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
@@ -163,7 +163,7 @@ def test_upgrades_fit_and_no_further_one_does(tables: list[list[Option]], extra:
     left = most - ladder.size(mixture)
     assert left >= 0
     for name in mixture:
-        own = [upgrade for upgrade in ladder.upgrades if upgrade.matrix == name]
+        upgrades = [upgrade for upgrade in ladder.upgrades if upgrade.matrix == name]
         count = sum(upgrade.matrix == name for upgrade in applied)
-        assert own[:count] == [upgrade for upgrade in applied if upgrade.matrix == name]
-        assert count == len(own) or own[count].bytes > left
+        assert upgrades[:count] == [upgrade for upgrade in applied if upgrade.matrix == name]
+        assert count == len(upgrades) or upgrades[count].bytes > left

@@ -28,10 +28,10 @@ def test_a_file_of_mixed_types_keeps_its_values_on_gpus(tmp_path: Path) -> None:
     types = {"attn_output.weight": "Q8_0", "ffn_down.weight": "MXFP4", "token_embd.weight": "F16"}
     write_gguf(TINY, tmp_path / "m.gguf", "Q4_1", metadata=tiny_metadata(TINY), types=types)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    done = checked(mlcbuild("run", "recipe.yaml", store=tmp_path / "store", cwd=tmp_path))
-    assert "1 bundle in dist" in done.splitlines()[-1]
+    result = checked(mlcbuild("run", "recipe.yaml", store=tmp_path / "store", cwd=tmp_path))
+    assert "1 bundle in dist" in result.splitlines()[-1]
     document = json.loads((tmp_path / "dist" / "m-same-webgpu" / "bundle.json").read_bytes())
     scheme = document["scheme"]
     assert (document["target"]["device"], scheme["bits"], scheme["layout"]) == ("webgpu", 4, "row")
-    others = {own["scheme"]["name"] for own in scheme["overrides"]}
+    others = {override["scheme"]["name"] for override in scheme["overrides"]}
     assert others == {"q8_0", "mxfp4", "f16", "f32"}

@@ -169,8 +169,8 @@ def test_a_run_with_a_key_signs_and_verify_says_who(
     path = tmp_path / "project" / "dist" / "tiny-q4f16_1-host"
 
     def verify(*options: str, bundle: Path = path) -> tuple[int, str, str]:
-        done = mlcbuild("verify", bundle, *options, store=common_store)
-        return done.returncode, done.stdout, done.stderr
+        result = mlcbuild("verify", bundle, *options, store=common_store)
+        return result.returncode, result.stdout, result.stderr
 
     code, said, _ = verify("--provenance")
     assert (code, said.splitlines()[-1]) == (

@@ -113,8 +113,8 @@ def test_another_client_pulls_a_bundle_that_can_be_served(
             "c.pull(target=sys.argv[1], outdir=sys.argv[2])"
         )
         command = [str(python), "-c", code, name, str(out)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
     assert contents(out) == contents(tiny_bundles / "dist" / VARIANT)
     assert form.check(out, full=True).name == VARIANT
 
@@ -256,8 +256,10 @@ def test_what_cannot_be_reached_or_found_is_told(
         publish(bundle_copy("q4f16_1"), f"oci://{gone.url[7:]}/x:v1")
     bundle = tmp_path / "copy-q4f16_1"
     (bundle / "tokenizer.json").write_text("{}")
-    done = mlcbuild("publish", bundle, "--to", registry_server.url(f"{repository}:v1"), store=tmp_path / "s")
-    assert done.returncode == 1 and "tokenizer.json" in done.stderr and "Traceback" not in done.stderr
+    result = mlcbuild(
+        "publish", bundle, "--to", registry_server.url(f"{repository}:v1"), store=tmp_path / "s"
+    )
+    assert result.returncode == 1 and "tokenizer.json" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -284,9 +286,9 @@ def test_addresses_are_checked(url: str, writing: bool, words: str) -> None:
 
 def test_the_command_line_says_what_is_missing(tiny_bundles: Path, tmp_path: Path) -> None:
     def stderr(code: int, *command: str | Path) -> str:
-        done = mlcbuild(*command, store=tmp_path / "store")
-        assert done.returncode == code, done.stderr
-        return done.stderr
+        result = mlcbuild(*command, store=tmp_path / "store")
+        assert result.returncode == code, result.stderr
+        return result.stderr
 
     recipe, bundle = tiny_bundles / "recipe.yaml", tiny_bundles / "dist" / VARIANT
     assert "it lists no destination: add `publish: [{to: " in stderr(2, "publish", recipe)

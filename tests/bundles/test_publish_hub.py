@@ -93,10 +93,10 @@ def test_files_of_an_earlier_bundle_go(tiny_bundles: Path, hub: Hub, run: Run) -
 
 
 def test_who_may_not_write_is_told(tiny_bundles: Path, hub: Hub, run: Run) -> None:
-    done = run("publish", tiny_bundles / "dist" / VARIANT, "--to", "hf://team/tiny", token="hf_other")
-    assert done.returncode == 1
-    assert "the hub refuses access (HTTP 403); set HF_TOKEN to a token that may write it" in done.stderr
-    assert "hf_other" not in done.stderr and hub.repos == {}
+    result = run("publish", tiny_bundles / "dist" / VARIANT, "--to", "hf://team/tiny", token="hf_other")
+    assert result.returncode == 1
+    assert "the hub refuses access (HTTP 403); set HF_TOKEN to a token that may write it" in result.stderr
+    assert "hf_other" not in result.stderr and hub.repos == {}
 
 
 def test_a_bundle_that_is_wrong_is_refused(tiny_bundles: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_a_bundle_that_is_wrong_is_refused(tiny_bundles: Path, hub: Hub, run: Ru
     }
     for repo, (files, words) in wrong.items():
         hub.add(repo, files)
-        done = run("pull", f"hf://{repo}", tmp_path / "pulled")
-        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+        result = run("pull", f"hf://{repo}", tmp_path / "pulled")
+        assert result.returncode == 1 and words in result.stderr and "Traceback" not in result.stderr
         assert not (tmp_path / "pulled").exists()
     assert "there is no such revision" in run("pull", "hf://team/none@v9", tmp_path / "p").stderr
     hub.add("team/busy", good)

@@ -38,9 +38,9 @@ def test_the_reference_reports_its_progress(tmp_path: Path, monkeypatch: pytest.
         progress.listen(None)
     first, second = map(len, json.loads((out / "tokens.json").read_bytes()))
     layers = json.loads((TINY / "config.json").read_bytes())["num_hidden_layers"]
-    done = [*(first * i // layers for i in range(1, layers + 1))]
-    done += [first + second * i // layers for i in range(1, layers + 1)]
-    assert [report[0] for report in reports] == pytest.approx(done, abs=1)
+    expected_counts = [*(first * i // layers for i in range(1, layers + 1))]
+    expected_counts += [first + second * i // layers for i in range(1, layers + 1)]
+    assert [report[0] for report in reports] == pytest.approx(expected_counts, abs=1)
     assert reports[-1] == (first + second, first + second, "tokens")
 
 
@@ -48,9 +48,9 @@ def test_reference_logits_of_each_prompt(tmp_path: Path) -> None:
     out = prompts_reference(tmp_path, ["What is 1 + 2?", "copy abc", ""])
     tokens = json.loads((out / "tokens.json").read_bytes())
     assert len(tokens) == 2, "a prompt of one token or none says nothing"
-    for i, own in enumerate(tokens):
+    for i, prompt_tokens in enumerate(tokens):
         logits = np.load(out / f"logits-{i:04}.npy")
-        assert logits.shape[0] == len(own)
+        assert logits.shape[0] == len(prompt_tokens)
         assert np.isfinite(logits).all()
 
 

@@ -21,23 +21,27 @@ def read(tmp_path: Path, **changes: Any) -> AdapterConfig:
 
 
 def test_the_scale_is_alpha_by_rank(tmp_path: Path) -> None:
-    own = read(tmp_path)
-    assert own == AdapterConfig(16.0, 8) and own.scale("layers.0.q_proj") == 2.0
+    settings = read(tmp_path)
+    assert settings == AdapterConfig(16.0, 8) and settings.scale("layers.0.q_proj") == 2.0
     assert read(tmp_path, use_rslora=True).scale("x") == pytest.approx(16 / math.sqrt(8))
     flags = read(tmp_path, fan_in_fan_out=True, use_dora=True)
     assert (flags.transposed, flags.dora, flags.by_root) == (True, True, False)
 
 
 def test_patterns_match_the_end_of_a_name(tmp_path: Path) -> None:
-    own = read(tmp_path, rank_pattern={"q_proj": 4, "layers.1.k_proj": 2}, alpha_pattern={"v.proj": 1})
+    settings = read(tmp_path, rank_pattern={"q_proj": 4, "layers.1.k_proj": 2}, alpha_pattern={"v.proj": 1})
     assert [
-        own.rank_of(f"layers.{i}.{name}") for i, name in ((0, "q_proj"), (1, "k_proj"), (2, "k_proj"))
+        settings.rank_of(f"layers.{i}.{name}") for i, name in ((0, "q_proj"), (1, "k_proj"), (2, "k_proj"))
     ] == [
         4,
         2,
         8,
     ]
-    assert own.rank_of("xq_proj") == 8 and own.scale("a.q_proj") == 4.0 and own.scale("a.v_proj") == 1 / 8
+    assert (
+        settings.rank_of("xq_proj") == 8
+        and settings.scale("a.q_proj") == 4.0
+        and settings.scale("a.v_proj") == 1 / 8
+    )
 
 
 def test_fields_that_say_nothing_are_ignored(tmp_path: Path) -> None:

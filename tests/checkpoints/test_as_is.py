@@ -64,11 +64,11 @@ def test_every_value_of_the_file_is_kept(kind: str, tmp_path: Path, monkeypatch:
     scheme = scheme_of(tmp_path)
     converted(tmp_path, scheme)
     config = models.from_json(json.loads((tmp_path / "config" / "config.json").read_bytes()))
-    own = conversion.unpacked(tmp_path / "weights", config, scheme)
+    unpacked = conversion.unpacked(tmp_path / "weights", config, scheme)
     exact = exact_weights.checkpoint(tmp_path / "m.gguf", config, tensor_names(config))
-    assert list(own) == list(exact)
+    assert list(unpacked) == list(exact)
     for name in exact:
-        np.testing.assert_array_equal(own[name], exact[name], err_msg=name)
+        np.testing.assert_array_equal(unpacked[name], exact[name], err_msg=name)
     formats = {"F16": "f16", "BF16": "f32", "MXFP4": "mxfp4"}
     assert formats.get(kind, kind.lower()) in scheme.formats
 
@@ -105,12 +105,12 @@ def test_every_value_of_experts_is_kept(kind: str, form: str, tmp_path: Path) ->
     write_model(EXPERTS, tensors, tmp_path / "m.gguf", kind, form=form)
     scheme = scheme_of(tmp_path)
     converted(tmp_path, scheme)
-    own = conversion.unpacked(tmp_path / "weights", config, scheme)
+    unpacked = conversion.unpacked(tmp_path / "weights", config, scheme)
     stacks = _stacks(tmp_path / "m.gguf")
     both = stacks.get("gate_up", None)
     gate_up = np.concatenate([stacks["gate"], stacks["up"]], axis=1) if both is None else both
-    np.testing.assert_array_equal(own["layers.0.mlp.experts.gate_up.weight"], gate_up)
-    np.testing.assert_array_equal(own["layers.0.mlp.experts.down.weight"], stacks["down"])
+    np.testing.assert_array_equal(unpacked["layers.0.mlp.experts.gate_up.weight"], gate_up)
+    np.testing.assert_array_equal(unpacked["layers.0.mlp.experts.down.weight"], stacks["down"])
     for part in ("gate_up", "down"):
         stored = quant.scheme_for(scheme, f"layers.0.mlp.experts.{part}.weight").format
         assert stored == kind.lower()

@@ -46,8 +46,8 @@ def step(graph: Graph, name: str) -> Step:
     return node
 
 
-def files(own: Step) -> set[str]:
-    return {name for module in step_modules(own) for name in code_files(module) if "gguf" in name}
+def files(built_step: Step) -> set[str]:
+    return {name for module in step_modules(built_step) for name in code_files(module) if "gguf" in name}
 
 
 def test_steps_of_a_gguf_file(recipe: Path) -> None:
@@ -57,9 +57,9 @@ def test_steps_of_a_gguf_file(recipe: Path) -> None:
     )
     assert (source.root, source.files) == (recipe.parent / "files", ("b.gguf",))
     for name in ("config", "tokenizer", "weights", "reference"):
-        own = step(graph, f"{name}/packed")
-        assert own.params["file"] == "b.gguf"
-        assert own.inputs["checkpoint"].select == ("**/*.gguf",)
+        packed = step(graph, f"{name}/packed")
+        assert packed.params["file"] == "b.gguf"
+        assert packed.inputs["checkpoint"].select == ("**/*.gguf",)
     # One architecture, one library.
     assert len([node for node in graph.steps() if node.name.startswith("library/")]) == 1
 
@@ -70,9 +70,9 @@ def test_keys_hold_the_code_of_their_own_kind(recipe: Path) -> None:
         assert not files(step(graph, f"{name}/plain" if name != "library" else name)), name
     reading = {"mlcbuild/checkpoints/gguf_file.py", "mlcbuild/checkpoints/gguf_tensors.py"}
     for name in ("weights", "reference"):
-        own = files(step(graph, f"{name}/packed"))
-        assert reading <= own
-        assert not own & {"mlcbuild/checkpoints/gguf_config.py", "mlcbuild/checkpoints/gguf_tokenizer.py"}
+        sources = files(step(graph, f"{name}/packed"))
+        assert reading <= sources
+        assert not sources & {"mlcbuild/checkpoints/gguf_config.py", "mlcbuild/checkpoints/gguf_tokenizer.py"}
     assert "mlcbuild/checkpoints/gguf_config.py" in files(step(graph, "config/packed"))
     assert "mlcbuild/checkpoints/gguf_tokenizer.py" in files(step(graph, "tokenizer/packed"))
 

@@ -52,9 +52,9 @@ def test_the_config_is_that_of_the_checkpoint(variant: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("variant", ROUNDED)
 def test_frequencies_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
     write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
-    own, expected = read_config(tmp_path / "m.gguf"), model(variant)
-    assert replace(own, ropes=()) == replace(expected, ropes=())
-    for rope, expectation in zip(own.ropes, expected.ropes, strict=True):
+    config, expected = read_config(tmp_path / "m.gguf"), model(variant)
+    assert replace(config, ropes=()) == replace(expected, ropes=())
+    for rope, expectation in zip(config.ropes, expected.ropes, strict=True):
         np.testing.assert_allclose(rope.inv_freq, expectation.inv_freq, rtol=1e-6)
         np.testing.assert_allclose(rope.inv_freq_long or 0, expectation.inv_freq_long or 0, rtol=1e-6)
         np.testing.assert_allclose(rope.attention_factor, expectation.attention_factor, rtol=1e-6)
@@ -65,25 +65,27 @@ def test_weights_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> No
     write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
     config = model(variant)
     names = tensor_names(config)
-    own = exact_weights.checkpoint(tmp_path / "m.gguf", config, names)
+    read_values = exact_weights.checkpoint(tmp_path / "m.gguf", config, names)
     expected = exact_weights.checkpoint(GOLDEN / variant, config, names)
-    assert list(own) == list(expected)
+    assert list(read_values) == list(expected)
     for name, values in expected.items():
         if variant == "gemma2" and name.endswith("norm.weight"):
             # 1 was added in float32 when the file was written.
-            np.testing.assert_allclose(own[name], values, rtol=0, atol=2**-23)
+            np.testing.assert_allclose(read_values[name], values, rtol=0, atol=2**-23)
         else:
-            np.testing.assert_array_equal(own[name], values)
+            np.testing.assert_array_equal(read_values[name], values)
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3-gqa", "phi3-longrope-long"])
 def test_logits_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
     write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
     config = read_config(tmp_path / "m.gguf")
-    own = logits(config, exact_weights.checkpoint(tmp_path / "m.gguf", config, tensor_names(config)), TOKENS)
+    computed = logits(
+        config, exact_weights.checkpoint(tmp_path / "m.gguf", config, tensor_names(config)), TOKENS
+    )
     expected = model(variant)
     other = exact_weights.checkpoint(GOLDEN / variant, expected, tensor_names(expected))
-    np.testing.assert_allclose(own, logits(expected, other, TOKENS), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(computed, logits(expected, other, TOKENS), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma", "granite"])
@@ -95,10 +97,10 @@ def test_other_types_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> N
     write_gguf(tmp_path, tmp_path / "m.gguf")
     config = read_config(tmp_path / "m.gguf")
     assert config == parse(fields) == golden.config
-    own = exact_weights.checkpoint(tmp_path / "m.gguf", config, tensor_names(config))
+    read_values = exact_weights.checkpoint(tmp_path / "m.gguf", config, tensor_names(config))
     for parameter, values in golden.weights.items():
         bound = 2.0**-22 if name == "gemma" and "norm" in parameter else 0
-        np.testing.assert_allclose(own[parameter], values, rtol=0, atol=bound, err_msg=parameter)
+        np.testing.assert_allclose(read_values[parameter], values, rtol=0, atol=bound, err_msg=parameter)
 
 
 _SIZES = {
@@ -142,10 +144,10 @@ def test_patterns_of_layers_follow_from_the_architecture(name: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(fields))
     write_gguf(tmp_path, tmp_path / "m.gguf")
     assert read_config(tmp_path / "m.gguf") == config
-    own = exact_weights.checkpoint(tmp_path / "m.gguf", config, names)
+    read_values = exact_weights.checkpoint(tmp_path / "m.gguf", config, names)
     expected = exact_weights.checkpoint(tmp_path, config, names)
     for parameter, values in expected.items():
-        np.testing.assert_allclose(own[parameter], values, rtol=0, atol=2.0**-22, err_msg=parameter)
+        np.testing.assert_allclose(read_values[parameter], values, rtol=0, atol=2.0**-22, err_msg=parameter)
 
 
 def test_gemma_2_takes_scale_and_caps_from_its_file(tmp_path: Path) -> None:

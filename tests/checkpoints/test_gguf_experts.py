@@ -39,8 +39,8 @@ def own_logits(path: Path) -> NDArray[Any]:
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_logits_are_those_of_transformers(name: str, form: str, tmp_path: Path) -> None:
     write(name, tmp_path / f"{name}.gguf", form=form)
-    own, expected = own_logits(tmp_path / f"{name}.gguf"), GOLDEN[name]
-    np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5 * np.ptp(expected))
+    computed, expected = own_logits(tmp_path / f"{name}.gguf"), GOLDEN[name]
+    np.testing.assert_allclose(computed, expected, rtol=0, atol=1e-5 * np.ptp(expected))
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -63,8 +63,8 @@ def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
     changes = {"block_count": 4, "nextn_predict_layers": 1}
     write_model(config, tensors, tmp_path / "glm4_moe.gguf", changes=changes, more=draft)
     expected = GOLDEN["glm4_moe"]
-    own = own_logits(tmp_path / "glm4_moe.gguf")
-    np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5 * np.ptp(expected))
+    computed = own_logits(tmp_path / "glm4_moe.gguf")
+    np.testing.assert_allclose(computed, expected, rtol=0, atol=1e-5 * np.ptp(expected))
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -51,8 +51,8 @@ def written(path: Path, alignment: int = 32) -> Path:
 @pytest.mark.parametrize("alignment", [32, 64, 4096])
 def test_values_and_places(tmp_path: Path, alignment: int) -> None:
     path = written(tmp_path / "m.gguf", alignment)
-    own = read_gguf(path)
-    values = {key.removeprefix("a."): value for key, value in own.metadata.items()}
+    model_file = read_gguf(path)
+    values = {key.removeprefix("a."): value for key, value in model_file.metadata.items()}
     assert values.pop("general.architecture") == "llama"
     numbers = values.pop("numbers")
     assert isinstance(numbers, np.ndarray) and numbers.tolist() == [1, 2, 3]
@@ -73,7 +73,7 @@ def test_values_and_places(tmp_path: Path, alignment: int) -> None:
     }
     reader = gguf.GGUFReader(path)
     for tensor in reader.tensors:
-        mine = own.tensors[tensor.name]
+        mine = model_file.tensors[tensor.name]
         assert (mine.start, mine.size) == (tensor.data_offset, tensor.n_bytes)
         assert mine.shape == tuple(reversed(tensor.shape.tolist()))
 
@@ -88,8 +88,8 @@ def test_parts_of_a_split_file(tmp_path: Path) -> None:
         writer.write_tensors_to_file()
         writer.close()
     for i in (1, 2):
-        own = read_gguf(tmp_path / f"m-0000{i}-of-00002.gguf")
-        assert {name: t.path.name for name, t in own.tensors.items()} == {
+        model_file = read_gguf(tmp_path / f"m-0000{i}-of-00002.gguf")
+        assert {name: t.path.name for name, t in model_file.tensors.items()} == {
             "t1": "m-00001-of-00002.gguf",
             "t2": "m-00002-of-00002.gguf",
         }

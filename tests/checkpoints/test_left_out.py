@@ -40,10 +40,10 @@ def write(area: Path, config: object, tensors: dict[str, np.ndarray]) -> Path:
     area.mkdir()
     (area / "config.json").write_text(json.dumps(config))
     names, places = sorted(tensors), dict[str, str]()
-    for part, own in enumerate((names[::2], names[1::2]), start=1):
+    for part, part_names in enumerate((names[::2], names[1::2]), start=1):
         file = f"model-{part:05}-of-00002.safetensors"
-        save(area / file, {name: entry(tensors[name], "F32") for name in own})
-        places |= dict.fromkeys(own, file)
+        save(area / file, {name: entry(tensors[name], "F32") for name in part_names})
+        places |= dict.fromkeys(part_names, file)
     (area / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, area)
@@ -92,12 +92,12 @@ def test_embedding_models_have_names_without_prefix(tmp_path: Path) -> None:
     config = parsing.parse(values)
     usual = load_file(GOLDEN / "model.safetensors")
     usual.pop("lm_head.weight", None)
-    short = {name.removeprefix("model."): own for name, own in usual.items()}
+    short = {name.removeprefix("model."): tensors for name, tensors in usual.items()}
     assert "embed_tokens.weight" in short
     names = parsing.tensor_names(config)
     first, second = (
-        exact_weights.checkpoint(write(tmp_path / kind, values, own), config, names)
-        for kind, own in (("usual", usual), ("short", short))
+        exact_weights.checkpoint(write(tmp_path / kind, values, tensors), config, names)
+        for kind, tensors in (("usual", usual), ("short", short))
     )
     for param in parameters(config):
         assert np.array_equal(first[param.name], second[param.name])
@@ -106,7 +106,9 @@ def test_embedding_models_have_names_without_prefix(tmp_path: Path) -> None:
 def test_the_error_for_a_missing_head_names_the_remedy(tmp_path: Path) -> None:
     values = json.loads((GOLDEN / "config.json").read_text()) | {"tie_word_embeddings": False}
     stored = {
-        name: own for name, own in load_file(GOLDEN / "model.safetensors").items() if "lm_head" not in name
+        name: tensors
+        for name, tensors in load_file(GOLDEN / "model.safetensors").items()
+        if "lm_head" not in name
     }
     area, config = write(tmp_path / "small", values, stored), parsing.parse(values)
     with pytest.raises(CheckpointError) as caught:

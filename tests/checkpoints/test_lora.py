@@ -43,9 +43,9 @@ def rows(tensor: Tensor, step: int) -> NDArray[np.float32]:
         return np.concatenate([reader.values(tensor, i, min(step, tensor.shape[0] - i)) for i in starts])
 
 
-def distance(own: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+def distance(actual: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Returns the largest difference between two float32 arrays, in units of the last place."""
-    return float((np.abs(own.astype(np.float64) - other) / np.spacing(np.abs(other))).max())
+    return float((np.abs(actual.astype(np.float64) - other) / np.spacing(np.abs(other))).max())
 
 
 MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 3}
@@ -104,9 +104,9 @@ def compare(adapters: list[tuple[Path, float]], golden: Path, most: int) -> None
     merged = merging(adapters, base)
     assert {name for name in base if merged[name] is not base[name]} == set(expected)
     for name, tensor in expected.items():
-        own, other = rows(merged[name], 7), rows(tensor, 1000)
-        np.testing.assert_array_equal(own, rows(merged[name], 1000))
-        assert distance(own, other) <= most, name
+        unpacked, other = rows(merged[name], 7), rows(tensor, 1000)
+        np.testing.assert_array_equal(unpacked, rows(merged[name], 1000))
+        assert distance(unpacked, other) <= most, name
 
 
 def adapter(root: Path, content: dict[str, Any], **fields: object) -> Path:
@@ -122,7 +122,9 @@ def adapter(root: Path, content: dict[str, Any], **fields: object) -> Path:
 
 def pair(module: str, shape: tuple[int, int], rank: int = 2, code: str = "F32") -> dict[str, Any]:
     random = np.random.default_rng(5)
-    first, second = (random.standard_normal(own, np.float32) for own in ((rank, shape[1]), (shape[0], rank)))
+    first, second = (
+        random.standard_normal(size, np.float32) for size in ((rank, shape[1]), (shape[0], rank))
+    )
     return {f"{module}.lora_A.weight": entry(first, code), f"{module}.lora_B.weight": entry(second, code)}
 
 
@@ -220,10 +222,12 @@ def test_the_weights_step_merges(project: Path) -> None:
     scheme = SCHEMES["q0f32"]
 
     conversion.convert({"scheme": quant.to_json(scheme), "adapters": ["1.0", "-0.5"]}, more, project / "out")
-    own = conversion.unpacked(project / "out", config, scheme)
+    unpacked = conversion.unpacked(project / "out", config, scheme)
     names = exact_weights.read_tensor_names(project / "config")
     base = exact_weights.checkpoint(project / "tiny", config, names)
-    changed = {name for name in base if not np.array_equal(np.asarray(own[name]), np.asarray(base[name]))}
+    changed = {
+        name for name in base if not np.array_equal(np.asarray(unpacked[name]), np.asarray(base[name]))
+    }
     assert changed == {"layers.0.attn.o.weight", "layers.0.mlp.down.weight"}
 
 

@@ -56,9 +56,9 @@ def test_values_are_those_of_the_package(name: str) -> None:
     tensors = {tensor.name: tensor for tensor in read_header(GOLDEN / f"{name}.safetensors").tensors}
     expected = rows_of(tensors.pop("values"), 100)
     stored = {f"m.{part}": replace(tensor, name=f"m.{part}") for part, tensor in tensors.items()}
-    own = compressed_tensors_reader.view(CT, stored)["m.weight"]
+    read_tensor = compressed_tensors_reader.view(CT, stored)["m.weight"]
     for step in (100, 7):
-        values = rows_of(own, step)
+        values = rows_of(read_tensor, step)
         if tensors["weight_scale"].dtype == "F16":
             values = values.astype(np.float16).astype(np.float32)
         elif name == "nvfp4":
@@ -110,15 +110,15 @@ def fp4(settings: Mapping[str, Any]) -> Quantizer:
             return {"weight_packed": ("U8", raw), "weight_scale": ("U8", scale)}, values
         scale = floats(random, "F8_E4M3", rows, columns // 16)
         overall = np.array([700.5], np.float32)
-        own = scale_values(scale)
-        own = own / overall if settings["kind"] == "nv" else own * overall
+        stored = scale_values(scale)
+        stored = stored / overall if settings["kind"] == "nv" else stored * overall
         packed, total = names[settings["kind"]]
         parts: dict[str, Entry] = {
             packed: ("U8", raw),
             "weight_scale": ("F8_E4M3", scale),
             total: ("F32", overall),
         }
-        values *= own.repeat(16, 1)
+        values *= stored.repeat(16, 1)
         return parts, values
 
     return quantize
@@ -156,9 +156,11 @@ def gpt_oss(root: Path) -> tuple[models.ModelConfig, dict[str, Floats]]:
                 scale = random.integers(115, 125, (experts, outputs, inputs // 32), np.uint8)
                 content[f"{piece.tensor}_blocks"] = ("U8", raw)
                 content[f"{piece.tensor}_scales"] = ("U8", scale)
-                own = np.stack([E2M1[raw & 15], E2M1[raw >> 4]], -1).reshape(*scale.shape, 32)
-                own *= 2.0 ** (scale.astype(int) - 127)[..., None]
-                values[piece.tensor] = own.reshape(experts, outputs, inputs).swapaxes(1, 2).astype(np.float32)
+                weights = np.stack([E2M1[raw & 15], E2M1[raw >> 4]], -1).reshape(*scale.shape, 32)
+                weights *= 2.0 ** (scale.astype(int) - 127)[..., None]
+                values[piece.tensor] = (
+                    weights.reshape(experts, outputs, inputs).swapaxes(1, 2).astype(np.float32)
+                )
             else:
                 shape = (piece.stored_rows, *param.shape[1:])
                 if len(param.shape) == 2 and "experts" in param.name:
@@ -176,9 +178,9 @@ def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
     config, values = gpt_oss(tmp_path / "m")
     names = parsing.tensor_names(config)
     plain = {tensor.name: tensor for tensor in read_header(tmp_path / "m" / "model.safetensors").tensors}
-    own = load_file(tmp_path / "m" / "model.safetensors")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
     content: dict[str, Entry] = {
-        name: ("F32", own[name]) for name in plain if not name.endswith(("_blocks", "_scales"))
+        name: ("F32", stored[name]) for name in plain if not name.endswith(("_blocks", "_scales"))
     }
     (tmp_path / "plain").mkdir()
     save(tmp_path / "plain" / "model.safetensors", {**content, **{n: ("F32", v) for n, v in values.items()}})
@@ -253,12 +255,12 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_stack_of_experts_with_another_shape_is_refused(tmp_path: Path) -> None:
     config, _ = gpt_oss(tmp_path / "m")
-    own = load_file(tmp_path / "m" / "model.safetensors")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     content: dict[str, Entry] = {
-        key: ("U8" if array.dtype == np.uint8 else "F32", array) for key, array in own.items()
+        key: ("U8" if array.dtype == np.uint8 else "F32", array) for key, array in stored.items()
     }
-    content[name] = ("U8", own[name][..., 0].copy())
+    content[name] = ("U8", stored[name][..., 0].copy())
     single(tmp_path / "m", content)
     with pytest.raises(
         CheckpointError, match=r"must have down_proj_blocks of U8 \[experts, outputs, groups, 16\]"

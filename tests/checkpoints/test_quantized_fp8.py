@@ -99,9 +99,9 @@ def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     config = parsing.parse(ODD)
     sources = locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
     conversion.write(sources, SCHEMES["q0f32"], tmp_path / "out", 2)
-    own = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
+    unpacked = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
     down = values["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(own["layers.1.mlp.down.weight"], down)
+    np.testing.assert_array_equal(unpacked["layers.1.mlp.down.weight"], down)
 
 
 @pytest.mark.parametrize(("code", "form"), [("F8_E8M0", "f16"), ("F32", "f32")])

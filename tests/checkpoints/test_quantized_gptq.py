@@ -175,9 +175,9 @@ def test_rows_are_read_a_few_at_a_time(
     config = parsing.parse(SMALL)
     sources = locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
     conversion.write(sources, SCHEMES["q0f32"], tmp_path / "out", 2)
-    own = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
+    unpacked = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
     down = values["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(own["layers.1.mlp.down.weight"], down)
+    np.testing.assert_array_equal(unpacked["layers.1.mlp.down.weight"], down)
 
 
 FORMATS: list[tuple[dict[str, Any], Quantizer, str]] = [
@@ -303,13 +303,13 @@ def test_the_three_words_of_32_codes_of_3_bits() -> None:
     """The tenth and the twenty-first code cross borders of words, as in AutoGPTQ's own packing."""
     codes = np.arange(32)[:, None] % 8
     words = packed(codes, 3).view(np.uint32)[:, 0]
-    own = np.zeros(3, np.uint64)
+    stored_words = np.zeros(3, np.uint64)
     for i in range(10):
-        own[0] |= np.uint64(int(codes[i, 0]) << (3 * i))
-        own[1] |= np.uint64(int(codes[11 + i, 0]) << (3 * i + 1))
-        own[2] |= np.uint64(int(codes[22 + i, 0]) << (3 * i + 2))
-    own[0] |= np.uint64((int(codes[10, 0]) << 30) & 0xFFFFFFFF)
-    own[1] |= np.uint64(int(codes[10, 0]) >> 2 & 1)
-    own[1] |= np.uint64((int(codes[21, 0]) << 31) & 0xFFFFFFFF)
-    own[2] |= np.uint64(int(codes[21, 0]) >> 1 & 3)
-    np.testing.assert_array_equal(words, own.astype(np.uint32))
+        stored_words[0] |= np.uint64(int(codes[i, 0]) << (3 * i))
+        stored_words[1] |= np.uint64(int(codes[11 + i, 0]) << (3 * i + 1))
+        stored_words[2] |= np.uint64(int(codes[22 + i, 0]) << (3 * i + 2))
+    stored_words[0] |= np.uint64((int(codes[10, 0]) << 30) & 0xFFFFFFFF)
+    stored_words[1] |= np.uint64(int(codes[10, 0]) >> 2 & 1)
+    stored_words[1] |= np.uint64((int(codes[21, 0]) << 31) & 0xFFFFFFFF)
+    stored_words[2] |= np.uint64(int(codes[21, 0]) >> 1 & 3)
+    np.testing.assert_array_equal(words, stored_words.astype(np.uint32))

@@ -38,8 +38,8 @@ def test_values_are_those_of_the_package(package: str) -> None:
         settings = {"bits": int(name), "group_size": 32} if package == "mlx" else BNB
         weight = reader.view(settings, parts)[f"{name}.weight"]
         with Rows() as rows:
-            own, other = (rows.values(tensor, 0, tensor.shape[0]) for tensor in (weight, expected))
-            np.testing.assert_array_equal(own, other, err_msg=name)
+            actual, other = (rows.values(tensor, 0, tensor.shape[0]) for tensor in (weight, expected))
+            np.testing.assert_array_equal(actual, other, err_msg=name)
             np.testing.assert_array_equal(rows.values(weight, 5, 3), other[5:8], err_msg=name)
     assert len(names) == {"mlx": 6, "bitsandbytes": 4}[package]
 
@@ -150,9 +150,9 @@ def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     config = parsing.parse(odd)
     sources = locate(tmp_path, config, parsing.tensor_names(config), views_for(BNB))
     conversion.write(sources, SCHEMES["q0f32"], tmp_path / "out", 2)
-    own = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
+    unpacked = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
     down = values["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(own["layers.1.mlp.down.weight"], down)
+    np.testing.assert_array_equal(unpacked["layers.1.mlp.down.weight"], down)
 
 
 def without(quantize: Quantizer, **change: Entry | None) -> Quantizer:

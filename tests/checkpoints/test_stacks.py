@@ -64,27 +64,27 @@ def checkpoint(folder: Path, names: TensorNames) -> Path:
         flat = WEIGHTS[param.name].reshape(-1, param.shape[-1])
         tensors |= dict(zip([piece.tensor for piece in pieces], np.split(flat, rows), strict=True))
     shards = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
-    for file, own in shards.items():
-        save_file({name: np.ascontiguousarray(tensors[name]) for name in own}, folder / file)
-    index = {"weight_map": {name: file for file, own in shards.items() for name in own}}
+    for file, shard in shards.items():
+        save_file({name: np.ascontiguousarray(tensors[name]) for name in shard}, folder / file)
+    index = {"weight_map": {name: file for file, shard in shards.items() for name in shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
 @pytest.mark.parametrize("scheme", ["q0f32", "q4f16_1", "q4a8_1"])
 def test_each_matrix_of_a_stack_is_packed_by_itself(scheme: str, tmp_path: Path) -> None:
-    own = SCHEMES[scheme]
+    storage = SCHEMES[scheme]
     files: list[bytes] = []
     for names in (WHOLE, SEPARATE):
         folder = tmp_path / str(len(files))
-        conversion.write(locate(checkpoint(folder, names), MODEL, names), own, folder / "out", cores=2)
+        conversion.write(locate(checkpoint(folder, names), MODEL, names), storage, folder / "out", cores=2)
         files.append((folder / "out" / "weights-00001-of-00001.safetensors").read_bytes())
         stored = conversion.read(folder / "out")
     assert files[0] == files[1]
     for param in parameters(MODEL):
         if len(param.shape) == 3 and scheme != "q0f32":
-            for place, tensor in enumerate(quant.stored(param, own)):
-                expected = np.concatenate([pack(matrix, own)[place] for matrix in WEIGHTS[param.name]])
+            for place, tensor in enumerate(quant.stored(param, storage)):
+                expected = np.concatenate([pack(matrix, storage)[place] for matrix in WEIGHTS[param.name]])
                 assert stored[tensor.name].shape == tensor.shape
                 assert np.array_equal(stored[tensor.name], expected)
 

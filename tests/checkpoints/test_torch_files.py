@@ -33,10 +33,10 @@ def stored(item: Tensor) -> bytes:
 
 
 def test_a_file_of_torch_save_has_the_tensors_that_safetensors_has() -> None:
-    own = {item.name: item for item in torch_files.read_file(GOLDEN / "saved.bin")}
+    by_name = {item.name: item for item in torch_files.read_file(GOLDEN / "saved.bin")}
     other = {item.name: item for item in read_header(GOLDEN / "saved.safetensors").tensors}
-    assert own.keys() == other.keys()
-    for name, item in own.items():
+    assert by_name.keys() == other.keys()
+    for name, item in by_name.items():
         assert (item.dtype, item.shape, stored(item)) == (
             other[name].dtype,
             other[name].shape,

@@ -177,12 +177,12 @@ def test_overrides(tmp_path: Path) -> None:
     assert np.array_equal(back["layers.1.attn.qkv.weight"], original["layers.1.attn.qkv.weight"])
     assert stored["norm.weight"].dtype == np.float32
     assert stored["layers.0.attn.o.bias"].dtype == np.float16
-    for name, own in (
+    for name, format_name in (
         ("lm_head", "q8f32_1"),
         ("layers.0.attn.o", "q4a8_1"),
         ("layers.0.mlp.down", "q4f16_1"),
     ):
-        parts = pack(original[f"{name}.weight"], SCHEMES[own])
+        parts = pack(original[f"{name}.weight"], SCHEMES[format_name])
         assert np.array_equal(stored[f"{name}.q_weight"], parts[0])
         assert np.array_equal(stored[f"{name}.q_scale"], parts[1])
 

@@ -27,8 +27,8 @@ def archive(comment: bytes = b"", method: int = zipfile.ZIP_STORED) -> bytes:
 
 def content(data: bytes) -> dict[str, bytes]:
     file = io.BytesIO(data)
-    own = members(file)
-    places = {name: place(file, own, name) for name in own}
+    entries = members(file)
+    places = {name: place(file, entries, name) for name in entries}
     return {name: data[start : start + size] for name, (start, size) in places.items()}
 
 
@@ -58,11 +58,11 @@ def test_a_file_of_many_members_has_wide_numbers() -> None:
 
 def test_compressed_and_missing_members_are_refused() -> None:
     file = io.BytesIO(archive(method=zipfile.ZIP_DEFLATED))
-    own = members(file)
+    entries = members(file)
     with pytest.raises(ZipError, match="its member 'archive/data/0' is compressed or encrypted"):
-        place(file, own, "archive/data/0")
+        place(file, entries, "archive/data/0")
     with pytest.raises(ZipError, match="it lacks its member 'other'"):
-        place(file, own, "other")
+        place(file, entries, "other")
 
 
 def test_two_members_of_one_name_are_refused() -> None:
@@ -107,12 +107,12 @@ def test_flipped_bytes_are_refused_or_stay_within_the_file(tmp_path: Path) -> No
             data[source.randrange(len(data))] = source.choice((0, 1, 0x7F, 0xFF, source.randrange(256)))
         file = io.BytesIO(data)
         try:
-            own = members(file)
+            entries = members(file)
         except ZipError:
             continue
-        for name in own:
+        for name in entries:
             try:
-                start, size = place(file, own, name)
+                start, size = place(file, entries, name)
             except ZipError:
                 continue
             assert 0 <= start <= start + size <= len(data)

@@ -103,24 +103,24 @@ def test_runners_follow_targets(tmp_path: Path, common_store: Path) -> None:
     recipe = project(tmp_path, text.replace("q0f32, q4f16_1, ", ""))
 
     def runners(*more: str) -> list[str | None]:
-        done = mlcbuild("matrix", recipe, "--all", *more, store=tmp_path / "none")
-        if done.returncode == 3:
+        result = mlcbuild("matrix", recipe, "--all", *more, store=tmp_path / "none")
+        if result.returncode == 3:
             pytest.skip("no linkers for other systems here")
-        return [job["runner"] for job in json.loads(checked(done))]
+        return [job["runner"] for job in json.loads(checked(result))]
 
     assert runners() == ["ubuntu-latest", "ubuntu-24.04-arm", "macos-latest"]
     assert runners("--label", "aarch64-linux=mine", "--label", "*=pool") == ["pool", "mine", "pool"]
 
 
 def test_wrong_labels_and_counts_are_told(recipe: Path, store: Path) -> None:
-    done = mlcbuild("matrix", recipe, "--label", "hots=a", "--label", "b", store=store)
-    assert done.returncode == 2
-    assert "--label hots=a: no variant is for 'hots'; did you mean 'host'?" in done.stderr
-    assert "--label b: write --label target=runner" in done.stderr
-    done = mlcbuild("matrix", recipe, "--shards", "0", store=store)
-    assert (done.returncode, done.stderr) == (2, "--shards 0: there must be at least one\n")
-    done = mlcbuild("shard", recipe, "--count", "0", store=store)
-    assert (done.returncode, done.stderr) == (2, "--count 0: there must be at least one\n")
+    result = mlcbuild("matrix", recipe, "--label", "hots=a", "--label", "b", store=store)
+    assert result.returncode == 2
+    assert "--label hots=a: no variant is for 'hots'; did you mean 'host'?" in result.stderr
+    assert "--label b: write --label target=runner" in result.stderr
+    result = mlcbuild("matrix", recipe, "--shards", "0", store=store)
+    assert (result.returncode, result.stderr) == (2, "--shards 0: there must be at least one\n")
+    result = mlcbuild("shard", recipe, "--count", "0", store=store)
+    assert (result.returncode, result.stderr) == (2, "--count 0: there must be at least one\n")
 
 
 def test_settings_reach_the_jobs(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_shards_do_each_step_once_and_the_last_run_nothing(recipe: Path, store: 
     built: list[str] = []
     variants: list[str] = []
     for number, job in enumerate(listed):
-        done = mlcbuild("run", *shlex.split(str(job["arguments"])), "--json", store=store)
-        assert f"shard {number + 1}/2 of split {shown['split']}: " in done.stderr
-        document = json.loads(checked(done))
+        result = mlcbuild("run", *shlex.split(str(job["arguments"])), "--json", store=store)
+        assert f"shard {number + 1}/2 of split {shown['split']}: " in result.stderr
+        document = json.loads(checked(result))
         names = {step["name"] for step in document["steps"]}
         assert owned[number] <= names
         built += [step["name"] for step in document["steps"] if step["status"] == "built"]
@@ -266,11 +266,11 @@ def test_plan_and_run_do_only_what_is_affected(repository: Path) -> None:
     words = checked(mlcbuild("run", *arguments, store=repository / ".store"))
     assert words.startswith("0 built, 0 reused")
     commit(repository, "tiny/chat_template.jinja", "{{ messages }}")
-    done = mlcbuild("plan", arguments[0], "--affected-by", "HEAD~1", "--json", store=repository / ".store")
-    document = json.loads(checked(done))
-    assert [item["name"] for item in document["variants"]] == BOTH[:1], done.stderr
+    result = mlcbuild("plan", arguments[0], "--affected-by", "HEAD~1", "--json", store=repository / ".store")
+    document = json.loads(checked(result))
+    assert [item["name"] for item in document["variants"]] == BOTH[:1], result.stderr
     assert not any("other" in step["name"] for step in document["steps"])
-    assert done.stderr == "affected tiny-q4a8_1-host: fetch/tiny/chat_template.jinja changed\n"
+    assert result.stderr == "affected tiny-q4a8_1-host: fetch/tiny/chat_template.jinja changed\n"
 
 
 @pytest.mark.parametrize(
@@ -282,20 +282,20 @@ def test_plan_and_run_do_only_what_is_affected(repository: Path) -> None:
 )
 def test_wrong_ranges_are_told(repository: Path, revisions: str, words: str) -> None:
     recipe, store = repository / "recipe.yaml", repository / ".store"
-    done = mlcbuild("plan", recipe, f"--affected-by={revisions}", store=store)
-    assert done.returncode == 2
-    assert words in done.stderr
+    result = mlcbuild("plan", recipe, f"--affected-by={revisions}", store=store)
+    assert result.returncode == 2
+    assert words in result.stderr
 
 
 def test_affected_needs_a_repository_and_git(recipe: Path, tmp_path: Path) -> None:
     plan = ("plan", recipe, "--affected-by", "HEAD")
-    done = mlcbuild(*plan, store=tmp_path / "s")
-    assert done.returncode == 2
-    assert "not a git repository" in done.stderr
+    result = mlcbuild(*plan, store=tmp_path / "s")
+    assert result.returncode == 2
+    assert "not a git repository" in result.stderr
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ld").symlink_to(str(shutil.which("ld")))
-    done = mlcbuild(*plan, store=tmp_path / "s", variables={"PATH": str(tmp_path / "bin")})
-    assert (done.returncode, done.stderr) == (
+    result = mlcbuild(*plan, store=tmp_path / "s", variables={"PATH": str(tmp_path / "bin")})
+    assert (result.returncode, result.stderr) == (
         3,
         "--affected-by needs git: install it (Debian: apt install git)\n",
     )

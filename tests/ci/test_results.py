@@ -144,7 +144,9 @@ def test_a_run_from_a_shared_cache_begins_in_a_fresh_place(build: ModuleType, tm
     for count in (20, 30):
         assert build.attempt(tool, tmp_path, count, "shared", 60.0) >= 0
         assert (tmp_path / "state").read_text() == f"{count}\n"
-    with_cache = {own.name for own in build.tools.ours() if build.commands(own)["shared"]}
+    with_cache = {
+        build_tool.name for build_tool in build.tools.ours() if build.commands(build_tool)["shared"]
+    }
     assert with_cache == {"mlcbuild, graph"}
 
 
@@ -206,8 +208,8 @@ def test_the_limit_of_a_machine_counts_what_must_be_read_and_multiplied(
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    done = _run("--directory", tmp_path, "--write", page)
-    assert done.returncode == 1 and "are missing" in done.stderr and page.read_text() == "nothing\n"
+    result = _run("--directory", tmp_path, "--write", page)
+    assert result.returncode == 1 and "are missing" in result.stderr and page.read_text() == "nothing\n"
 
 
 def test_the_front_page_shows_the_results_that_are_kept() -> None:

@@ -27,11 +27,11 @@ def tree(tmp_path: Path) -> Path:
 
 
 def style(tree: Path, *arguments: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, tree / "ci" / "style", *arguments], capture_output=True, text=True, check=False
     )
-    assert not done.stderr
-    return done.returncode, done.stdout.splitlines()
+    assert not result.stderr
+    return result.returncode, result.stdout.splitlines()
 
 
 FINDINGS = {

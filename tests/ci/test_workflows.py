@@ -195,14 +195,14 @@ def test_templates_assume_no_package_of_an_index() -> None:
     """Whoever registers a name on an index would run code on the runners."""
     assert TRIGGERS["workflow_call"]["inputs"]["install"]["required"]
     template = yaml.safe_load((ROOT / "ci" / "gitlab-template.yml").read_text())
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-e", "-c", template["mlcbuild-plan"]["script"][0]],
         env={},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode != 0 and "set it to the command that installs mlcbuild" in done.stderr
+    assert result.returncode != 0 and "set it to the command that installs mlcbuild" in result.stderr
 
 
 def test_user_text_reaches_shells_only_through_variables() -> None:

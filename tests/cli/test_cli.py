@@ -161,8 +161,8 @@ def test_every_verb_that_states_facts_takes_json() -> None:
 
 
 def test_run_json_is_one_document_and_its_log_goes_elsewhere(built: Path, common_store: Path) -> None:
-    done = mlcbuild("run", "recipe.yaml", "--json", store=common_store, cwd=built)
-    document = json.loads(done.stdout)
+    result = mlcbuild("run", "recipe.yaml", "--json", store=common_store, cwd=built)
+    document = json.loads(result.stdout)
     assert [set(item) for item in document["variants"]] == [{"name", "bundle", "status", "note"}] * 3
     assert {item["status"] for item in document["steps"]} == {"reused"}
     plan = json.loads(checked(mlcbuild("plan", "recipe.yaml", "--json", store=common_store, cwd=built)))
@@ -203,10 +203,10 @@ def test_a_damaged_store_is_told_and_mended_by_the_next_run(place: Path, tmp_pat
     (blob,) = (path for path in files if b'"hidden_size"' in path.read_bytes())
     blob.chmod(0o644)
     blob.write_bytes(b"x" * blob.stat().st_size)
-    done = mlcbuild("cache", "verify", store=store)
-    assert done.returncode == 1
-    assert "config/tiny" in done.stdout
-    assert not done.stderr
+    result = mlcbuild("cache", "verify", store=store)
+    assert result.returncode == 1
+    assert "config/tiny" in result.stdout
+    assert not result.stderr
     assert "1 built, 0 reused" in checked(mlcbuild(*command, store=store, cwd=place))
     checked(mlcbuild("cache", "verify", store=store))
 
@@ -215,14 +215,14 @@ def test_a_failed_step_shows_its_reason_and_log_and_gives_code_1(place: Path, tm
     recipe = project(tmp_path, QUICKSTART.replace("verify:", "#"))
     weights = tmp_path / "tiny" / "model.safetensors"
     weights.write_bytes(weights.read_bytes().replace(b"model.norm.weight", b"model.norm.wrong_", 1))
-    done = mlcbuild("run", recipe, "--only", "weights/*", store=tmp_path / "store")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
-    assert "failed  " in done.stdout
-    assert "model.safetensors" in done.stdout
-    log = done.stdout.partition("  log: ")[2].splitlines()[0]
+    result = mlcbuild("run", recipe, "--only", "weights/*", store=tmp_path / "store")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "failed  " in result.stdout
+    assert "model.safetensors" in result.stdout
+    log = result.stdout.partition("  log: ")[2].splitlines()[0]
     assert Path(log).is_file()
-    assert " failed" in done.stdout.splitlines()[-1]
+    assert " failed" in result.stdout.splitlines()[-1]
     again = mlcbuild("run", recipe, "--only", "weights/*", "--json", store=tmp_path / "store")
     assert again.returncode == 1
     states = {item["name"]: item["status"] for item in json.loads(again.stdout)["steps"]}

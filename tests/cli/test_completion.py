@@ -48,11 +48,11 @@ def offered(script: tuple[str, Path], *words: str) -> list[str]:
         "zsh": ["zsh", "-fc", ZSH, str(path), *words],
         "fish": ["fish", "--no-config", "-c", FISH, str(path), *words],
     }[shell]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert not done.stderr, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert not result.stderr, result.stderr
     begun = words[-1]
     # zsh itself drops what does not begin like the word.
-    return [line.split("\t")[0] for line in done.stdout.splitlines() if line.startswith(begun) and line]
+    return [line.split("\t")[0] for line in result.stdout.splitlines() if line.startswith(begun) and line]
 
 
 def test_verbs_options_and_values(script: tuple[str, Path]) -> None:

@@ -35,8 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(name: str | Path, store: Path, *more: str, **variables: str) -> tuple[str, str]:
     """Returns the answer of a model to one question, and what was written to stderr."""
-    done = mlcbuild("chat", name, *QUESTION, *more, store=store, variables=variables)
-    return checked(done).strip(), done.stderr
+    result = mlcbuild("chat", name, *QUESTION, *more, store=store, variables=variables)
+    return checked(result).strip(), result.stderr
 
 
 def names(store: Path) -> dict[str, str]:
@@ -71,8 +71,8 @@ def test_a_gguf_file_answers(store: Path, tmp_path: Path) -> None:
     assert answer == "5", "a directory with one GGUF file means that file, and its values may be kept"
     assert list(names(store).values()) == [str(path)]
     write_gguf(TINY, tmp_path / "other.gguf")
-    done = mlcbuild("chat", tmp_path, "hi", store=store)
-    assert done.returncode == 2 and "it holds 2 GGUF files: name one, such as" in done.stderr
+    result = mlcbuild("chat", tmp_path, "hi", store=store)
+    assert result.returncode == 2 and "it holds 2 GGUF files: name one, such as" in result.stderr
     checked(mlcbuild("rm", path, store=store))
 
 
@@ -83,9 +83,9 @@ def test_a_model_of_a_hub_is_pinned_and_answers_without_it(store: Path, tmp_path
         variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
         assert ask(source, store, **variables)[0] == "5"
         hub.add("org/notes", {"README.md": b"nothing"})
-        done = mlcbuild("chat", "hf://org/notes", "hi", store=store, variables=variables)
-        assert done.returncode == 2
-        assert done.stderr == "hf://org/notes: it holds neither bundle.json nor config.json\n"
+        result = mlcbuild("chat", "hf://org/notes", "hi", store=store, variables=variables)
+        assert result.returncode == 2
+        assert result.stderr == "hf://org/notes: it holds neither bundle.json nor config.json\n"
     assert ask(source, store) == ("5", ""), "the hub is gone, and not asked"
     checked(mlcbuild("rm", source, store=store))
 
@@ -121,10 +121,10 @@ def test_a_published_bundle_is_fetched_and_kept(tiny_bundles: Path, store: Path,
         hub.add("org/bundle", contents)
         variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
         assert ask("hf://org/bundle", store, **variables)[0] == "5"
-        done = mlcbuild(
+        result = mlcbuild(
             "chat", "hf://org/bundle", "hi", "--scheme", "q8a8_1", store=store, variables=variables
         )
-        assert done.returncode == 2 and "it is a published bundle, which has its scheme" in done.stderr
+        assert result.returncode == 2 and "it is a published bundle, which has its scheme" in result.stderr
     assert ask("bundle", store) == ("5", "")
     checked(mlcbuild("rm", "bundle", store=store))
 
@@ -138,9 +138,9 @@ def test_a_directory_of_bundles_is_served_and_asks_for_one_to_chat(
         f"tiny-{scheme}-host" for scheme in ("q0f32", "q4a8_1", "q4f16_1")
     ]
     assert bundles(str(served[0]), options) == (served[0],)
-    done = mlcbuild("chat", "dist", "hi", store=tmp_path / "store", cwd=tiny_bundles)
-    assert done.returncode == 2
-    assert done.stderr.startswith("mlcbuild chat: dist holds 3 bundles: name one of dist/tiny-q0f32-host, ")
+    result = mlcbuild("chat", "dist", "hi", store=tmp_path / "store", cwd=tiny_bundles)
+    assert result.returncode == 2
+    assert result.stderr.startswith("mlcbuild chat: dist holds 3 bundles: name one of dist/tiny-q0f32-host, ")
 
 
 @pytest.mark.parametrize(

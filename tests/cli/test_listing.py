@@ -50,13 +50,13 @@ def test_doctor_finds_this_machine_fit(here: Path, capsys: Out) -> None:
 @pytest.mark.skipif(find_spec("ziglang") is not None, reason="ziglang links without a linker on the path")
 def test_a_machine_without_a_linker(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = mlcbuild("doctor", store=tmp_path / "store")
-    assert done.returncode == 3
-    assert "FAIL  linker       no linker for " in done.stdout
-    assert "presets      can build for webgpu; not for aarch64-linux, " in done.stdout
-    done = mlcbuild(
+    result = mlcbuild("doctor", store=tmp_path / "store")
+    assert result.returncode == 3
+    assert "FAIL  linker       no linker for " in result.stdout
+    assert "presets      can build for webgpu; not for aarch64-linux, " in result.stdout
+    result = mlcbuild(
         "run", "recipe.yaml", "--only", "library/*/q0f32/host", store=tmp_path / "store", cwd=place
     )
-    assert done.returncode == 3
-    assert done.stderr.startswith("no linker for ")
-    assert "Traceback" not in done.stdout + done.stderr
+    assert result.returncode == 3
+    assert result.stderr.startswith("no linker for ")
+    assert "Traceback" not in result.stdout + result.stderr

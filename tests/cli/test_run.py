@@ -108,16 +108,16 @@ def test_a_variant_beyond_its_threshold_fails_and_says_by_how_much(
     assert set(first[""].values()) == {"reused"}, "a bundle whose steps were reused was not built"
     recipe.write_text(easy.replace("max_kl: 0.1", "max_kl: 0.000001"))
     summary = tmp_path / "summary.md"
-    done = mlcbuild("run", recipe, "--keep-going", "--summary", summary, store=common_store)
-    assert done.returncode == 1
-    assert "the mean KL divergence is 0.0" in done.stdout
+    result = mlcbuild("run", recipe, "--keep-going", "--summary", summary, store=common_store)
+    assert result.returncode == 1
+    assert "the mean KL divergence is 0.0" in result.stdout
     row = next(line for line in summary.read_text().splitlines() if line.startswith(r"| tiny-q4a8\_1-host"))
     assert re.fullmatch(
         r"\|[^|]+\| failed \|[^|]+MB \|[^|]+kB \| 0\.0\d+ \| [\d.]+ \| [\d.]+% \| .*exact .*\|", row
     )
-    assert "max_kl is 1e-06" in done.stdout
+    assert "max_kl is 1e-06" in result.stdout
     refused = tmp_path / "dist" / ".tiny-q4a8_1-host.refused"
-    assert f"verification failed; the bundle of an earlier run is in {refused} now" in done.stdout
+    assert f"verification failed; the bundle of an earlier run is in {refused} now" in result.stdout
     assert not [path for path in (tmp_path / "dist").iterdir() if not path.name.startswith(".")]
     recipe.write_text(easy)
     run_json(recipe, common_store)
@@ -239,9 +239,9 @@ def test_a_missing_linker_stops_only_what_needs_it(
         r"it, and no step was started; --keep-going builds the other variants, --only chooses some\n",
         stopped.stderr,
     )
-    done = mlcbuild("run", recipe, "--keep-going", store=common_store, variables={"PATH": "/none"})
-    assert done.returncode == 3
-    assert "no linker for aarch64-unknown-linux-gnu was found: install" in done.stdout
+    result = mlcbuild("run", recipe, "--keep-going", store=common_store, variables={"PATH": "/none"})
+    assert result.returncode == 3
+    assert "no linker for aarch64-unknown-linux-gnu was found: install" in result.stdout
 
 
 def test_a_target_of_another_machine_is_built_and_not_verified(
@@ -268,9 +268,9 @@ def test_an_output_with_files_of_the_user_is_left_alone(
     mine = tmp_path / "dist" / "tiny-q0f32-host" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    done = mlcbuild("run", recipe, store=common_store)
-    assert done.returncode == 2
-    assert "holds files that were not written by mlcbuild" in done.stdout
+    result = mlcbuild("run", recipe, store=common_store)
+    assert result.returncode == 2
+    assert "holds files that were not written by mlcbuild" in result.stdout
     assert mine.read_text() == "mine"
 
 
@@ -283,9 +283,9 @@ def test_a_hub_model_is_locked_fetched_and_built(
     with Hub() as hub:
         hub.add("org/tiny", files)
         there = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        done = mlcbuild("run", recipe, store=common_store, variables=there)
-        assert done.returncode == 2
-        assert "hf://org/tiny@main must be pinned before it is used: run `mlcbuild lock" in done.stderr
+        result = mlcbuild("run", recipe, store=common_store, variables=there)
+        assert result.returncode == 2
+        assert "hf://org/tiny@main must be pinned before it is used: run `mlcbuild lock" in result.stderr
         checked(mlcbuild("lock", recipe, store=common_store, variables=there))
         assert "config.json: {size: " in (tmp_path / "recipe.lock").read_text().replace('"', "")
         checked(mlcbuild("run", recipe, store=common_store, variables=there))

@@ -91,7 +91,7 @@ def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_
     def without_reader(*command: str) -> tuple[int, str]:
         reading, writing = os.pipe()
         os.close(reading)
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "mlcbuild", *command],
             cwd=place,
             env=environment(tmp_path),
@@ -102,7 +102,7 @@ def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_
             check=False,
         )
         os.close(writing)
-        return done.returncode, done.stderr
+        return result.returncode, result.stderr
 
     assert without_reader("schema") == (0, "")
     assert without_reader("models") == (0, "")
@@ -120,7 +120,7 @@ def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_
     ],
 )
 def test_closed_streams(place: Path, tmp_path: Path, command: str, code: int, stderr: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", f"{shlex.quote(sys.executable)} -m mlcbuild {command}"],
         cwd=place,
         env=environment(tmp_path),
@@ -128,9 +128,9 @@ def test_closed_streams(place: Path, tmp_path: Path, command: str, code: int, st
         text=True,
         check=False,
     )
-    assert done.returncode == code
-    assert done.stderr.startswith(stderr)
-    assert "Traceback" not in done.stderr
+    assert result.returncode == code
+    assert result.stderr.startswith(stderr)
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -138,7 +138,7 @@ def test_closed_streams(place: Path, tmp_path: Path, command: str, code: int, st
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_below_stdout(tmp_path: Path, command: str, unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "mlcbuild", command],
             env=environment(tmp_path, PYTHONUNBUFFERED=unbuffered),
             stdout=full,
@@ -146,9 +146,9 @@ def test_a_full_disk_below_stdout(tmp_path: Path, command: str, unbuffered: str)
             text=True,
             check=False,
         )
-    assert done.returncode == 1
-    assert done.stderr.endswith(" written: No space left on device\n")
-    assert len(done.stderr.splitlines()) == 1
+    assert result.returncode == 1
+    assert result.stderr.endswith(" written: No space left on device\n")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> tuple[int, str]:

@@ -89,15 +89,15 @@ def native(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the logits of this machine's bundles."""
     out = tmp_path_factory.mktemp("native")
     bundles = [str(dist / f"tiny-{scheme}-here") for scheme in TOLERANCES]
-    done = run([sys.executable, "-c", SCORE, str(out), ",".join(map(str, TOKENS)), *bundles], {})
-    assert done.returncode == 0, done.stderr
+    result = run([sys.executable, "-c", SCORE, str(out), ",".join(map(str, TOKENS)), *bundles], {})
+    assert result.returncode == 0, result.stderr
     return out
 
 
 @pytest.mark.parametrize("target", CPUS)
 def test_logits_are_those_of_this_machine(target: str, dist: Path, native: Path, tmp_path: Path) -> None:
-    done = emulated(CPUS[target], tmp_path, *(dist / f"tiny-{scheme}-{target}" for scheme in TOLERANCES))
-    assert done.returncode == 0, done.stderr
+    result = emulated(CPUS[target], tmp_path, *(dist / f"tiny-{scheme}-{target}" for scheme in TOLERANCES))
+    assert result.returncode == 0, result.stderr
     for scheme, tolerance in TOLERANCES.items():
         loaded: NDArray[np.float32] = np.load(tmp_path / f"tiny-{scheme}-{target}.npy")
         expected: NDArray[np.float32] = np.load(native / f"tiny-{scheme}-here.npy")
@@ -112,6 +112,6 @@ def test_missing_instructions_are_named(
     target: str, cpu: str, missing: str, dist: Path, tmp_path: Path
 ) -> None:
     """Instead of ending by an illegal instruction."""
-    done = emulated(CPUS[cpu], tmp_path, dist / f"tiny-q4a8_1-{target}")
-    assert done.returncode == 1
-    assert missing in done.stderr
+    result = emulated(CPUS[cpu], tmp_path, dist / f"tiny-q4a8_1-{target}")
+    assert result.returncode == 1
+    assert missing in result.stderr

@@ -43,9 +43,9 @@ FUNCTIONS = {value.name for value in vars(abi).values() if isinstance(value, abi
 def built(*arguments: str) -> Any:
     """Returns what toy_backend.py prints."""
     command = [sys.executable, "-m", "tests.compiler.toy_backend", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_a_program_is_built_with_ops_of_another_device() -> None:

@@ -141,5 +141,5 @@ def test_names_of_kernels_and_prompts_without_tile_registers() -> None:
     """Tile registers would round the checkpoint's values to bfloat16."""
     assert product("avx512vnni", "q4_k").name == "q4_ka8.avx512vnni"
     assert table("avx2", "q6_k").name == "embedding.q6_k.avx2"
-    own = linear(isa_for(TARGETS["avx512amx"]), Storage("q4_k", "q4_k", "x16", 8), 50, COLUMNS)
-    assert own.isa.amx and not own.has_prompt_variant
+    q4_product = linear(isa_for(TARGETS["avx512amx"]), Storage("q4_k", "q4_k", "x16", 8), 50, COLUMNS)
+    assert q4_product.isa.amx and not q4_product.has_prompt_variant

@@ -211,10 +211,10 @@ def test_memory_is_what_was_estimated(tmp_path: Path, monkeypatch: pytest.Monkey
     out = build(tmp_path, config, request("q0f16", context_window=1024, prefill_chunk=512, max_batch=4))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])}
     command = [sys.executable, "-c", MEASURE, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     about = json.loads((out / "library.json").read_text())["memory"]
     estimate = about["weights"] + about["kv_cache"] + about["workspace"]
-    assert json.loads(done.stdout) == pytest.approx(estimate, rel=0.12)
+    assert json.loads(result.stdout) == pytest.approx(estimate, rel=0.12)
 
 
 def test_the_parent_never_loads_tvm(tmp_path: Path) -> None:
@@ -224,10 +224,10 @@ def test_the_parent_never_loads_tvm(tmp_path: Path) -> None:
         "print(sorted(tools(presets.resolve('host')))); assert not {'tvm', 'numpy'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "['apache-tvm', 'linker', 'llvm']", done.stderr
+    assert result.stdout.strip() == "['apache-tvm', 'linker', 'llvm']", result.stderr
 
 
 def test_tools_are_versions_not_places() -> None:
@@ -323,9 +323,9 @@ def test_a_crash_names_signal_and_phase(tmp_path: Path) -> None:
         code,
         str(prepared(tmp_path)),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "CompileError: the compiler was ended by SIG" in done.stderr
-    assert " at '" in done.stderr.splitlines()[-1]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "CompileError: the compiler was ended by SIG" in result.stderr
+    assert " at '" in result.stderr.splitlines()[-1]
 
 
 def test_errors_with_a_meaning_come_through(tmp_path: Path) -> None:

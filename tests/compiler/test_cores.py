@@ -39,10 +39,10 @@ def test_every_number_is_done_once() -> None:
             T.writes()
             counters = [counter() for _ in percents]
             with one_launch():
-                for percent, out, own in zip(percents, outs, counters, strict=True):
+                for percent, out, free_counter in zip(percents, outs, counters, strict=True):
                     shared(
                         count,
-                        own,
+                        free_counter,
                         lambda i, out=out: T.buffer_store(out, out[i] + i + 1, [i]),  # type: ignore[misc]
                         i64(percent),
                     )
@@ -76,9 +76,9 @@ def test_nobody_waits_for_a_core_that_has_other_things_to_do(monkeypatch: pytest
         with T.sblock("all"):
             T.reads()
             T.writes()
-            own = counter()
+            free_counter = counter()
             with one_launch():
-                shared(i64(64), own, emit)
+                shared(i64(64), free_counter, emit)
 
     created = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("sleeper", body)]).library[
         "sleeper"

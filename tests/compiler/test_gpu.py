@@ -44,27 +44,27 @@ def worst(logits: Floats, expected: Floats) -> float:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuExecutor]:
     """Yields a small model of groups of heads, in a scheme with float16 storage."""
     gpu_harness.needs_adapter()
-    own, scheme = golden("qwen3"), SCHEMES[request.param]
-    library = gpu_harness.compiled(tmp_path_factory.mktemp("gpu"), own.config, scheme)
-    executor = gpu_harness.loaded(library, own.config, scheme, own.weights)
+    qwen, scheme = golden("qwen3"), SCHEMES[request.param]
+    library = gpu_harness.compiled(tmp_path_factory.mktemp("gpu"), qwen.config, scheme)
+    executor = gpu_harness.loaded(library, qwen.config, scheme, qwen.weights)
     yield executor
     executor.close()
 
 
 def test_a_scheme_computes_what_its_stored_weights_stand_for(model: GpuExecutor) -> None:
-    own, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
-    weights = unpacked(own.config, scheme, pack(own.config, scheme, own.weights))
-    expected = reference.logits(own.config, weights, own.tokens, dtype=np.float64)
+    qwen, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
+    weights = unpacked(qwen.config, scheme, pack(qwen.config, scheme, qwen.weights))
+    expected = reference.logits(qwen.config, weights, qwen.tokens, dtype=np.float64)
     limit = 1e-4 if scheme.dtype == "float32" else 2e-2
-    assert worst(score(model, own.tokens), expected) < limit
-    assert worst(score(model, own.tokens, chunk=1), expected) < limit
+    assert worst(score(model, qwen.tokens), expected) < limit
+    assert worst(score(model, qwen.tokens, chunk=1), expected) < limit
 
 
 def sequences(count: int) -> list[tuple[list[int], int, range]]:
     """Returns prompts of several lengths, each with pages of its own."""
-    own, parts = golden("qwen3").tokens, []
+    qwen, parts = golden("qwen3").tokens, []
     for number in range(count):
-        tokens = own[number : number + 9 + 4 * number]
+        tokens = qwen[number : number + 9 + 4 * number]
         parts.append((tokens, len(tokens), range(4 * number, 4 * number + 4)))
     return parts
 
@@ -109,10 +109,10 @@ def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> 
 
 def test_the_same_program_gives_the_same_tokens_through_opencl(model: GpuExecutor) -> None:
     """Another compiler and another host run the launches of the adapter's program."""
-    own, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
-    other = through_opencl(model, own.config, scheme)
-    assert worst(score(other, own.tokens), score(model, own.tokens)) < 5e-3
-    assert worst(score(other, own.tokens, chunk=1), score(model, own.tokens, chunk=1)) < 5e-3
+    qwen, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
+    other = through_opencl(model, qwen.config, scheme)
+    assert worst(score(other, qwen.tokens), score(model, qwen.tokens)) < 5e-3
+    assert worst(score(other, qwen.tokens, chunk=1), score(model, qwen.tokens, chunk=1)) < 5e-3
     drawn = list[list[list[int]]]()
     for executor in (model, other):
         parts = sequences(3)
@@ -154,11 +154,11 @@ def test_forks_copy_the_beginnings_of_pages(model: GpuExecutor) -> None:
 
 
 def test_hidden_states_are_those_before_the_logits(model: GpuExecutor) -> None:
-    own = golden("qwen3")
-    states = model.hidden_states(ModelStep.of([(own.tokens, len(own.tokens), range(4))]))
+    qwen = golden("qwen3")
+    states = model.hidden_states(ModelStep.of([(qwen.tokens, len(qwen.tokens), range(4))]))
     scheme = SCHEMES[str(model.manifest.scheme["name"])]
-    weights = unpacked(own.config, scheme, pack(own.config, scheme, own.weights))
-    expected, _ = reference.hidden(reference.Reference(own.config, weights, np.float64), own.tokens)
+    weights = unpacked(qwen.config, scheme, pack(qwen.config, scheme, qwen.weights))
+    expected, _ = reference.hidden(reference.Reference(qwen.config, weights, np.float64), qwen.tokens)
     assert worst(states, expected) < 2e-2
 
 
@@ -186,8 +186,8 @@ def test_a_token_of_a_layer_takes_seven_launches_and_a_loop_uploads_nothing(mode
 
 
 def test_a_program_is_the_same_in_every_directory(model: GpuExecutor, tmp_path: Path) -> None:
-    own, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
-    again = gpu_harness.compiled(tmp_path, own.config, scheme)
+    qwen, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
+    again = gpu_harness.compiled(tmp_path, qwen.config, scheme)
     files = {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
     assert len(files) > 30
     assert all((model.path / name).read_bytes() == data for name, data in files.items())
@@ -209,12 +209,12 @@ def test_a_device_with_the_guaranteed_limits_is_enough(
     model: GpuExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """wgpu holds a device to the limits with which it is opened."""
-    required = {name: getattr(GUARANTEED, own) for name, own in gpu_adapter._LIMITS.items()}
+    required = {name: getattr(GUARANTEED, limit) for name, limit in gpu_adapter._LIMITS.items()}
     monkeypatch.setattr(
         gpu_adapter, "open_device", lambda adapter: adapter.request_device_sync(required_limits=required)
     )
     monkeypatch.setattr(gpu_adapter, "limits", lambda adapter: GUARANTEED)
-    own = golden("qwen3")
+    qwen = golden("qwen3")
     least = gpu.load(model.path, model.manifest, None, None)
     try:
         assert (
@@ -222,7 +222,7 @@ def test_a_device_with_the_guaranteed_limits_is_enough(
         )
         for chunk in (None, 1):
             assert np.array_equal(
-                score(least, own.tokens, chunk=chunk), score(model, own.tokens, chunk=chunk)
+                score(least, qwen.tokens, chunk=chunk), score(model, qwen.tokens, chunk=chunk)
             )
     finally:
         least.close()
@@ -246,8 +246,8 @@ def test_blocks_without_kernels_are_named() -> None:
 
 @pytest.mark.skipif(not EVERY, reason="MLCBUILD_TEST_EVERY is not set: this builds one more program")
 def test_a_context_that_no_device_is_sure_to_hold_is_refused(tmp_path: Path) -> None:
-    own = golden("qwen3")
-    config = replace(own.config, max_position=1 << 21)
+    qwen = golden("qwen3")
+    config = replace(qwen.config, max_position=1 << 21)
     with pytest.raises(
         CompileError, match=r"exceeds what every GPU can do: .*smaller compile.context_window"
     ):

@@ -40,7 +40,7 @@ def worst(config: ModelConfig, scheme: str, weights: Any, case: tuple[Any, Any],
         logits = [score(model, tokens), score(model, tokens, chunk=7), score(model, tokens, chunk=1)]
     finally:
         model.close()
-    return [float(np.abs(own - expected).max() / np.ptp(expected)) for own in logits]
+    return [float(np.abs(actual - expected).max() / np.ptp(expected)) for actual in logits]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_stacks_larger_than_a_binding_are_bound_in_parts() -> None:
 )
 def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, count: int) -> None:
     """Copies of drafts' pages are not counted: without drafts their grid is empty."""
-    own: Any = experts_golden.golden(name) if name in experts_golden.VARIANTS else golden(name)
-    builder = LaunchBuilder(own.config, SCHEMES[scheme], Limits(**LIMITS))
+    model: Any = experts_golden.golden(name) if name in experts_golden.VARIANTS else golden(name)
+    builder = LaunchBuilder(model.config, SCHEMES[scheme], Limits(**LIMITS))
     sizes = {**builder.calls.sizes, "n": 1}
-    for index, layer in enumerate(own.config.layers[:2]):
+    for index, layer in enumerate(model.config.layers[:2]):
         launches = layer_launches(builder, index, layer, 1)
         assert sum("fork" not in launch.kernel for launch in launches) == count
         read = dict[str, int]()
@@ -108,7 +108,7 @@ def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, 
                 if use.name.startswith("layers."):
                     assert use.name not in read or "norm" in use.name, "no weight is read twice"
                     read[use.name] = evaluate(binding.size, scalars)
-        params = [param for param in parameters(own.config) if param.name.startswith(f"layers.{index}.")]
+        params = [param for param in parameters(model.config) if param.name.startswith(f"layers.{index}.")]
         stored = {tensor.name: tensor.size for tensor in quant.stored_parameters(params, SCHEMES[scheme])}
         # With a pending sum, the norm after the layer is read by the next one.
         left_out = {name for name in set(stored) - set(read) if "post_norm" in name}

@@ -146,8 +146,8 @@ def test_products_with_the_matrices_of_experts(form: str, run: Run) -> None:
     scalars = {"n": 2, "choices": 4, "first": 0}
     actual = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers)["y"].reshape(4, 10)
     for choice, expert in enumerate(routes):
-        own = values[10 * expert : 10 * expert + 10]
-        check(actual[choice], x[choice // 2 : choice // 2 + 1], own)
+        chosen_rows = values[10 * expert : 10 * expert + 10]
+        check(actual[choice], x[choice // 2 : choice // 2 + 1], chosen_rows)
     # Tiles: (expert, first place in the order, number of choices).
     tiles = np.array([[0, 0, 1], [1, 1, 1], [4, 2, 2], [0, 0, 0]], np.int32)
     order = np.array([2, 1, 0, 3], np.int32)

@@ -51,15 +51,15 @@ def check(bundle: Path, scheme: quant.Storage, prompt: list[int], near: float) -
     """Decodes greedily to the end of the context, and returns the fraction of tokens that are also the
     reference's most likely ones.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", DECODE, str(bundle), json.dumps(prompt)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:])},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    tokens = json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    tokens = json.loads(result.stdout)
     manifest = json.loads((bundle / "bundle.json").read_bytes())
     assert len(tokens) == manifest["limits"]["context_window"]
     config = models.from_json(manifest["model"]["config"])

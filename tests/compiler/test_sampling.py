@@ -279,9 +279,11 @@ def test_threads_do_not_show() -> None:
     results = []
     for count in ("1", "2"):
         path = os.pathsep.join(str(ROOT / part) for part in ("", "runtime"))
-        own = {**os.environ, "TVM_NUM_THREADS": count, "TVM_BIND_THREADS": "0", "PYTHONPATH": path}
+        environment = {**os.environ, "TVM_NUM_THREADS": count, "TVM_BIND_THREADS": "0", "PYTHONPATH": path}
         command = [sys.executable, "-c", code]
-        results.append(subprocess.run(command, env=own, check=True, capture_output=True, text=True).stdout)
+        results.append(
+            subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        )
     assert results[0] == results[1] and results[0].count(",") == 4
 
 

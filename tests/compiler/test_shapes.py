@@ -92,14 +92,14 @@ def test_instruction_sets_give_equal_logits(target: str, tmp_path_factory: pytes
         library = compiled(tmp_path_factory, ODD, MIXED, name, context_window=8192, max_batch=7)
         return logits(Session(library / "model.so", stored()))
 
-    own = found(target)
-    error = own - expected
+    isa = found(target)
+    error = isa - expected
     # Activations of 8 bits: the mean error is 1%, single logits are off by up to 5%.
     assert np.sqrt((error**2).mean()) < 0.02 * spread
     assert np.abs(error).max() < 0.1 * spread
     if not isa_for(presets.resolve(target)).amx:  # whose products of many rows do not round activations
         # One activation that falls to the other side of a rounding moves a logit by a thousandth.
-        assert np.sqrt(((own - found(RUNNABLE[-1])) ** 2).mean()) < 0.005 * spread
+        assert np.sqrt(((isa - found(RUNNABLE[-1])) ** 2).mean()) < 0.005 * spread
 
 
 WHOLE = replace(
@@ -142,8 +142,8 @@ def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> N
     expected = reference.head(model, states[[length - 1 for length in BOUNDARIES]])
     results = []
     for length in BOUNDARIES:
-        done = session.lengths.get(0, 0)
-        for start in range(done, length - 1, 64):
+        computed_count = session.lengths.get(0, 0)
+        for start in range(computed_count, length - 1, 64):
             session.prefill((0, tokens[start : min(start + 64, length - 1)]), rows=[0])
         results.append(session.decode((0, tokens[length - 1])))
     assert np.abs(np.concatenate(results) - expected).max() < 1e-4

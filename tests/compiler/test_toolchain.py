@@ -141,12 +141,12 @@ def test_elf_reader_agrees_with_the_system(tmp_path: Path) -> None:
     out = tmp_path / "model.so"
     toolchain.link(objects(tmp_path / "in"), out, LINUX)
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["nm", "-D", "--undefined-only", out], capture_output=True, text=True, check=True
         )
     except OSError:
         pytest.skip("no nm here")
-    listed = {line.split()[-1].partition("@")[0] for line in done.stdout.splitlines() if " U " in line}
+    listed = {line.split()[-1].partition("@")[0] for line in result.stdout.splitlines() if " U " in line}
     assert elf.undefined(out.read_bytes()) == listed
     with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
         elf.undefined(b"MZ")

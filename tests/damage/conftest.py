@@ -20,8 +20,8 @@ from tests.damage.places import (
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
     actual = Place(tmp_path_factory.mktemp("sound"))
     product.make(actual.root, 1, ("q4f16_1", "q4a8_1"), ("x86-64-v2",))
-    done = actual.run()
-    assert done.returncode == 0, done.stderr
+    result = actual.run()
+    assert result.returncode == 0, result.stderr
     return actual
 
 

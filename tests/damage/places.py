@@ -34,9 +34,9 @@ class Place:
         environment = {**os.environ, "MLCBUILD_STORE": str(self.store), "PYTHONPATH": str(ROOT)}
         environment |= {"MLCBUILD_KEY": str(self.root / "no-key.pem"), "HOME": str(self.root)}
         arguments = [str(word) for word in words]
-        done = COMMANDS.run(module, arguments, self.root, environment, PATIENCE, before)
-        assert "Traceback" not in done.stderr and "a defect of" not in done.stderr, done.stderr
-        return done
+        result = COMMANDS.run(module, arguments, self.root, environment, PATIENCE, before)
+        assert "Traceback" not in result.stderr and "a defect of" not in result.stderr, result.stderr
+        return result
 
     def mlcbuild(self, *words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         return self.command("mlcbuild", *words, before=before)
@@ -85,8 +85,8 @@ def healed(place: Place, sound: Place) -> None:
 
 def settled(place: Place) -> None:
     """Asserts that the store is right and complete, and that nothing is left to warn of."""
-    done = place.mlcbuild("cache", "verify")
-    assert done.returncode == 0, done.stdout
+    result = place.mlcbuild("cache", "verify")
+    assert result.returncode == 0, result.stdout
     again = place.mlcbuild("run", "recipe.yaml")
     right = again.returncode == 0 and "0 built, 11 reused" in again.stdout and "warning" not in again.stdout
     assert right, again.stdout + again.stderr

@@ -51,8 +51,8 @@ def test_a_damaged_blob_is_built_again(how: str, place: Place, sound: Place) -> 
     shutil.rmtree(place.root / "dist")
     BLOBS[how](blob)
     assert place.mlcbuild("cache", "status").returncode == 0
-    done = place.run()
-    assert done.returncode == 0 and "1 built, 10 reused" in done.stdout, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0 and "1 built, 10 reused" in result.stdout, result.stdout + result.stderr
     healed(place, sound)
 
 
@@ -63,9 +63,9 @@ def test_verify_and_gc_remove_what_is_no_blob(how: str, place: Place, sound: Pla
     (place.store / "cas" / "junk").write_text("x")
     (place.store / "cas" / "00").mkdir(exist_ok=True)
     os.mkfifo(place.store / "cas" / "00" / "pipe")
-    done = place.mlcbuild("cache", "verify")
-    assert done.returncode == 1 and f"blob {blob.name} (" in done.stdout
-    assert "3 problems: what was damaged is removed" in done.stdout
+    result = place.mlcbuild("cache", "verify")
+    assert result.returncode == 1 and f"blob {blob.name} (" in result.stdout
+    assert "3 problems: what was damaged is removed" in result.stdout
     assert not os.path.lexists(blob)
     shutil.rmtree(place.root / "dist")
     assert place.run().returncode == 0
@@ -76,19 +76,19 @@ def test_verify_takes_rotten_bytes_out_and_a_run_mends_bundles_too(place: Place,
     blob = place.blob("weights/")
     (linked,) = (p for p in (place.root / "dist").rglob("weights*") if p.samefile(blob))
     rot(blob)
-    done = place.mlcbuild("cache", "verify")
-    assert done.returncode == 1 and f"blob {blob.name} (" in done.stdout and not blob.exists()
+    result = place.mlcbuild("cache", "verify")
+    assert result.returncode == 1 and f"blob {blob.name} (" in result.stdout and not blob.exists()
     assert place.bundles() != sound.bundles(), "the bundle is a link to the damaged file"
-    done = place.run()
-    assert done.returncode == 0 and "1 built, 10 reused" in done.stdout, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0 and "1 built, 10 reused" in result.stdout, result.stdout + result.stderr
     assert linked.samefile(blob)
     healed(place, sound)
 
 
 def test_a_forced_run_replaces_rotten_bytes(place: Place, sound: Place) -> None:
     rot(place.blob("weights/m000/q4f16_1"))
-    done = place.run("--force", "weights/*")
-    assert done.returncode == 0 and "2 built, 9 reused" in done.stdout, done.stdout + done.stderr
+    result = place.run("--force", "weights/*")
+    assert result.returncode == 0 and "2 built, 9 reused" in result.stdout, result.stdout + result.stderr
     healed(place, sound)
 
 
@@ -96,20 +96,20 @@ def test_rotten_bytes_are_not_put_into_a_bundle(place: Place, sound: Place) -> N
     blob = place.blob("weights/")
     shutil.rmtree(place.root / "dist")
     rot(blob)
-    done = place.run()
-    assert done.returncode == 0 and "1 built, 10 reused" in done.stdout, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0 and "1 built, 10 reused" in result.stdout, result.stdout + result.stderr
     warning = f"warning {blob}: weights-00001-of-00001.safetensors is damaged in the store: "
-    assert warning in done.stdout and "run again to build it anew; this is done now" in done.stdout
+    assert warning in result.stdout and "run again to build it anew; this is done now" in result.stdout
     healed(place, sound)
 
 
 def test_a_bundle_that_the_first_attempt_wrote_is_reported_as_built(place: Place, sound: Place) -> None:
     shutil.rmtree(place.root / "dist")
     rot(place.blob("weights/m000/q4f16_1"))
-    done = place.run("--force", "bundle/m000-q4a8_1*")
-    assert done.returncode == 0 and "this is done now" in done.stdout
-    bundles = [line.split()[0] for line in done.stdout.splitlines() if "  dist/" in line]
-    assert bundles == ["built", "built"], done.stdout
+    result = place.run("--force", "bundle/m000-q4a8_1*")
+    assert result.returncode == 0 and "this is done now" in result.stdout
+    bundles = [line.split()[0] for line in result.stdout.splitlines() if "  dist/" in line]
+    assert bundles == ["built", "built"], result.stdout
     healed(place, sound)
 
 
@@ -124,17 +124,17 @@ def test_a_blob_that_rots_to_another_size_heals_in_bundles_too(
     os.utime(blob, ns=(times.st_atime_ns, times.st_mtime_ns))
     if verify:
         assert place.mlcbuild("cache", "verify").returncode == 1
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
     healed(place, sound)
 
 
 def test_no_step_reads_rotten_bytes(place: Place, sound: Place) -> None:
     blob = place.blob("config/")
     rot(blob)
-    done = place.run("--force", "weights/*")
-    assert done.returncode == 0 and "3 built, 8 reused" in done.stdout, done.stdout + done.stderr
-    assert f"warning {blob}: config.json is damaged in the store" in done.stdout
+    result = place.run("--force", "weights/*")
+    assert result.returncode == 0 and "3 built, 8 reused" in result.stdout, result.stdout + result.stderr
+    assert f"warning {blob}: config.json is damaged in the store" in result.stdout
     healed(place, sound)
 
 
@@ -142,11 +142,11 @@ def test_damage_that_cannot_be_removed_fails_the_run(place: Place, sound: Place)
     blob = place.blob("config/")
     rot(blob)
     blob.parent.chmod(0o555)
-    done = place.command("tests.product", "fill", "recipe.yaml", "--force", "weights/*")
+    result = place.command("tests.product", "fill", "recipe.yaml", "--force", "weights/*")
     if os.access(blob.parent, os.W_OK):
-        assert done.returncode == 0  # nothing keeps root from it
+        assert result.returncode == 0  # nothing keeps root from it
     else:
-        assert done.returncode == 1 and "it cannot be removed: make the store writable" in done.stdout
+        assert result.returncode == 1 and "it cannot be removed: make the store writable" in result.stdout
     blob.parent.chmod(0o755)
     assert place.run().returncode == 0
     healed(place, sound)
@@ -156,8 +156,8 @@ def test_rotten_manifests_and_figures_are_seen(place: Place, sound: Place) -> No
     for step in ("verify/", "library/"):
         rot(place.blob(step))
     assert place.mlcbuild("plan", "recipe.yaml").returncode == 1
-    done = place.run()
-    assert done.returncode == 0, done.stdout
+    result = place.run()
+    assert result.returncode == 0, result.stdout
     assert place.mlcbuild("cache", "verify").returncode == 0
     healed(place, sound)
 
@@ -168,8 +168,8 @@ def test_what_a_user_wrote_through_a_bundle_is_not_lost(place: Place, sound: Pla
     mine = b"!" * blob.stat().st_size
     write(linked, mine)
     assert place.mlcbuild("cache", "verify").returncode == 1
-    done = place.run()
-    assert done.returncode == 2 and "were changed since: weights-00001" in done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 2 and "were changed since: weights-00001" in result.stdout + result.stderr
     assert linked.read_bytes() == mine
     linked.parent.rename(place.root / "mine")
     assert place.run().returncode == 0
@@ -207,8 +207,10 @@ def test_verify_says_what_it_cannot_remove(place: Place, reader: tuple[str, ...]
     RECORDS["empty"](record)
     for path in (place.store, *place.store.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    done = place.mlcbuild("cache", "verify", before=reader)
-    assert done.returncode == 1 and done.stdout.count("it cannot be removed: make the store writable") == 2
+    result = place.mlcbuild("cache", "verify", before=reader)
+    assert (
+        result.returncode == 1 and result.stdout.count("it cannot be removed: make the store writable") == 2
+    )
     shutil.rmtree(place.root / "dist")
-    done = place.mlcbuild("run", "recipe.yaml", "--only", "config/*", before=reader)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.mlcbuild("run", "recipe.yaml", "--only", "config/*", before=reader)
+    assert result.returncode == 0, result.stdout + result.stderr

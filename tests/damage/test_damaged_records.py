@@ -20,10 +20,10 @@ def test_a_damaged_record_is_a_miss_with_one_warning(how: str, place: Place, sou
     assert status.returncode == 0 and "11 records" in status.stdout, status.stderr
     assert place.mlcbuild("plan", "recipe.yaml").returncode == 0
     shutil.rmtree(place.root / "dist")
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (done.stdout + done.stderr).count("warning") == 1
-    assert f"{record}: the record is not used: " in done.stdout and "1 built, 10 reused" in done.stdout
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (result.stdout + result.stderr).count("warning") == 1
+    assert f"{record}: the record is not used: " in result.stdout and "1 built, 10 reused" in result.stdout
     healed(place, sound)
 
 
@@ -33,8 +33,8 @@ def test_a_damaged_record_is_a_miss_with_one_warning(how: str, place: Place, sou
 def test_a_damaged_record_is_removed_by_verify_and_gc(how: str, place: Place, sound: Place) -> None:
     (record, *_) = place.records("weights/")
     RECORDS[how](record)
-    done = place.mlcbuild("cache", "verify")
-    assert done.returncode == 1 and f"record {record.name} does not match its name" in done.stdout
+    result = place.mlcbuild("cache", "verify")
+    assert result.returncode == 1 and f"record {record.name} does not match its name" in result.stdout
     assert not os.path.lexists(record)
     RECORDS["a full directory"](place.records("bundle/")[0])
     assert "removed 1 records" in place.mlcbuild("cache", "gc", "--unused-days", "999").stdout
@@ -70,9 +70,9 @@ def test_swapped_records_never_give_a_wrong_bundle(
 ) -> None:
     change(place.records(one)[0], place.records(other)[0])
     shutil.rmtree(place.root / "dist")
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 built, 9 reused" in done.stdout and done.stdout.count("warning") == 2
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 built, 9 reused" in result.stdout and result.stdout.count("warning") == 2
     healed(place, sound)
 
 

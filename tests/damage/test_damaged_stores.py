@@ -35,8 +35,8 @@ def test_junk_in_tmp_and_locks_is_no_obstacle(place: Place, sound: Place) -> Non
     mine = around(place)
     place.blob("weights/").unlink()
     shutil.rmtree(place.root / "dist")
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
     assert not list((place.store / "tmp").iterdir())
     assert (mine / "inner").stat().st_mode & 0o777 == 0o700, "what a link names is not touched"
     healed(place, sound)
@@ -61,8 +61,8 @@ def test_other_files_of_a_store_are_done_without(what: str, place: Place, sound:
     make(place.store / name)
     place.blob("weights/").unlink()
     shutil.rmtree(place.root / "dist")
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
     healed(place, sound)
 
 
@@ -126,8 +126,8 @@ def test_directories_of_a_store_are_its_own(name: str, kind: str, place: Place, 
     assert state(mine) == before
     remove(place.store / name)
     OTHERS[kind](place.store / name, mine)
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
     again = place.mlcbuild("run", "recipe.yaml")  # writes a receipt and a log
     assert again.returncode == 0 and place.mlcbuild("run", "recipe.yaml").returncode == 0
     healed(place, sound)
@@ -145,9 +145,9 @@ def test_records_and_blobs_that_are_a_link_are_refused(name: str, place: Place) 
     shutil.move(place.store / name, place.root / "away")
     (place.store / name).symlink_to(mine)
     for words in (("cache", "gc", "--unused-days", "9"), ("cache", "verify"), ("run", "recipe.yaml")):
-        done = place.mlcbuild(*words)
-        assert done.returncode in (1, 3), words
-        assert f"{name} is a symbolic link: move the whole store instead" in done.stdout + done.stderr
+        result = place.mlcbuild(*words)
+        assert result.returncode in (1, 3), words
+        assert f"{name} is a symbolic link: move the whole store instead" in result.stdout + result.stderr
     assert state(mine) == before
 
 
@@ -163,8 +163,8 @@ def test_links_below_the_logs_and_at_the_index_are_not_followed(place: Place, so
         index.symlink_to(mine / f"nothing{suffix}")
     place.blob("weights/").unlink()
     shutil.rmtree(place.root / "dist")
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
     assert state(mine) == before and not (mine / "nothing").exists()
     assert place.mlcbuild("cache", "gc", "--unused-days", "1").returncode == 0
     assert state(mine) == before
@@ -189,8 +189,8 @@ def test_a_damaged_log_of_a_run_is_done_without(how: str, kind: str, place: Plac
     for path in (place.store / "runs").rglob(f"*.{kind}"):
         LOGS[how](path)
     assert place.run().returncode == 0
-    done = place.mlcbuild("report", "recipe.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.mlcbuild("report", "recipe.yaml")
+    assert result.returncode == 0, result.stdout + result.stderr
     healed(place, sound)
 
 
@@ -200,8 +200,8 @@ def test_a_shelf_that_is_a_file_is_replaced(name: str, place: Place, sound: Plac
     shutil.rmtree(shelf)
     shelf.write_text("x")
     shutil.rmtree(place.root / "dist")
-    done = place.run()
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = place.run()
+    assert result.returncode == 0, result.stdout + result.stderr
     healed(place, sound)
 
 
@@ -209,9 +209,9 @@ def test_a_shelf_that_is_a_file_is_replaced(name: str, place: Place, sound: Plac
 def test_a_damaged_mark_of_the_store_is_named(make: Callable[[Path], object], place: Place) -> None:
     (place.store / "store.json").unlink()
     make(place.store / "store.json")
-    done = place.mlcbuild("run", "recipe.yaml")
-    assert done.returncode == 1 and f"{place.store}/store.json: " in done.stderr
-    assert "MLCBUILD_STORE to another directory" in done.stderr
+    result = place.mlcbuild("run", "recipe.yaml")
+    assert result.returncode == 1 and f"{place.store}/store.json: " in result.stderr
+    assert "MLCBUILD_STORE to another directory" in result.stderr
 
 
 def test_a_store_may_be_a_link(place: Place, sound: Place) -> None:
@@ -229,8 +229,8 @@ def test_a_damaged_list_beside_a_bundle_makes_its_files_the_users(
     for marker in (place.root / "dist").glob(".*.json"):
         marker.unlink()
         make(marker)
-    done = place.run()
-    assert done.returncode == 2 and "holds files that were not written by mlcbuild" in done.stdout
+    result = place.run()
+    assert result.returncode == 2 and "holds files that were not written by mlcbuild" in result.stdout
     shutil.rmtree(place.root / "dist")
     assert place.run().returncode == 0
     healed(place, sound)
@@ -255,8 +255,8 @@ def test_a_complete_store_that_cannot_be_written_gives_bundles(
             path.chmod(0o555 if path.is_dir() else 0o444)
     if closed == (".",):
         give_away(place.store)
-    done = place.mlcbuild("run", "recipe.yaml", before=reader)
-    assert done.returncode == 0 and "0 built, 11 reused" in done.stdout, done.stdout + done.stderr
+    result = place.mlcbuild("run", "recipe.yaml", before=reader)
+    assert result.returncode == 0 and "0 built, 11 reused" in result.stdout, result.stdout + result.stderr
     assert place.bundles() == sound.bundles()
     assert place.mlcbuild("run", "recipe.yaml", before=reader).returncode == 0
     if closed == (".",):

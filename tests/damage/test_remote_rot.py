@@ -24,8 +24,8 @@ def remote(place: Place) -> Path:
     recipe.write_text(
         recipe.read_text() + f"cache: {{remotes: [{{url: '{shared.as_uri()}', mode: readwrite}}]}}\n"
     )
-    done = place.mlcbuild("cache", "push", "recipe.yaml", shared.as_uri())
-    assert done.returncode == 0, done.stderr
+    result = place.mlcbuild("cache", "push", "recipe.yaml", shared.as_uri())
+    assert result.returncode == 0, result.stderr
     return shared
 
 
@@ -74,9 +74,9 @@ def test_a_rotten_blob_costs_a_warning_and_its_step(
     name = place.blob("weights/").name
     empty(place)
     BLOBS[how](remote / "cas" / name)
-    done = place.run()
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 and " built" in done.stdout and "0 built" not in done.stdout, said
+    result = place.run()
+    said = result.stdout + result.stderr
+    assert result.returncode == 0 and " built" in result.stdout and "0 built" not in result.stdout, said
     assert how == "gone" or f"(blob {name}) is refused: " in said, said
     mended(place, sound)
 
@@ -99,9 +99,9 @@ def test_a_rotten_record_costs_a_warning_and_its_step(
     name = place.records("weights/")[0].name
     empty(place)
     RECORDS[how](remote / "ac" / name)
-    done = place.run()
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 and " built" in done.stdout and "0 built" not in done.stdout, said
+    result = place.run()
+    said = result.stdout + result.stderr
+    assert result.returncode == 0 and " built" in result.stdout and "0 built" not in result.stdout, said
     assert f"the record {name} is refused: " in said, said
     mended(place, sound)
 
@@ -111,9 +111,9 @@ def test_swapped_records_give_no_other_bundle(kind: str, place: Place, sound: Pl
     one, other = (record.name for record in place.records(kind))
     empty(place)
     swap(remote / "ac" / one, remote / "ac" / other)
-    done = place.run()
-    assert done.returncode == 0 and "2 built" in done.stdout, done.stdout + done.stderr
-    assert "its key does not follow" in done.stderr + done.stdout
+    result = place.run()
+    assert result.returncode == 0 and "2 built" in result.stdout, result.stdout + result.stderr
+    assert "its key does not follow" in result.stderr + result.stdout
     mended(place, sound)
 
 

@@ -45,9 +45,9 @@ def tried(suite: Path, groups: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_small_suite(tmp_path: Path) -> None:
-    done = tried(tmp_path, GROUPS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts, *refused = done.stdout.splitlines()
+    result = tried(tmp_path, GROUPS)
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts, *refused = result.stdout.splitlines()
     assert "4 schemas, " in counts and "2 schemas refused" in counts
     assert "2 valid instances let through" in counts
     assert "1 valid instances kept out" in counts, "the order of properties is fixed"
@@ -58,6 +58,6 @@ def test_a_small_suite(tmp_path: Path) -> None:
 def test_what_gets_through_wrongly_is_found(tmp_path: Path) -> None:
     """The suite says that the schema does not accept what it does accept."""
     wrong = {"description": "lie", "schema": {"type": "null"}, "tests": [{"data": None, "valid": False}]}
-    done = tried(tmp_path, [wrong])
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "small: lie: lets null through"
+    result = tried(tmp_path, [wrong])
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[-1] == "small: lie: lets null through"

@@ -28,7 +28,10 @@ def make() -> None:
         with tempfile.TemporaryDirectory() as area:
             folder = Path(area)
             (folder / "config.json").write_text(json.dumps(config))
-            save(folder / "model.safetensors", {own: entry(value, "F32") for own, value in tensors.items()})
+            save(
+                folder / "model.safetensors",
+                {tensor_name: entry(value, "F32") for tensor_name, value in tensors.items()},
+            )
             add_format(folder / "model.safetensors")
             how = {"attn_implementation": "eager", "experts_implementation": "eager"}
             kind = transformers.AutoModelForCausalLM

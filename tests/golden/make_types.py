@@ -61,7 +61,7 @@ def header(path: Path) -> dict[str, list[int]]:
     """Returns name -> shape of the tensors of a file."""
     data = path.read_bytes()
     entries = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return {name: own["shape"] for name, own in entries.items() if name != "__metadata__"}
+    return {name: tensor_entry["shape"] for name, tensor_entry in entries.items() if name != "__metadata__"}
 
 
 def add_format(path: Path) -> None:

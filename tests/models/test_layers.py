@@ -82,12 +82,12 @@ def test_a_model_has_the_parameters_of_its_layers() -> None:
         "norm.weight",
         "lm_head.weight",
     ]
-    own = [
+    shapes = [
         replace(param, name=f"layers.{index}.{param.name}")
         for index, layer in enumerate(MODEL.layers)
         for param in layers.layer_parameters(layer, 16)
     ]
-    assert [*params[1:-2]] == own
+    assert [*params[1:-2]] == shapes
     assert "lm_head.weight" not in {param.name for param in parameters(replace(MODEL, tie_embeddings=True))}
 
 

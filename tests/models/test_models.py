@@ -28,9 +28,9 @@ def test_sources_are_exactly_the_tensors_of_a_checkpoint(variant: str) -> None:
     shapes = {param.name: param.shape for param in parameters(config)}
     assert list(actual) == list(shapes)
     for name, parts in actual.items():
-        own = [header[part.tensor]["shape"] for part in parts]
-        assert [shape[0] for shape in own] == [part.rows for part in parts]
-        assert (sum(shape[0] for shape in own), *own[0][1:]) == shapes[name]
+        piece_shapes = [header[part.tensor]["shape"] for part in parts]
+        assert [shape[0] for shape in piece_shapes] == [part.rows for part in parts]
+        assert (sum(shape[0] for shape in piece_shapes), *piece_shapes[0][1:]) == shapes[name]
     assert sorted(part.tensor for parts in actual.values() for part in parts) == sorted(header)
 
 

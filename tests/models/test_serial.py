@@ -117,7 +117,9 @@ def test_every_field_enters_the_digest() -> None:
         replace(layer, norms=Norms(layer.norms.before, norm)),
         replace(layer, norms=Norms(RmsNorm(1e-6, 1.0))),
     ]
-    digests = {models.config_digest(replace(MINIMAL, layers=(own, own))) for own in [layer, *changed]}
+    digests = {
+        models.config_digest(replace(MINIMAL, layers=(variant, variant))) for variant in [layer, *changed]
+    }
     assert len(digests) == len(changed) + 1
 
 

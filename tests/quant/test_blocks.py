@@ -105,8 +105,8 @@ def resolve(types: dict[str, set[str]], scheme: Scheme = AS_IS) -> dict[str, str
     params = [Param(name, (64,) if "norm" in name else (64, 256)) for name in types]
     scheme = resolved(scheme, types, params)
     assert all(len(pattern) <= 2 * LONGEST_PATTERN for pattern, _ in scheme.overrides)
-    own = storage(scheme, lambda item: "plain" if item.format in ("f32", "f16") else "x16")
-    return {name: scheme_for(own, name).format for name in types}
+    with_layouts = storage(scheme, lambda item: "plain" if item.format in ("f32", "f16") else "x16")
+    return {name: scheme_for(with_layouts, name).format for name in types}
 
 
 def test_each_parameter_has_the_format_of_its_types() -> None:
@@ -117,7 +117,7 @@ def test_each_parameter_has_the_format_of_its_types() -> None:
         types[f"layers.{layer}.mlp.shared.up.weight"] = {"F16"}
         types[f"layers.{layer}.mlp.down.weight"] = {"Q6_K" if layer % 3 else "Q4_K"}
     formats = {"Q6_K": "q6_k", "Q4_K": "q4_k", "F16": "f16", "F32": "f32"}
-    assert resolve(types) == {name: formats[min(own)] for name, own in types.items()}
+    assert resolve(types) == {name: formats[min(tensor_types)] for name, tensor_types in types.items()}
 
 
 def test_overrides_of_the_recipe_come_first() -> None:

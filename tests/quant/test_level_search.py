@@ -48,11 +48,11 @@ def _values(rows: BlockRows, group: int) -> Floats:
     out = np.zeros(rows.codes.shape, np.float32)
     assert rows.steps is not None
     for g in range(rows.codes.shape[1] // group):
-        block, own = g * group // 256, slice(g * group, (g + 1) * group)
+        block, columns = g * group // 256, slice(g * group, (g + 1) * group)
         scale = rows.scale[:, block] * rows.steps[:, g].astype(np.float32)
-        out[:, own] = rows.codes[:, own].astype(np.float32) * scale[:, None]
+        out[:, columns] = rows.codes[:, columns].astype(np.float32) * scale[:, None]
         if rows.minimum is not None and rows.minimum_steps is not None:
-            out[:, own] += (rows.minimum[:, block] * rows.minimum_steps[:, g].astype(np.float32))[:, None]
+            out[:, columns] += (rows.minimum[:, block] * rows.minimum_steps[:, g].astype(np.float32))[:, None]
     return out
 
 
@@ -113,8 +113,8 @@ def test_bfloat16_and_float16_are_widened(scheme: Storage) -> None:
     weight = (normal(16, 256).view(np.uint32) & 0xFFFF0000).view(np.float32)
     halves = weight.astype(np.float16)
     bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
-    for own, wide in ((bits, weight), (halves, halves.astype(np.float32))):
-        for actual, expected in zip(pack(own, scheme), pack(wide, scheme), strict=True):
+    for raw, wide in ((bits, weight), (halves, halves.astype(np.float32))):
+        for actual, expected in zip(pack(raw, scheme), pack(wide, scheme), strict=True):
             np.testing.assert_array_equal(actual, expected)
 
 

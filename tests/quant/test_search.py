@@ -64,8 +64,8 @@ def test_weighted_error_of_few_bits(scheme: Storage) -> None:
 def log_softmax(values: NDArray[np.float32]) -> NDArray[np.float64]:
     wide = values.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
-    own: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-    return own
+    logs: NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return logs
 
 
 @pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1"])
@@ -93,5 +93,5 @@ def test_trained_weights_lose_less_than_with_scales_of_their_extremes(scheme: st
         )
         return whole.reshape(weight.shape)
 
-    own = divergence(lambda weight: unpack(pack(weight, storage), storage, weight.shape))
-    assert own < 0.9 * divergence(plain)
+    searched = divergence(lambda weight: unpack(pack(weight, storage), storage, weight.shape))
+    assert searched < 0.9 * divergence(plain)

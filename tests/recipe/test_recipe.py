@@ -354,5 +354,5 @@ def test_reading_recipes_loads_nothing_heavy(project: Path) -> None:
         "print([n for n in ('tvm', 'numpy', 'networkx', 'huggingface_hub') if n in sys.modules],"
         "      [n for n in ('jsonschema',) if n in before])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] []"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] []"

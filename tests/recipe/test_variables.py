@@ -13,16 +13,16 @@ def replaced(text: str, **settings: str) -> Substitution:
     return substitute(parse(text.encode(), "recipe.yaml"), settings)
 
 
-def problems(done: Substitution) -> list[tuple[int, str]]:
-    return [(problem.line, problem.message) for problem in done.problems]
+def problems(substitution: Substitution) -> list[tuple[int, str]]:
+    return [(problem.line, problem.message) for problem in substitution.problems]
 
 
 def test_a_text_that_is_one_reference_becomes_the_value_with_its_type() -> None:
-    done = replaced("vars: {ctx: 4096, on: true}\nsize: ${ctx}\nflag: ${on}\nname: c-${ctx}\n")
-    assert done.document.get(("size",)) == 4096
-    assert done.document.get(("flag",)) is True
-    assert done.document.get(("name",)) == "c-4096"
-    assert not done.problems
+    substitution = replaced("vars: {ctx: 4096, on: true}\nsize: ${ctx}\nflag: ${on}\nname: c-${ctx}\n")
+    assert substitution.document.get(("size",)) == 4096
+    assert substitution.document.get(("flag",)) is True
+    assert substitution.document.get(("name",)) == "c-4096"
+    assert not substitution.problems
 
 
 def test_inside_a_text_a_number_stays_as_it_is_written() -> None:
@@ -60,6 +60,6 @@ def test_a_misspelt_reference_does_not_make_its_variable_unused() -> None:
 
 def test_replaced_texts_have_a_limit_which_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "LARGEST", 100)
-    done = replaced(f"vars: {{a: {'x' * 60}}}\nx: a${{a}}\ny: b${{a}}\nz: c${{a}}\n")
-    ((_, message),) = problems(done)
+    substitution = replaced(f"vars: {{a: {'x' * 60}}}\nx: a${{a}}\ny: b${{a}}\nz: c${{a}}\n")
+    ((_, message),) = problems(substitution)
     assert "more than 100 letters" in message and "'a' stands for 60" in message

@@ -35,22 +35,22 @@ class Script:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     """Yields a server; the pauses between retries are left out, and no proxy is set."""
-    own = Script()
+    server = Script()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            own.requests.append((self.command, self.path, body))
-            own.connections.add(self.client_address)
-            time.sleep(own.delay)
-            self.send_response(own.statuses.pop(0) if own.statuses else 200)
-            for name, value in {"Content-Length": str(len(own.content)), **own.headers}.items():
+            server.requests.append((self.command, self.path, body))
+            server.connections.add(self.client_address)
+            time.sleep(server.delay)
+            self.send_response(server.statuses.pop(0) if server.statuses else 200)
+            for name, value in {"Content-Length": str(len(server.content)), **server.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             with suppress(BrokenPipeError):  # a client that has waited long enough
-                self.wfile.write(own.content)
+                self.wfile.write(server.content)
 
         do_GET = do_PUT = do_PATCH = answer  # noqa: N815
 
@@ -60,100 +60,100 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     monkeypatch.setattr(client, "PAUSES", (0.0, 0.0))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with answering(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as own.url:
-        yield own
+    with answering(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server.url:
+        yield server
 
 
 @pytest.mark.parametrize("status", sorted(client._BUSY))
 def test_busy_servers_are_asked_three_times(script: Script, status: int) -> None:
-    own = Client(script.url)
+    http_client = Client(script.url)
     script.statuses = [status, status]
-    assert own.end(own.ask("GET", "/a?b=%20c")) == b"content"
+    assert http_client.end(http_client.ask("GET", "/a?b=%20c")) == b"content"
     assert script.requests == [("GET", "/a?b=%20c", b"")] * 3
     script.statuses = [status] * 3
-    response = own.ask("GET", "/")
-    own.discard(response)
+    response = http_client.ask("GET", "/")
+    http_client.discard(response)
     assert response.status == status
-    own.close()
+    http_client.close()
 
 
 def test_a_body_is_sent_again_from_its_beginning(script: Script) -> None:
-    own = Client(script.url)
+    client = Client(script.url)
     script.statuses = [503]
-    own.end(own.ask("PUT", "/x", {"Content-Length": "4"}, io.BytesIO(b"body")))
+    client.end(client.ask("PUT", "/x", {"Content-Length": "4"}, io.BytesIO(b"body")))
     assert script.requests == [("PUT", "/x", b"body")] * 2
-    own.close()
+    client.close()
 
 
 def test_a_part_of_an_upload_is_never_repeated(script: Script) -> None:
-    own = Client(script.url)
+    client = Client(script.url)
     script.statuses = [503]
-    response = own.ask("PATCH", "/x", {"Content-Length": "4"}, io.BytesIO(b"body"))
-    own.discard(response)
+    response = client.ask("PATCH", "/x", {"Content-Length": "4"}, io.BytesIO(b"body"))
+    client.discard(response)
     assert response.status == 503 and len(script.requests) == 1
-    own.close()
+    client.close()
 
 
 def test_connections_are_used_again(script: Script) -> None:
-    own = Client(script.url)
+    client = Client(script.url)
     for _ in range(3):
-        own.end(own.ask("GET", "/"))
+        client.end(client.ask("GET", "/"))
     assert len(script.connections) == 1
-    own.discard(own.ask("GET", "/"))
-    own.end(own.ask("GET", "/"))
+    client.discard(client.ask("GET", "/"))
+    client.end(client.ask("GET", "/"))
     assert len(script.connections) == 2, "what was not read to its end cannot be used again"
-    own.close()
+    client.close()
 
 
 def test_redirects_are_not_followed(script: Script) -> None:
-    own = Client(script.url)
+    client = Client(script.url)
     script.statuses, script.headers = [302], {"Location": f"{script.url}/other"}
-    response = own.ask("GET", "/")
-    own.end(response)
+    response = client.ask("GET", "/")
+    client.end(response)
     assert response.status == 302 and len(script.requests) == 1
-    own.close()
+    client.close()
 
 
 def test_a_silent_server_is_asked_once(script: Script) -> None:
     script.delay = 1.0
-    own = Client(script.url, timeout=0.2)
+    client = Client(script.url, timeout=0.2)
     with pytest.raises(SlowError, match=r"^it does not answer$"):
-        own.ask("GET", "/")
-    own.close()
+        client.ask("GET", "/")
+    client.close()
     assert len(script.requests) == 1
 
 
 def test_bodies_begin_where_they_were_asked_for(script: Script) -> None:
-    own = Client(script.url)
+    client = Client(script.url)
     script.statuses, script.headers = [206], {"Content-Range": "bytes 3-9/10"}
-    with own.body(own.ask("GET", "/"), 3) as body:
+    with client.body(client.ask("GET", "/"), 3) as body:
         assert body.start == 3 and bytes(body.read()) == b"content" and body.read() == b""
     script.statuses = [206]
     with pytest.raises(RemoteError, match=r"^it sent another range than the requested one$"):
-        own.body(own.ask("GET", "/"), 4)
+        client.body(client.ask("GET", "/"), 4)
     script.headers = {}
-    with own.body(own.ask("GET", "/"), 5) as body:
+    with client.body(client.ask("GET", "/"), 5) as body:
         assert body.start == 0, "a whole object in place of a range"
-    own.close()
+    client.close()
 
 
 def test_a_body_that_ends_early_is_no_body(script: Script) -> None:
-    own = Client(script.url)
+    client = Client(script.url)
     script.headers = {"Content-Length": "100", "Connection": "close"}
     with (
         pytest.raises(RemoteError, match=r"^its answer ended early$"),
-        own.body(own.ask("GET", "/"), 0) as body,
+        client.body(client.ask("GET", "/"), 0) as body,
     ):
         while body.read():
             pass
-    own.close()
+    client.close()
 
 
 def test_a_closed_client_says_why() -> None:
-    own = Client("http://127.0.0.1:9")
-    own.close()
+    client = Client("http://127.0.0.1:9")
+    client.close()
     with pytest.raises(RemoteError, match=r"^the run ends$"):
-        own.ask("GET", "/")
+        client.ask("GET", "/")
 
 
 @pytest.mark.parametrize(

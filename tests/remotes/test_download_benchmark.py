@@ -25,9 +25,9 @@ def test_downloads_are_measured_beside_curl() -> None:
         "--share=0",
         "--set=mlcbuild.remotes.ranges.FIRST=65536",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split()[:2] for line in result.stdout.splitlines()] == [
         ["http", "curl"],
         ["http", "fetch"],
         ["http", "share"],
@@ -41,11 +41,11 @@ def test_only_numbers_of_modules_are_set(setting: str) -> None:
     program = "import sys; from set_constants import apply; apply(sys.argv[1:])"
     command = [sys.executable, "-c", program, setting]
     paths = os.pathsep.join(map(str, (ROOT / "ci" / "bench", ROOT, ROOT / "runtime")))
-    done = subprocess.run(
+    result = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"--set {setting}: the name of a number and a number are needed: ")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"--set {setting}: the name of a number and a number are needed: ")
 
 
 def test_a_constant_is_set_wherever_it_is_used() -> None:
@@ -57,7 +57,7 @@ print(transport.CHUNK, client.CHUNK, transport.CONNECT)
 """
     paths = os.pathsep.join(map(str, (ROOT / "ci" / "bench", ROOT, ROOT / "runtime")))
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["65536", "65536", "2.0"], done.stderr
+    assert result.stdout.split() == ["65536", "65536", "2.0"], result.stderr

@@ -120,7 +120,7 @@ def test_a_machine_with_a_wrong_clock_builds_and_is_told(
         pytest.skip("libfaketime is not installed: apt-get install libfaketime")
     url = s3_server.bucket(f"b{secrets.token_hex(8)}")
     fake = {"LD_PRELOAD": str(kills.FAKETIME), "FAKETIME": off, "FAKETIME_NO_CACHE": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.builder", str(tmp_path / "store"), "chain", "/dev/null", "pool", url],
         cwd=kills.ROOT,
         env={**os.environ, **fake},
@@ -128,10 +128,12 @@ def test_a_machine_with_a_wrong_clock_builds_and_is_told(
         text=True,
         check=False,
     )
-    assert done.returncode == 0
-    if off == "+1d" and CLOCK not in done.stderr:  # some servers take addresses that are signed in the future
-        assert "warning" not in done.stderr and "not uploaded" not in done.stderr
+    assert result.returncode == 0
+    if (
+        off == "+1d" and CLOCK not in result.stderr
+    ):  # some servers take addresses that are signed in the future
+        assert "warning" not in result.stderr and "not uploaded" not in result.stderr
         reused = User(tmp_path / "two", url).run(Graph(builder.chain("/dev/null")))
         assert set(statuses(reused).values()) == {"reused"}
     else:
-        assert CLOCK in done.stderr
+        assert CLOCK in result.stderr

@@ -19,9 +19,9 @@ def test_readers_need_no_password_and_writers_do(tmp_path: Path, monkeypatch: py
     (cache / "mlc").mkdir(parents=True)
     (tmp_path / "users").write_text("ann:{PLAIN}s3cret\n")
     snippet = (ROOT / "ci" / "nginx-cache.conf").read_text()
-    for written, own in (("/srv/cache", cache), ("/etc/nginx/cache.htpasswd", tmp_path / "users")):
+    for written, actual in (("/srv/cache", cache), ("/etc/nginx/cache.htpasswd", tmp_path / "users")):
         assert written in snippet
-        snippet = snippet.replace(written, str(own))
+        snippet = snippet.replace(written, str(actual))
     with nginx(tmp_path / "nginx", locations=snippet) as server:
         url = f"{server.url}/mlc"
         stranger = User(tmp_path / "stranger", url)

@@ -23,8 +23,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[Background]:
-    with Background(4) as own:
-        yield own
+    with Background(4) as threads:
+        yield threads
 
 
 class Server:
@@ -52,9 +52,9 @@ class Server:
         return Range(Body(begin, read, close), len(DATA), "v1")
 
 
-def everything(own: Ranges) -> bytes:
+def everything(reading: Ranges) -> bytes:
     data = b""
-    while piece := own.read():
+    while piece := reading.read():
         data += piece
     return data
 
@@ -80,8 +80,8 @@ def test_a_slow_connection_is_followed_by_several(pool: Background, monkeypatch:
 def test_an_object_within_the_first_range_needs_no_other(pool: Background) -> None:
     server = Server()
     whole = Range(server.ask(0, 20_000).body, 900, "v1")
-    own = Ranges(whole, server.ask, pool)
-    everything(own)
+    reading = Ranges(whole, server.ask, pool)
+    everything(reading)
     assert len(server.asked) == 1
 
 
@@ -108,16 +108,16 @@ def test_a_range_is_as_long_as_it_should_be(
 def test_the_end_of_the_pool_ends_the_reading(pool: Background, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "FAST", 1e18)
     server = Server()
-    own = Ranges(server.ask(0, 1000), server.ask, pool)
+    reading = Ranges(server.ask(0, 1000), server.ask, pool)
     for _ in range(4):
-        own.read()
+        reading.read()
     pool.close()
     with pytest.raises(RemoteError, match="the run ends"):
-        own.read()
+        reading.read()
 
 
 def test_closing_closes_the_first_range(pool: Background) -> None:
     server = Server()
-    own = Ranges(server.ask(0, 1000), server.ask, pool)
-    own.close()
+    reading = Ranges(server.ask(0, 1000), server.ask, pool)
+    reading.close()
     assert server.open == 0

@@ -113,9 +113,9 @@ def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_
 def test_wrong_usage_is_told(
     command: str, code: int, words: str, tiny_bundles: Path, common_store: Path
 ) -> None:
-    done = mlcbuild("cache", *command.split(), store=common_store, cwd=tiny_bundles)
-    assert done.returncode == code and words in done.stderr
-    assert "secret" not in done.stderr and "Traceback" not in done.stderr
+    result = mlcbuild("cache", *command.split(), store=common_store, cwd=tiny_bundles)
+    assert result.returncode == code and words in result.stderr
+    assert "secret" not in result.stderr and "Traceback" not in result.stderr
 
 
 def rot(store: Store, digest: str) -> None:
@@ -141,9 +141,9 @@ def test_a_store_is_mended_from_a_remote(kind: str, request: pytest.FixtureReque
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
     def verified(code: int, *urls: str) -> str:
-        done = mlcbuild("cache", "verify", *urls, store=user.store.root, variables=variables)
-        assert done.returncode == code, done.stderr
-        return done.stdout
+        result = mlcbuild("cache", "verify", *urls, store=user.store.root, variables=variables)
+        assert result.returncode == code, result.stderr
+        return result.stdout
 
     rot(user.store, digests["a"])
     user.store.blob(digests["b"]).unlink()
@@ -165,12 +165,12 @@ def test_what_no_remote_has_right_is_built_again(tmp_path: Path) -> None:
     lie = tmp_path / "shared" / "cas" / digests["c"]
     lie.chmod(0o644)
     lie.write_bytes(b"?" + lie.read_bytes()[1:])
-    done = mlcbuild("cache", "verify", url, store=user.store.root)
+    result = mlcbuild("cache", "verify", url, store=user.store.root)
     assert (
-        done.returncode == 1
-        and (f"blob {digests['c']} (c: text.txt) has content that does not match its name") in done.stdout
+        result.returncode == 1
+        and (f"blob {digests['c']} (c: text.txt) has content that does not match its name") in result.stdout
     )
-    assert "is refused: its content does not match its digest" in done.stderr
+    assert "is refused: its content does not match its digest" in result.stderr
     alone = User(user.store.root)
     assert statuses(alone.run()) == {"a": "reused", "b": "reused", "c": "built"}, "the damage is gone"
     assert verify(user.store).ok

@@ -202,9 +202,9 @@ def test_a_page_stays_of_a_size_that_opens() -> None:
 def test_the_report_of_real_runs(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
     recipe = project(tmp_path, QUICKSTART.replace("q0f32, ", ""))
     shutil.copy(tiny_bundles / "prompts.txt", tmp_path)
-    done = mlcbuild("report", recipe, store=common_store, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"{recipe}: the store at {common_store} has no run of it to report; run ")
+    result = mlcbuild("report", recipe, store=common_store, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"{recipe}: the store at {common_store} has no run of it to report; run ")
     checked(mlcbuild("run", recipe, store=common_store))
     recipe.write_text(recipe.read_text().replace("q4f16_1", "q0f32"))
     checked(mlcbuild("run", recipe, "--force", "config/*", store=common_store))
@@ -214,9 +214,9 @@ def test_the_report_of_real_runs(tmp_path: Path, tiny_bundles: Path, common_stor
     text = " ".join(read((tmp_path / "page.html").read_text()).text)
     assert "verify/tiny-q4f16_1-host" in text, "gone since the run before"
     assert "Since the run of" in text
-    done = mlcbuild("report", recipe, "-o", tmp_path / "no" / "p.html", store=common_store)
-    assert done.returncode == 2
-    assert "no/p.html: cannot be written: No such file or directory" in done.stderr
+    result = mlcbuild("report", recipe, "-o", tmp_path / "no" / "p.html", store=common_store)
+    assert result.returncode == 2
+    assert "no/p.html: cannot be written: No such file or directory" in result.stderr
 
 
 @pytest.mark.parametrize("steps", [0, 1])

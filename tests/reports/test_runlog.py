@@ -136,7 +136,7 @@ def test_a_run_in_github_actions(recipe: Path, common_store: Path, tmp_path: Pat
     page = tmp_path / "page.md"
     page.write_text("before\n")
     report, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
-    done = mlcbuild(
+    result = mlcbuild(
         *("run", recipe, "--keep-going", "--json", "--junit", report, "--summary", summary),
         store=common_store,
         variables={
@@ -145,9 +145,9 @@ def test_a_run_in_github_actions(recipe: Path, common_store: Path, tmp_path: Pat
             "GITHUB_WORKSPACE": str(recipe.parent),
         },
     )
-    assert done.returncode == 1
-    json.loads(done.stdout)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("::error ")]
+    assert result.returncode == 1
+    json.loads(result.stdout)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("::error ")]
     assert line.startswith("::error file=recipe.yaml,line=3,col=16::variant 'tiny-q4f16_1-host' failed: ")
     assert "the mean KL divergence is" in line
     assert page.read_text() == "before\n" + summary.read_text() + "\n"
@@ -171,9 +171,9 @@ def test_problems_of_a_recipe_are_annotated(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("version: 1\nmodels: {a: ./nowhere}\nquantizations: [q4f61]\ntargets: [host]\n")
     here = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path)}
-    done = mlcbuild("validate", path, store=tmp_path / "s", variables=here)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("::error ")]
+    result = mlcbuild("validate", path, store=tmp_path / "s", variables=here)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if line.startswith("::error ")]
     assert [line.partition("::")[2].partition("::")[0] for line in lines] == [
         "error file=recipe.yaml,line=2,col=13",
         "error file=recipe.yaml,line=3,col=17",
@@ -183,9 +183,9 @@ def test_problems_of_a_recipe_are_annotated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--junit", "--summary"])
 def test_outputs_that_cannot_be_written_are_told_first(recipe: Path, tmp_path: Path, option: str) -> None:
-    done = mlcbuild("run", recipe, option, tmp_path / "no" / "x", store=tmp_path / "s")
-    assert done.returncode == 2
-    assert done.stderr == f"{tmp_path / 'no' / 'x'}: cannot be written: No such file or directory\n"
+    result = mlcbuild("run", recipe, option, tmp_path / "no" / "x", store=tmp_path / "s")
+    assert result.returncode == 2
+    assert result.stderr == f"{tmp_path / 'no' / 'x'}: cannot be written: No such file or directory\n"
     assert not (tmp_path / "s").exists()
 
 

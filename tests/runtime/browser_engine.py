@@ -22,7 +22,7 @@ def calls(*listed: tuple[str, Any]) -> list[dict[str, Any]]:
     if NODE is None:
         pytest.skip("Node.js is not installed")
     script = Path(__file__).with_name("browser_calls.mjs")
-    done = subprocess.run(
+    result = subprocess.run(
         [NODE, str(script)],
         input=json.dumps({"calls": listed}),
         capture_output=True,
@@ -30,8 +30,8 @@ def calls(*listed: tuple[str, Any]) -> list[dict[str, Any]]:
         check=False,
         timeout=shared.WAIT,
     )
-    assert done.returncode == 0, done.stderr
-    results: list[dict[str, Any]] = json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    results: list[dict[str, Any]] = json.loads(result.stdout)
     return results
 
 

@@ -22,8 +22,8 @@ def work() -> None:
             case {"hang": True}:
                 time.sleep(3600)
             case {"fork": True}:
-                own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-                answer(json.dumps([os.getpid(), own.pid]))
+                process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+                answer(json.dumps([os.getpid(), process.pid]))
             case {"large": int(count)}:
                 answer(json.dumps("x" * count))
             case document:

@@ -59,14 +59,18 @@ def total(name: str, inputs: InputPlaces) -> KernelBuilder:
         block, pages = inputs.declare(k), CACHE.declare(k)
         x = k.buffer("x", (k.size("n"), 1))
         with k.launch(WORKGROUP, "n") as (row, _, tx):
-            own = local(1)
-            put(own, number(0), 0)
+            total_of_thread = local(1)
+            put(total_of_thread, number(0), 0)
             first = bind(block[inputs.first_page + row])
             with T.serial(bind(block[inputs.positions + row] + 1)) as place:
                 page = bind(block[inputs.page_table + first + place // PAGE])
-                put(own, own[0] + pages[page, place % PAGE] * floating(place % 7 + 1), 0)
+                put(
+                    total_of_thread,
+                    total_of_thread[0] + pages[page, place % PAGE] * floating(place % 7 + 1),
+                    0,
+                )
             with when(tx == 0):
-                put(x, own[0], row, 0)
+                put(x, total_of_thread[0], row, 0)
     return k
 
 
@@ -87,9 +91,9 @@ def head(name: str) -> KernelBuilder:
         x, y = k.buffer("selected", (q, 1)), k.buffer("logits", (q, toy.VOCAB))
         with k.launch(WORKGROUP, -(-toy.VOCAB // WORKGROUP), "q") as (bx, row, tx):
             column = bind(bx * WORKGROUP + tx)
-            own = bind(T.Cast("int32", x[row, 0]) % toy.VOCAB)
+            selected_token = bind(T.Cast("int32", x[row, 0]) % toy.VOCAB)
             with when(column < toy.VOCAB):
-                distance = (column - own + toy.VOCAB) % toy.VOCAB
+                distance = (column - selected_token + toy.VOCAB) % toy.VOCAB
                 put(y, floating(distance) * number(-0.5), row, column)
     return k
 
@@ -105,14 +109,14 @@ def program(build: LaunchBuilder) -> Program:
         emitter.buffer(name, ("mul", "q", 4 * count))
     emitter.buffer("history", 4 * STEPS * calls.mask_rows)
     emitter.buffer("masks", ("mul", "m", 4 * (1 + -(-toy.VOCAB // 32))))
-    own, cache = {"inputs": "inputs"}, {"inputs": "inputs", "pages": "pages.0"}
+    inputs_alone, cache = {"inputs": "inputs"}, {"inputs": "inputs", "pages": "pages.0"}
     sizes: dict[str, Any] = {"n": "n", "pages_count": "pages"}
     trunk: list[Launch] = [
         build.launch(append, (calls.places,), sizes, {**cache, "table": "table"}),
         build.launch(page_layout.fork, (CACHE, calls.places), {**sizes, "count": "f"}, cache),
         build.launch(total, (calls.places,), sizes, {**cache, "x": "x"}),
     ]
-    chosen = {**own, "x": "x", "selected": "selected"}
+    chosen = {**inputs_alone, "x": "x", "selected": "selected"}
     rows = build.launch(select, (calls.places,), {"n": calls.sizes["n"], "q": "q"}, chosen)
     last = build.launch(head, (), {"q": "q"}, {"selected": "selected", "logits": "logits"})
     most = {"q": calls.logit_rows}
@@ -138,9 +142,9 @@ def program(build: LaunchBuilder) -> Program:
 def main(out: Path) -> None:
     config: Any = SimpleNamespace(vocab_size=toy.VOCAB)
     build = LaunchBuilder(config, cast("Any", None), Limits(**toy.LIMITS))
-    own = program(build)
+    toy_program = program(build)
     (out / "kernels").mkdir(parents=True)
-    (out / PROGRAM).write_bytes(program_json.to_bytes(own))
+    (out / PROGRAM).write_bytes(program_json.to_bytes(toy_program))
     for name, text in build.emitter.texts.items():
         (out / name).write_text(text)
     toy.write(out, "webgpu")

@@ -52,18 +52,20 @@ class NumpyExecutor:
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        done, params = list[list[int]](), list(sampling_params)
+        tokens_by_step, params = list[list[int]](), list(sampling_params)
         for random_numbers in [*following.random_numbers, None]:
-            done.append(self.step(step, params).tokens)
+            tokens_by_step.append(self.step(step, params).tokens)
             ended = [
                 token < 0 or (stops and token in following.eos_tokens)
-                for token, stops in zip(done[-1], following.stops_at_eos, strict=True)
+                for token, stops in zip(tokens_by_step[-1], following.stops_at_eos, strict=True)
             ]
             if random_numbers is None or any(ended) or self.interrupted:
                 break
-            step = next_step(step, done[-1])
-            params = [(*own[:-1], number) for own, number in zip(params, random_numbers, strict=True)]
-        return done
+            step = next_step(step, tokens_by_step[-1])
+            params = [
+                (*row_params[:-1], number) for row_params, number in zip(params, random_numbers, strict=True)
+            ]
+        return tokens_by_step
 
     def guided_steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
@@ -78,7 +80,10 @@ class NumpyExecutor:
         for row, mask in masks:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[1]]
             logits[row, bits == 0] = -np.inf
-        return [draw(row, abi.SamplingParams(*own)) for row, own in zip(logits, sampling_params, strict=True)]
+        return [
+            draw(row, abi.SamplingParams(*row_params))
+            for row, row_params in zip(logits, sampling_params, strict=True)
+        ]
 
     def interrupt(self) -> None:
         self.interrupted = True

@@ -24,7 +24,7 @@ def refusal(path: Path) -> str:
 
 def started(path: Path) -> str:
     """Returns the error message of a server process that cannot start."""
-    done = shared.run("-m", "mlcbuild_runtime", str(path), "--port", "0")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", done.stderr), done.stderr
-    return done.stderr
+    result = shared.run("-m", "mlcbuild_runtime", str(path), "--port", "0")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", result.stderr), result.stderr
+    return result.stderr

@@ -87,10 +87,10 @@ def sequence(
     """Returns a sequence, and the list to which its client appends events."""
     events: list[Event] = []
     ticket = Ticket(lambda: None, window)
-    own = Sequence(
+    seq = Sequence(
         request, events.append, ticket, cast(Tokenizer, Letters()), sample, cast("Matcher | None", matcher)
     )
-    return own, events
+    return seq, events
 
 
 def logits_of(*likely: int) -> Floats:
@@ -100,12 +100,12 @@ def logits_of(*likely: int) -> Floats:
     return rows
 
 
-def rows(own: Sequence, logits: Floats, count: int = 1) -> SequenceRows:
+def rows(seq: Sequence, logits: Floats, count: int = 1) -> SequenceRows:
     """Returns the rows of logits of a step of `own`, a sequence whose last `count` tokens are new, drafts not
     counted."""
-    own.length = len(own.tokens) - count
-    params = own.sampling_params(count + len(own.draft.tokens))
-    masks = [] if own.mask is None else [(len(params) - 1 - own.draft.size, own.mask)]
+    seq.length = len(seq.tokens) - count
+    params = seq.sampling_params(count + len(seq.draft.tokens))
+    masks = [] if seq.mask is None else [(len(params) - 1 - seq.draft.size, seq.mask)]
     result = StepOutput(sample(logits, params, masks), lambda: logits)
-    own.length += count
+    seq.length += count
     return SequenceRows(result, 0, len(params))

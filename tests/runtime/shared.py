@@ -53,8 +53,8 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the environment of a child process that uses the runtime of this checkout, with one thread,
     since other tests run beside."""
     by_name = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
-    own = {"PYTHONPATH": str(ROOT / "runtime"), "PYTHONUNBUFFERED": "1", "TVM_NUM_THREADS": "1"}
-    return {**by_name, **own, **(extra or {})}
+    variables = {"PYTHONPATH": str(ROOT / "runtime"), "PYTHONUNBUFFERED": "1", "TVM_NUM_THREADS": "1"}
+    return {**by_name, **variables, **(extra or {})}
 
 
 def run(

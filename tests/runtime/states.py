@@ -28,9 +28,12 @@ def main(bundle: Path, out: Path, texts: list[str]) -> None:
     stored = dict(zip((name for name, *_ in params), loaded.arrays, strict=True))
     weights = {}
     for param in parameters(config):
-        own, names = quant.scheme_for(scheme, param.name), [t.name for t in quant.stored(param, scheme)]
+        parameter_scheme, names = (
+            quant.scheme_for(scheme, param.name),
+            [t.name for t in quant.stored(param, scheme)],
+        )
         if len(names) == 2:
-            weights[param.name] = unpack((stored[names[0]], stored[names[1]]), own, param.shape)
+            weights[param.name] = unpack((stored[names[0]], stored[names[1]]), parameter_scheme, param.shape)
         else:
             weights[param.name] = stored[names[0]].astype(np.float32)
     model = reference.Reference(config, weights, np.float64, manifest.limits.context_window)

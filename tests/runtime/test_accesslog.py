@@ -45,8 +45,8 @@ def test_a_request_without_a_model_has_a_short_line() -> None:
 @pytest.mark.parametrize("id", ["", "a b", "x" * 129, "\x7f"])
 def test_an_id_that_is_no_word_is_replaced(id: str) -> None:
     text, (start,) = logged(found, (("x-request-id", id),))
-    own = json.loads(text)["id"]
-    assert len(own) == 32 and (b"x-request-id", own.encode()) in start["headers"]
+    new_id = json.loads(text)["id"]
+    assert len(new_id) == 32 and (b"x-request-id", new_id.encode()) in start["headers"]
 
 
 def test_a_client_that_left_has_no_status() -> None:
@@ -65,10 +65,10 @@ def test_the_answers_of_a_model() -> None:
     passed: list[Event] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        own = record(scope)
+        access_record = record(scope)
         requests = [Request((1, 2, 3), sampling=Sampling(choice=choice)) for choice in range(3)]
-        own.model("tiny", requests, True)
-        first, second, _ = (own.watched(passed.append) for _ in requests)
+        access_record.model("tiny", requests, True)
+        first, second, _ = (access_record.watched(passed.append) for _ in requests)
         first(Event("a", 1, cached=2))
         first(Event("b", 2, "stop", cached=2))
         second(Event(tokens=4, error=EngineError("broken"), cached=1))
@@ -83,10 +83,10 @@ def test_the_answers_of_a_model() -> None:
 
 
 def test_without_a_token_there_is_no_time_to_the_first() -> None:
-    own = AccessRecord()
-    own.model("tiny", [Request((1,))], False)
-    own.watched(lambda event: None)(Event(error=EngineError("broken")))
-    assert "ttft" not in own.fields() and own.fields()["answer_tokens"] == 0
+    access_record = AccessRecord()
+    access_record.model("tiny", [Request((1,))], False)
+    access_record.watched(lambda event: None)(Event(error=EngineError("broken")))
+    assert "ttft" not in access_record.fields() and access_record.fields()["answer_tokens"] == 0
 
 
 def test_lines_for_people() -> None:

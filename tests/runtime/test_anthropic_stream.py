@@ -33,8 +33,8 @@ def output(*pieces: list[CallPiece]) -> MessageOutput:
     return MessageOutput("tiny", Prompt(0, 5, reader=reader))
 
 
-def kinds(own: MessageOutput, *events: Event) -> list[Any]:
-    return [document for event in events for document in own.events(event)]
+def kinds(message: MessageOutput, *events: Event) -> list[Any]:
+    return [document for event in events for document in message.events(event)]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_errors_have_anthropic_s_kinds(error: ServingError, kind: str) -> None:
 
 
 def test_a_text_is_one_block() -> None:
-    own = output()
-    begin: Any = own.begin()
+    message = output()
+    begin: Any = message.begin()
     assert begin["message"]["content"] == [] and begin["message"]["usage"]["input_tokens"] == 5
-    shown = kinds(own, Event("a", 1), Event("", 1), Event("b", 2, "length", cached=3))
+    shown = kinds(message, Event("a", 1), Event("", 1), Event("b", 2, "length", cached=3))
     assert [each["type"] for each in shown] == [
         "content_block_start",
         "content_block_delta",
@@ -70,14 +70,14 @@ def test_a_text_is_one_block() -> None:
         "stop_reason": "max_tokens",
         "stop_sequence": None,
     }
-    assert own.document["content"] == [{"type": "text", "text": "ab"}]
-    assert own.document["stop_reason"] == "max_tokens"
+    assert message.document["content"] == [{"type": "text", "text": "ab"}]
+    assert message.document["stop_reason"] == "max_tokens"
 
 
 def test_thinking_text_and_a_call_are_three_blocks() -> None:
     pieces = [CallPiece("reasoning", "hm"), CallPiece("text", "a"), CallPiece("call", "f")]
-    own = output(pieces, [CallPiece("arguments", '{"x"'), CallPiece("arguments", ": 1}")])
-    shown = kinds(own, Event("...", 1), Event("...", 2, "stop"))
+    message = output(pieces, [CallPiece("arguments", '{"x"'), CallPiece("arguments", ": 1}")])
+    shown = kinds(message, Event("...", 1), Event("...", 2, "stop"))
     starts = [each for each in shown if each["type"] == "content_block_start"]
     assert [(each["index"], each["content_block"]["type"]) for each in starts] == [
         (0, "thinking"),
@@ -86,7 +86,7 @@ def test_thinking_text_and_a_call_are_three_blocks() -> None:
     ]
     stops = [each["index"] for each in shown if each["type"] == "content_block_stop"]
     assert stops == [0, 1, 2]
-    content: Any = own.document["content"]
+    content: Any = message.document["content"]
     assert content[0] == {"type": "thinking", "thinking": "hm", "signature": ""}
     assert content[2] == {"type": "tool_use", "id": "id1", "name": "f", "input": {"x": 1}}
-    assert own.document["stop_reason"] == "tool_use"
+    assert message.document["stop_reason"] == "tool_use"

@@ -25,17 +25,17 @@ def request(*parts: bytes, headers: dict[str, str] | None = None) -> Request:
     return Request({"type": "http", "headers": raw}, receive)
 
 
-def parsed(reader: BodyReader, own: Request) -> Any:
+def parsed(reader: BodyReader, request: Request) -> Any:
     async def run() -> Any:
-        async with reader.body(own) as body:
+        async with reader.body(request) as body:
             return body
 
     return asyncio.run(run())
 
 
-def refusal(reader: BodyReader, own: Request) -> tuple[int, str | None]:
+def refusal(reader: BodyReader, request: Request) -> tuple[int, str | None]:
     with pytest.raises(RequestError) as caught:
-        parsed(reader, own)
+        parsed(reader, request)
     return caught.value.status, caught.value.code
 
 

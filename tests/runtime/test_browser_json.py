@@ -103,13 +103,16 @@ def test_the_tokens_that_may_come_next_are_those_of_the_runtime(message: bool) -
     space = message and TOKENIZER.vocabulary.leading_space
     values = [{"type": "json_object"}, *map(form, SCHEMAS)]
     walks = [[walk(grammars, value, rng, message) for _ in range(8)] for value in values]
-    asked = [[value, [tokens for tokens, _ in own]] for value, own in zip(values, walks, strict=True)]
+    asked = [
+        [value, [tokens for tokens, _ in value_walks]]
+        for value, value_walks in zip(values, walks, strict=True)
+    ]
     files = tokenizer_files(TINY)
     actual = call("masks", {"formats": asked, "vocab": SIZE, "ends": ENDS, "space": space, **files})
     count = 0
-    for value, own, places in zip(values, walks, actual, strict=True):
+    for value, value_walks, places in zip(values, walks, actual, strict=True):
         assert not isinstance(places, str), places
-        for (tokens, expected), masks in zip(own, places, strict=True):
+        for (tokens, expected), masks in zip(value_walks, places, strict=True):
             for index, ((allowed, free), mask) in enumerate(zip(expected, masks, strict=False)):
                 prefix = TOKENIZER.decode(tokens[:index])
                 where = (

@@ -185,18 +185,20 @@ def test_streams_choices_and_limits(page: Browser) -> None:
         const short = await create(sum, {{ max_tokens: 1 }});
         const stopped = await create(sum, {{ stop: "1" }});
         return {{ whole, chunks, seeded, short, stopped }};"""
-    done = evaluate(page, body)
-    choice = done["whole"]["choices"][0]
+    results = evaluate(page, body)
+    choice = results["whole"]["choices"][0]
     assert choice["message"]["content"] == "31"
     first = choice["logprobs"]["content"][0]
     assert first["token"] == "3" and -0.1 < first["logprob"] <= 0 and len(first["top_logprobs"]) == 2
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in done["chunks"][:-1]) == "31"
-    usage = done["chunks"][-1]["usage"]
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in results["chunks"][:-1]) == "31"
+    )
+    usage = results["chunks"][-1]["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
-    assert {own["choices"][0]["message"]["content"] for own in done["seeded"]} == {"31"}
-    assert done["short"]["choices"][0]["finish_reason"] == "length"
-    assert done["stopped"]["choices"][0]["message"]["content"] == "3"
+    assert {answer["choices"][0]["message"]["content"] for answer in results["seeded"]} == {"31"}
+    assert results["short"]["choices"][0]["finish_reason"] == "length"
+    assert results["stopped"]["choices"][0]["message"]["content"] == "3"
 
 
 ANSWER = {
@@ -223,18 +225,18 @@ def test_answers_are_json_of_a_schema(page: Browser) -> None:
         const plain = await own(1, {{ type: "text" }});
         const refused = await message(create(sum, {{ response_format: {{ type: "regex", regex: "a" }} }}));
         return {{ answers, objects, plain, refused }};"""
-    done = evaluate(page, body)
-    whole = [own for own in done["answers"] if own["finish_reason"] == "stop"]
-    assert len(whole) >= 2, done["answers"]
-    for own in whole:
-        jsonschema.validate(json.loads(own["message"]["content"]), ANSWER, jsonschema.Draft202012Validator)
-    for own in done["objects"]:
-        text = own["message"]["content"]
+    results = evaluate(page, body)
+    whole = [answer for answer in results["answers"] if answer["finish_reason"] == "stop"]
+    assert len(whole) >= 2, results["answers"]
+    for answer in whole:
+        jsonschema.validate(json.loads(answer["message"]["content"]), ANSWER, jsonschema.Draft202012Validator)
+    for answer in results["objects"]:
+        text = answer["message"]["content"]
         assert text.startswith("{"), text
-        if own["finish_reason"] == "stop":
+        if answer["finish_reason"] == "stop":
             assert isinstance(json.loads(text), dict)
-    assert done["plain"]["message"]["content"] == "31"
-    assert done["refused"].startswith('response_format: must be {"type": "text"}')
+    assert results["plain"]["message"]["content"] == "31"
+    assert results["refused"].startswith('response_format: must be {"type": "text"}')
 
 
 def test_what_cannot_be_done_is_said_in_one_sentence(page: Browser) -> None:

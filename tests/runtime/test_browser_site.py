@@ -153,15 +153,15 @@ def test_what_cannot_be_a_site_is_refused(
     assert "which has no key: leave --api-key out" in capfd.readouterr().err
     assert serve.serve(bundle, ServerOptions(browser=True, site=str(tmp_path / "site"))) == 0
     assert "files are in" in capfd.readouterr().out
-    done = shared.run("-m", "mlcbuild_runtime", "x", "--write", "y")
-    assert done.returncode == 2 and "--browser, which is missing: add --browser" in done.stderr
+    result = shared.run("-m", "mlcbuild_runtime", "x", "--write", "y")
+    assert result.returncode == 2 and "--browser, which is missing: add --browser" in result.stderr
 
 
 def test_the_engine_is_small() -> None:
-    own = [path for path in ENGINE.rglob("*.js") if path.name != "page.js"]
-    sizes = {path.name: len(gzip.compress(path.read_bytes(), 9, mtime=0)) for path in own}
+    modules = [path for path in ENGINE.rglob("*.js") if path.name != "page.js"]
+    sizes = {path.name: len(gzip.compress(path.read_bytes(), 9, mtime=0)) for path in modules}
     assert sum(size for name, size in sizes.items() if name not in ON_DEMAND) <= LIMIT, sizes
-    whole = b"".join(path.read_bytes() for path in sorted(own))
+    whole = b"".join(path.read_bytes() for path in sorted(modules))
     assert len(gzip.compress(whole, 9, mtime=0)) <= LIMIT, "all files as one module"
 
 
@@ -177,8 +177,8 @@ def test_npm_packs_the_engine() -> None:
     if npm is None:
         pytest.skip("npm is not installed")
     command = [npm, "pack", "--dry-run", "--json", "--offline"]
-    done = subprocess.run(command, cwd=ENGINE, capture_output=True, text=True, check=True)
-    (document,) = json.loads(done.stdout)
+    result = subprocess.run(command, cwd=ENGINE, capture_output=True, text=True, check=True)
+    (document,) = json.loads(result.stdout)
     names = {entry["path"] for entry in document["files"]}
     modules = {path.relative_to(ENGINE).as_posix() for path in ENGINE.rglob("*.js")} - {"page.js"}
     assert names == modules | {"package.json", "index.d.ts", "vendor/jinja.LICENSE"}

@@ -30,16 +30,16 @@ def talk(bundle: Path, *lines: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_conversation_by_pipe(tiny_bundle: Path) -> None:
-    done = talk(
+    result = talk(
         tiny_bundle, "/set temperature=0", "What is 2 + 3?", "/reset", "", "What is 2 + 3?", "/exit", "never"
     )
-    assert done.returncode == 0, done
-    lines = done.stdout.splitlines()
+    assert result.returncode == 0, result
+    lines = result.stdout.splitlines()
     assert lines[0] == "temperature = 0"
     assert lines[2] == "the conversation is forgotten"
     assert lines[1] == lines[3] != ""
     assert len(lines) == 4
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
 def test_a_model_without_chat_template_continues_text(toy_copy: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_model_without_chat_template_continues_text(toy_copy: Path) -> None:
 
 
 def test_commands(toy_bundle: Path) -> None:
-    done = talk(
+    result = talk(
         toy_bundle,
         *("/stats", "/set max_tokens=3", "hi", "/stats", "/help", "/nonsense", "/set", "/set temperature 9"),
         *(
@@ -75,8 +75,8 @@ def test_commands(toy_bundle: Path) -> None:
             "/set system=",
         ),
     )
-    assert done.returncode == 0, done
-    text = done.stdout
+    assert result.returncode == 0, result
+    text = result.stdout
     assert text.startswith("no answer yet\nmax_tokens = 3\n")
     assert re.search(r"prompt 6 tokens, first token after [\d.]+ s; answer 3 tokens; 3 tokens answered", text)
     assert "/reset             forget the conversation" in text
@@ -90,13 +90,13 @@ def test_commands(toy_bundle: Path) -> None:
 
 def test_settings_count(toy_bundle: Path) -> None:
     ask = ("hi", "/reset")
-    done = talk(
+    result = talk(
         toy_bundle,
         *("/set max_tokens=9", *ask),
         *("/set system=Be kind", *ask, "/set system=", *ask),
         *("/set temperature=2", "/set seed=1", *ask, *ask, "/set seed=2", *ask),
     )
-    said = done.stdout.split("the conversation is forgotten\n")
+    said = result.stdout.split("the conversation is forgotten\n")
     plain, kind, again, first, second, third = (
         text.removesuffix("\n").rpartition("\n")[2] for text in said[:6]
     )
@@ -106,16 +106,18 @@ def test_settings_count(toy_bundle: Path) -> None:
 
 
 def test_a_message_that_cannot_be_answered(toy_bundle: Path) -> None:
-    done = talk(toy_bundle, "x" * 300, "/set max_tokens=1", "hi")
-    assert done.returncode == 1
-    assert re.fullmatch(r"the prompt has 304 tokens, but the context has 256, .*\n", done.stderr)
-    assert len(done.stdout.splitlines()) == 2
+    result = talk(toy_bundle, "x" * 300, "/set max_tokens=1", "hi")
+    assert result.returncode == 1
+    assert re.fullmatch(r"the prompt has 304 tokens, but the context has 256, .*\n", result.stderr)
+    assert len(result.stdout.splitlines()) == 2
 
 
 def test_a_bundle_that_cannot_be_loaded(tmp_path: Path) -> None:
-    done = talk(tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == f"mlcbuild chat: {tmp_path}: there is no bundle.json in it, so it is not a bundle\n"
+    result = talk(tmp_path)
+    assert result.returncode == 1
+    assert (
+        result.stderr == f"mlcbuild chat: {tmp_path}: there is no bundle.json in it, so it is not a bundle\n"
+    )
 
 
 def test_a_reader_that_leaves_is_no_fault(toy_bundle: Path) -> None:
@@ -214,26 +216,26 @@ def test_a_signal_ends_a_piped_chat(toy_bundle: Path) -> None:
 
 def test_a_message_of_several_lines(toy_bundle: Path) -> None:
     """The prompt's tokens are its bytes, so that their number shows what was put together."""
-    done = talk(
+    result = talk(
         toy_bundle,
         *("/set max_tokens=1", "a\\", "b", "/stats", "/reset", '"""', " a", "", "/b", '"""', "/stats"),
         *("/reset", "abc", "/stats", "/reset", "ab\\"),
     )
-    assert done.returncode == 0, done
-    sizes = [int(size) for size in re.findall(r"prompt (\d+) tokens", done.stdout)]
+    assert result.returncode == 0, result
+    sizes = [int(size) for size in re.findall(r"prompt (\d+) tokens", result.stdout)]
     assert sizes == [sizes[2], sizes[2] + 2, sizes[2]], "a|b, a||/b, abc"
-    assert done.stdout.splitlines()[-1] != "the conversation is forgotten", "the end of the input ends it"
+    assert result.stdout.splitlines()[-1] != "the conversation is forgotten", "the end of the input ends it"
 
 
 def test_metrics_regen_and_save(toy_bundle: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
-    done = talk(
+    result = talk(
         toy_bundle,
         *("/regen", "/set max_tokens=4", "/set temperature=0", "/set system=Be kind", "one", "/regen"),
         *("two", "/save", f"/save {saved}", f"/save {saved}", f"/save {tmp_path}/no/where", "/metrics"),
     )
-    assert done.returncode == 0, done
-    lines = done.stdout.splitlines()
+    assert result.returncode == 0, result
+    lines = result.stdout.splitlines()
     assert lines[0] == "there is no message to answer again"
     first, again, second = lines[4:7]
     assert first == again != ""
@@ -262,11 +264,11 @@ def test_metrics_regen_and_save(toy_bundle: Path, tmp_path: Path) -> None:
 def test_an_answer_that_fails_again_leaves_the_conversation(toy_bundle: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     long = "/set system=" + "x" * 300
-    done = talk(toy_bundle, "/set max_tokens=1", "one", long, "/regen", "/set system=", f"/save {saved}")
-    assert done.returncode == 1
-    assert "but the context has 256" in done.stderr
+    result = talk(toy_bundle, "/set max_tokens=1", "one", long, "/regen", "/set system=", f"/save {saved}")
+    assert result.returncode == 1
+    assert "but the context has 256" in result.stderr
     assert json.loads(saved.read_text())["messages"][0]["content"] == "one"
-    assert f"{saved}: 2 messages" in done.stdout
+    assert f"{saved}: 2 messages" in result.stdout
 
 
 def test_several_lines_on_a_terminal(toy_bundle: Path) -> None:
@@ -295,8 +297,8 @@ def test_several_lines_on_a_terminal(toy_bundle: Path) -> None:
 def test_input_that_is_no_text(toy_bundle: Path, text: bytes) -> None:
     command = [sys.executable, "-c", PROGRAM, str(toy_bundle)]
     extra = {"PYTHONUTF8": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         command, input=text + b"/stats\n", capture_output=True, env=shared.environment(extra), check=False
     )
-    assert b"Traceback" not in done.stderr
-    assert done.stdout.endswith(b"answered in all\n") or b"no answer yet" in done.stdout
+    assert b"Traceback" not in result.stderr
+    assert result.stdout.endswith(b"answered in all\n") or b"no answer yet" in result.stdout

@@ -306,9 +306,9 @@ def test_signals_end_what_is_rendered(toy_copy: Path, number: signal.Signals) ->
 )
 def test_servers_and_chats_say_what_fails(toy_copy: Path, source: str, reason: str) -> None:
     with_template(toy_copy, source)
-    done = talk(toy_copy, "hi")
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
+    result = talk(toy_copy, "hi")
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("the bundle's chat template fails: ")
     with shared.serving(toy_copy) as server:
         bodies = ((CHAT, QUICK), ("/tokenize", {"messages": HI}), ("/v1/responses", {"input": "hi"}))
@@ -321,10 +321,10 @@ def test_servers_and_chats_say_what_fails(toy_copy: Path, source: str, reason: s
 
 def test_a_chat_goes_on_after_a_template_without_end(toy_copy: Path) -> None:
     with_template(toy_copy, ENDLESS)
-    done = talk(toy_copy, "/set max_tokens=3", "loop", "hi")
-    assert done.returncode == 1
-    assert done.stderr == "the bundle's chat template fails: it takes more than 2 s\n"
-    assert len(done.stdout.splitlines()) >= 2
+    result = talk(toy_copy, "/set max_tokens=3", "loop", "hi")
+    assert result.returncode == 1
+    assert result.stderr == "the bundle's chat template fails: it takes more than 2 s\n"
+    assert len(result.stdout.splitlines()) >= 2
 
 
 def test_a_template_that_is_not_utf8(toy_copy: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_template_that_is_not_utf8(toy_copy: Path) -> None:
     file = toy.describe(toy_copy / "chat_template.jinja")
     described["files"]["chat_template.jinja"] = {"blake3": file.blake3, "size": file.size}
     (toy_copy / "bundle.json").write_text(json.dumps(described))
-    done = talk(toy_copy, "hi")
-    assert done.returncode == 1
-    assert "chat_template.jinja: not UTF-8: invalid continuation byte at byte 3" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    result = talk(toy_copy, "hi")
+    assert result.returncode == 1
+    assert "chat_template.jinja: not UTF-8: invalid continuation byte at byte 3" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -27,9 +27,9 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    own = Child(MODULE, "echoes")
-    yield own
-    own.end()
+    process = Child(MODULE, "echoes")
+    yield process
+    process.end()
 
 
 def is_running(pid: int) -> bool:
@@ -117,16 +117,16 @@ def test_each_process_is_greeted_before_its_first_line() -> None:
         greetings.append("hello")
         return "hello"
 
-    own = Child(MODULE, "echoes", hello)
+    process = Child(MODULE, "echoes", hello)
     for _ in range(2):
-        own.ask({}, LONG)
-        own.ask({}, LONG)
-        own.end()
+        process.ask({}, LONG)
+        process.ask({}, LONG)
+        process.end()
     assert greetings == ["hello"] * 2
-    own.end()
+    process.end()
 
 
 def test_a_module_that_does_not_exist() -> None:
-    own = Child("nothing", "does nothing")
+    process = Child("nothing", "does nothing")
     with pytest.raises(SetupError, match="the process that does nothing has failed"):
-        own.ask({}, LONG)
+        process.ask({}, LONG)

@@ -19,8 +19,8 @@ REQUEST = Request((1, 2), max_tokens=3)
 def stream(request: Request = REQUEST, ignore_eos: bool = False) -> tuple[ClientStream, list[Event]]:
     events: list[Event] = []
     ticket = Ticket(lambda: None, None)
-    own = ClientStream(request, events.append, ticket, cast(Tokenizer, Letters()), ignore_eos)
-    return own, events
+    text_stream = ClientStream(request, events.append, ticket, cast(Tokenizer, Letters()), ignore_eos)
+    return text_stream, events
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,16 @@ def test_text_of_a_token(position: int, done: bool, expected: tuple[str, str | N
 
 
 def test_a_stop_text_ends_the_answer_rather_than_its_length() -> None:
-    own, _ = stream(replace(REQUEST, stop=("c",)))
-    assert own.text(2, 2, False) == ("", "stop")
+    text_stream, _ = stream(replace(REQUEST, stop=("c",)))
+    assert text_stream.text(2, 2, False) == ("", "stop")
 
 
 def test_end_tokens_are_those_of_the_tokenizer_and_of_the_request() -> None:
-    own, _ = stream(replace(REQUEST, stop_tokens=(4,)))
-    assert [token for token in range(8) if own.is_end(token)] == [4, 7]
-    assert own.text(7, 0, False) == (".", "stop")
-    own, _ = stream(replace(REQUEST, stop_tokens=(4,)), ignore_eos=True)
-    assert [token for token in range(8) if own.is_end(token)] == [4]
+    text_stream, _ = stream(replace(REQUEST, stop_tokens=(4,)))
+    assert [token for token in range(8) if text_stream.is_end(token)] == [4, 7]
+    assert text_stream.text(7, 0, False) == (".", "stop")
+    text_stream, _ = stream(replace(REQUEST, stop_tokens=(4,)), ignore_eos=True)
+    assert [token for token in range(8) if text_stream.is_end(token)] == [4]
 
 
 def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,11 +51,11 @@ def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch
 
 
 def test_events_go_to_the_sink_until_the_client_has_gone() -> None:
-    own, events = stream()
-    assert (own.unsent, own.error) == (0, None)
-    own.deliver(Event("a"))
-    own.ticket.cancel()
-    own.deliver(Event("b"))
+    text_stream, events = stream()
+    assert (text_stream.unsent, text_stream.error) == (0, None)
+    text_stream.deliver(Event("a"))
+    text_stream.ticket.cancel()
+    text_stream.deliver(Event("b"))
     assert events == [Event("a")]
 
 

@@ -38,11 +38,11 @@ def run(package: str, *arguments: str) -> str:
     if there.returncode:
         pytest.skip(f"{package} is not installed: MLCBUILD_CLIENTS may name a Python that has it")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
+    result = subprocess.run(
         [CLIENTS, *arguments], capture_output=True, text=True, env=environment, timeout=250, check=False
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+    return result.stdout
 
 
 def test_schemathesis_finds_nothing(real: Server, tmp_path: Path) -> None:

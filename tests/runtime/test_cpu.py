@@ -157,15 +157,15 @@ def test_the_first_load_decides_the_threads(toy_bundle: Path) -> None:
 
 def test_where_the_tvm_runtime_comes_from(toy_bundle: Path, toy_copy: Path, tmp_path: Path) -> None:
     name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
-    done = load(toy_bundle, MLCBUILD_TVM_RUNTIME="/no/such/file")
-    assert done.stderr == "SetupError: MLCBUILD_TVM_RUNTIME is '/no/such/file', which is not a file\n"
+    result = load(toy_bundle, MLCBUILD_TVM_RUNTIME="/no/such/file")
+    assert result.stderr == "SetupError: MLCBUILD_TVM_RUNTIME is '/no/such/file', which is not a file\n"
     spec = find_spec("tvm")
     assert spec is not None and spec.submodule_search_locations is not None
     original = Path(spec.submodule_search_locations[0], "lib", name)
     assert load(toy_bundle, MLCBUILD_TVM_RUNTIME=str(original)).returncode == 0
     (tmp_path / name).write_bytes(original.read_bytes()[:100_000])
-    done = load(toy_bundle, MLCBUILD_TVM_RUNTIME=str(tmp_path / name))
-    assert "not a whole shared library (it is truncated)" in done.stderr
+    result = load(toy_bundle, MLCBUILD_TVM_RUNTIME=str(tmp_path / name))
+    assert "not a whole shared library (it is truncated)" in result.stderr
     (toy_copy / "lib").mkdir()
     shutil.copy(original, toy_copy / "lib")
     document = json.loads((toy_copy / "bundle.json").read_bytes())

@@ -53,8 +53,8 @@ def setting() -> Setting:
     return Setting()
 
 
-def free(own: Setting) -> tuple[list[Sequence], int, int]:
-    return own.schedule.active, own.schedule.pages.available, own.schedule.pages.cached
+def free(state: Setting) -> tuple[list[Sequence], int, int]:
+    return state.schedule.active, state.schedule.pages.available, state.schedule.pages.cached
 
 
 def test_an_arrival_is_traced(setting: Setting) -> None:

@@ -36,17 +36,17 @@ def test_of_two_equal_successors_the_earlier_row_counts() -> None:
 
 
 def test_pages_of_a_path_are_those_shared_and_its_own() -> None:
-    own = [Branch(1, [4, 5], shared=1, pages=[20, 21]), Branch(2, [6], parent=1, shared=2, pages=[30])]
+    branches = [Branch(1, [4, 5], shared=1, pages=[20, 21]), Branch(2, [6], parent=1, shared=2, pages=[30])]
     trunk = [10, 11, 12]
-    assert [path_pages(trunk, own, i) for i in range(3)] == [trunk, [10, 20, 21], [10, 20, 30]]
+    assert [path_pages(trunk, branches, i) for i in range(3)] == [trunk, [10, 20, 21], [10, 20, 30]]
 
 
 def test_a_branch_within_a_page_begins_with_a_copy_of_it() -> None:
-    own = [Branch(1, [4, 5], shared=1, pages=[20, 21])]
+    branches = [Branch(1, [4, 5], shared=1, pages=[20, 21])]
     # Five tokens and one of the draft: the branch leaves two tokens into the second page of four.
-    assert parts(5, [10, 11, 12], own, 4) == ([([4, 5], 8, [10, 20, 21])], [(11, 20, 2)])
+    assert parts(5, [10, 11, 12], branches, 4) == ([([4, 5], 8, [10, 20, 21])], [(11, 20, 2)])
 
 
 def test_a_branch_at_the_start_of_a_page_copies_nothing() -> None:
-    own = [Branch(3, [4], shared=2, pages=[20])]
-    assert parts(5, [10, 11, 12], own, 4) == ([([4], 9, [10, 11, 20])], [])
+    branches = [Branch(3, [4], shared=2, pages=[20])]
+    assert parts(5, [10, 11, 12], branches, 4) == ([([4], 9, [10, 11, 20])], [])

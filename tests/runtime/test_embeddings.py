@@ -62,7 +62,7 @@ def ask(server: Server, **body: Any) -> Any:
 
 
 def pooled(states: list[NDArray[np.float64]], kind: str) -> NDArray[np.float64]:
-    rows = [own[-1] if kind == "last" else own.mean(axis=0) for own in states]
+    rows = [hidden[-1] if kind == "last" else hidden.mean(axis=0) for hidden in states]
     return np.array([row / np.linalg.norm(row) for row in rows])
 
 

@@ -40,8 +40,8 @@ def answers(*batches: list[tuple[int, Event]]) -> AsyncAnswers:
     return cast(AsyncAnswers, Batches(*batches))
 
 
-def cancelled(own: AsyncAnswers) -> bool:
-    return cast(Batches, own).cancelled
+def cancelled(submitted: AsyncAnswers) -> bool:
+    return cast(Batches, submitted).cancelled
 
 
 def job() -> CompletionJob:
@@ -68,8 +68,8 @@ def request(*messages: str) -> Request:
 
 def test_documents_that_arrive_together_are_one_line_of_text() -> None:
     async def run() -> list[str]:
-        own = answers([(0, Event("é")), (1, Event("b"))], [(0, Event(""))], [(0, Event("c"))])
-        return [line async for line in event_lines(own, job())]
+        submitted = answers([(0, Event("é")), (1, Event("b"))], [(0, Event(""))], [(0, Event("c"))])
+        return [line async for line in event_lines(submitted, job())]
 
     assert asyncio.run(run()) == [
         'data: {"0":"é","usage":true}\n\ndata: {"1":"b","usage":true}\n\n',
@@ -80,14 +80,14 @@ def test_documents_that_arrive_together_are_one_line_of_text() -> None:
 
 def test_complete_answers_are_sorted_by_index() -> None:
     one, two, three = Event("a", 1), Event("b", 1, "stop"), Event("c", 2, "stop")
-    own = answers([(0, one), (1, two)], [(0, three)])
-    assert asyncio.run(collected(own, 2)) == [[one, three], [two]]
+    submitted = answers([(0, one), (1, two)], [(0, three)])
+    assert asyncio.run(collected(submitted, 2)) == [[one, three], [two]]
     with pytest.raises(EngineError, match="broken"):
         asyncio.run(collected(answers([(0, Event(error=EngineError("broken")))]), 1))
 
 
 def test_a_client_that_leaves_ends_its_request() -> None:
-    own, ended = answers(), list[str]()
+    submitted, ended = answers(), list[str]()
 
     async def work() -> None:
         try:
@@ -97,12 +97,12 @@ def test_a_client_that_leaves_ends_its_request() -> None:
 
     async def run() -> None:
         with pytest.raises(ClientDisconnect):
-            await unless_gone(request("http.request", "http.disconnect"), own, work())
+            await unless_gone(request("http.request", "http.disconnect"), submitted, work())
         await asyncio.sleep(0)
         assert ended == ["work"]
 
     asyncio.run(run())
-    assert cancelled(own)
+    assert cancelled(submitted)
 
 
 def test_a_client_that_stays_gets_the_result() -> None:
@@ -114,15 +114,15 @@ def test_a_client_that_stays_gets_the_result() -> None:
     async def broken() -> int:
         raise EngineError("broken")
 
-    own = answers()
-    assert asyncio.run(unless_gone(request("http.request"), own, work())) == 7 and cancelled(own)
+    submitted = answers()
+    assert asyncio.run(unless_gone(request("http.request"), submitted, work())) == 7 and cancelled(submitted)
     with pytest.raises(EngineError):
         asyncio.run(unless_gone(request("http.request"), answers(), broken()))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_a_stream_ends_the_request_and_frees_the_model(fails: bool) -> None:
-    own, freed, sent = answers(), list[str](), list[Any]()
+    submitted, freed, sent = answers(), list[str](), list[Any]()
     use = ExitStack()
     use.callback(freed.append, "model")
 
@@ -135,7 +135,7 @@ def test_the_end_of_a_stream_ends_the_request_and_frees_the_model(fails: bool) -
             raise OSError("gone")
 
     async def run() -> None:
-        stream = EventStream(own, lines(), use)
+        stream = EventStream(submitted, lines(), use)
         assert stream.headers["cache-control"] == "no-cache"
         assert stream.headers["content-type"].startswith("text/event-stream")
         await stream({"type": "http", "asgi": {"spec_version": "2.4"}}, request().receive, send)
@@ -146,7 +146,7 @@ def test_the_end_of_a_stream_ends_the_request_and_frees_the_model(fails: bool) -
     else:
         asyncio.run(run())
         assert b"".join(message.get("body", b"") for message in sent) == b"data: 1\n\n"
-    assert cancelled(own) and freed == ["model"]
+    assert cancelled(submitted) and freed == ["model"]
 
 
 def test_events_that_nobody_needs_are_consumed() -> None:

@@ -217,9 +217,9 @@ def test_limits_of_bodies_and_answers(toy_bundle: Path) -> None:
 
 @pytest.mark.parametrize("option", [("--timeout", "-1"), ("--drain", "inf"), ("--max-waiting", "-1")])
 def test_limits_that_make_no_sense(toy_bundle: Path, option: tuple[str, str]) -> None:
-    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), *option)
-    assert done.returncode == 2
-    assert f"argument {option[0]}: must be " in done.stderr
+    result = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), *option)
+    assert result.returncode == 2
+    assert f"argument {option[0]}: must be " in result.stderr
 
 
 SLOW = """

@@ -27,7 +27,7 @@ SCHEMA: dict[str, Json] = {"type": "object", "properties": {"a": {"enum": [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("fields", "own"),
+    ("fields", "expected"),
     [
         ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"n_predict": 5}, {"max_tokens": 5}),
@@ -40,9 +40,9 @@ SCHEMA: dict[str, Json] = {"type": "object", "properties": {"a": {"enum": [1, 2]
         ({"guided_json": None, "typical_p": None}, {}),
     ],
 )
-def test_fields_with_an_equal(fields: dict[str, Json], own: dict[str, Json]) -> None:
-    assert translated(fields) == own
-    assert translated(own) == own
+def test_fields_with_an_equal(fields: dict[str, Json], expected: dict[str, Json]) -> None:
+    assert translated(fields) == expected
+    assert translated(expected) == expected
     api.chat_call({"messages": HI, **fields}, Serving())
 
 

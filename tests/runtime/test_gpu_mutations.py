@@ -90,7 +90,7 @@ def executed(program: Program, device: DeviceProgram, rng: random.Random) -> boo
             sizes = {**program.sizes, **variant.sizes, "pages": PAGES}
             if max(scalar_values(shader, launch, sizes).values(), default=0) > LONGEST:
                 return False
-    (block,) = (name for name, own in program.buffers.items() if own.kind == "inputs")
+    (block,) = (name for name, spec in program.buffers.items() if spec.kind == "inputs")
     words = program.buffer_bytes(PAGES)[block] // 4
     noise = np.random.default_rng(rng.randrange(1 << 30)).integers(-300, 300, words)
     device.write(block, noise.astype(np.int32))

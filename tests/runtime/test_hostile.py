@@ -228,9 +228,9 @@ def test_without_descriptors_others_wait_and_the_log_is_short(toy_bundle: Path, 
 def test_all_at_once(toy_bundle: Path) -> None:
     """Runs all attacks of ci/bench/hostile at once for a short time, with generous limits."""
     script = shared.ROOT / "ci" / "bench" / "hostile"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(script), str(toy_bundle), "--seconds=3", "--latency=60", "--growth=500"],
         capture_output=True, text=True, env=shared.environment(), timeout=4 * shared.WAIT, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "honest answers" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "honest answers" in result.stdout

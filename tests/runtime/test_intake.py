@@ -25,20 +25,20 @@ class Door:
         self.interrupts += 1
 
     def submit(self, waiting: int | None = None) -> Sequence:
-        own, _ = sequence(Request((1,), 2, GREEDY))
+        seq, _ = sequence(Request((1,), 2, GREEDY))
         count = self.intake.pending if waiting is None else waiting
-        self.intake.submit(own, lambda: count, lambda number, _: self.announced.append(number))
-        return own
+        self.intake.submit(seq, lambda: count, lambda number, _: self.announced.append(number))
+        return seq
 
 
 def test_requests_come_out_in_the_order_of_their_arrival() -> None:
     door = Door()
     submitted = [door.submit() for _ in range(3)]
     assert (door.announced, door.interrupts, door.intake.pending) == ([0, 1, 2], 3, 3)
-    for number, own in enumerate(submitted):
-        assert door.intake.get(wait=False, timeout=None) is own
+    for number, seq in enumerate(submitted):
+        assert door.intake.get(wait=False, timeout=None) is seq
         door.intake.received()
-        assert own.order == number
+        assert seq.order == number
     assert door.intake.empty and door.intake.pending == 0
     with pytest.raises(Empty):
         door.intake.get(wait=True, timeout=0.001)
@@ -54,12 +54,12 @@ def test_a_full_intake_refuses() -> None:
 
 def test_a_draining_intake_refuses_and_keeps_what_it_has() -> None:
     door = Door()
-    own = door.submit()
+    seq = door.submit()
     door.intake.drain()
     with pytest.raises(RequestError, match="the server is stopping") as caught:
         door.submit()
     assert caught.value.status == 503
-    assert door.intake.get(wait=False, timeout=None) is own
+    assert door.intake.get(wait=False, timeout=None) is seq
 
 
 def test_a_closed_intake_refuses_and_wakes_the_engine() -> None:

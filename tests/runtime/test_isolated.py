@@ -80,9 +80,9 @@ def test_the_builder_and_its_tools_are_not_there(python: Path) -> None:
         "for name in ('tvm', 'torch', 'transformers', 'mlcbuild', 'safetensors', 'networkx', 'dask'):\n"
         "    print(name, find_spec(name))\n"
     )
-    done = run(python, "-c", program)
-    assert done.returncode == 0, done
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["None"] * 7
+    result = run(python, "-c", program)
+    assert result.returncode == 0, result
+    assert [line.split()[1] for line in result.stdout.splitlines()] == ["None"] * 7
 
 
 def test_it_serves_a_bundle(python: Path, tiny_bundle: Path) -> None:
@@ -113,18 +113,18 @@ def test_a_bundle_without_a_tvm_runtime_says_what_to_do(
         name: file for name, file in document["files"].items() if not name.startswith("lib/")
     }
     (copy / "bundle.json").write_text(json.dumps(document))
-    done = run(python, "-m", "mlcbuild_runtime", str(copy), "--port", "0")
-    assert done.returncode == 3
+    result = run(python, "-m", "mlcbuild_runtime", str(copy), "--port", "0")
+    assert result.returncode == 3
     assert re.fullmatch(
         r"mlcbuild-serve: .*: the bundle brings no TVM runtime \(lib/libtvm_runtime\.\w+\) and this machine"
         r" has none: set MLCBUILD_TVM_RUNTIME to a libtvm_runtime\.\w+ of version [\d.a-z]+\n",
-        done.stderr,
+        result.stderr,
     )
 
 
 def test_the_chat_works(python: Path, tiny_bundle: Path) -> None:
     program = "import sys; from mlcbuild_runtime.chat import chat; sys.exit(chat(sys.argv[1]))"
-    done = subprocess.run(
+    result = subprocess.run(
         [str(python), "-c", program, str(tiny_bundle)],
         input="What is 2 + 3?\n",
         capture_output=True,
@@ -134,5 +134,5 @@ def test_the_chat_works(python: Path, tiny_bundle: Path) -> None:
         check=False,
         timeout=shared.WAIT,
     )
-    assert done.returncode == 0, done
-    assert done.stdout.strip()
+    assert result.returncode == 0, result
+    assert result.stdout.strip()

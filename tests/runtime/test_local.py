@@ -161,7 +161,7 @@ def test_an_engine_that_ends_fails_its_answers(toy_bundle: Path) -> None:
 
 def test_the_package_loads_nothing_until_it_is_asked() -> None:
     code = "import sys, mlcbuild_runtime; print([m for m in ('numpy', 'tvm_ffi') if m in sys.modules])"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=shared.environment(), capture_output=True, text=True, check=True
     )
-    assert done.stdout == "[]\n"
+    assert result.stdout == "[]\n"

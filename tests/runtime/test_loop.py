@@ -78,10 +78,10 @@ class Engine:
 
         ticket = Ticket(self.intake.wake, None)
         request = Request(tuple(prompt), count, GREEDY, ignore_eos=True, **more)
-        own = Sequence(request, sink, ticket, self.tokenizer, self.executor.sample)
+        seq = Sequence(request, sink, ticket, self.tokenizer, self.executor.sample)
         self.open += 1
-        self.sequences.append(own)
-        self.intake.submit(own, lambda: 0, lambda number, sequence: None)
+        self.sequences.append(seq)
+        self.intake.submit(seq, lambda: 0, lambda number, sequence: None)
         return events, ticket
 
     def done(self) -> None:

@@ -136,10 +136,10 @@ def test_a_bundle_for_another_machine_is_refused(
     document = json.loads((toy_copy / "bundle.json").read_bytes())
     document["target"].update(changes)
     (toy_copy / "bundle.json").write_text(json.dumps(document))
-    done = shared.run("-m", "mlcbuild_runtime", str(toy_copy), "--port", "0")
-    assert done.returncode == 1
-    assert reason in done.stderr
-    assert done.stderr.count("\n") == 1
+    result = shared.run("-m", "mlcbuild_runtime", str(toy_copy), "--port", "0")
+    assert result.returncode == 1
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_cores_that_nobody_computes_on(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ MB = 1_000_000
 def described() -> Manifest:
     """Returns the manifest of a bundle of 100 MB with eight full contexts of 16 pages."""
     limits = Limits(context_window=256, prefill_chunk=64, max_batch=8)
-    own = Memory(weights=30 * MB, kv_cache=64 * MB, workspace=6 * MB, total=100 * MB)
-    return Manifest("m", Model("m", "llama", {}), {}, {}, limits, "model.so", ("w",), "s", {}, own)
+    memory = Memory(weights=30 * MB, kv_cache=64 * MB, workspace=6 * MB, total=100 * MB)
+    return Manifest("m", Model("m", "llama", {}), {}, {}, limits, "model.so", ("w",), "s", {}, memory)
 
 
 def test_modes() -> None:

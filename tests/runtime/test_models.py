@@ -125,6 +125,6 @@ def test_what_was_chosen_is_told(toy_bundle: Path) -> None:
     ],
 )
 def test_options_that_cannot_be(toy_bundle: Path, options: list[str], message: str) -> None:
-    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", *options)
-    assert done.returncode in (2, 3)
-    assert message in done.stderr
+    result = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", *options)
+    assert result.returncode in (2, 3)
+    assert message in result.stderr

@@ -28,19 +28,19 @@ def ready(executor: Executor, prompt: list[int], page: int, ignore_eos: bool = T
     """Returns a sequence whose prompt but for its last token is in the cache."""
     tokenizer = Tokenizer.load(executor.path, executor.manifest.serving)
     request = Request(tuple(prompt), 40, GREEDY, ignore_eos=ignore_eos)
-    own = Sequence(request, lambda _: None, Ticket(lambda: None, None), tokenizer, executor.sample)
-    own.pages, own.length = [page, page + 1], len(prompt) - 1
-    executor.step(ModelStep.of([(prompt[:-1], own.length, own.pages)], prompt=True), [SKIP])
-    return own
+    seq = Sequence(request, lambda _: None, Ticket(lambda: None, None), tokenizer, executor.sample)
+    seq.pages, seq.length = [page, page + 1], len(prompt) - 1
+    executor.step(ModelStep.of([(prompt[:-1], seq.length, seq.pages)], prompt=True), [SKIP])
+    return seq
 
 
 def test_every_sequence_gets_a_token_for_each_step(executor: Executor) -> None:
     sequences = [ready(executor, [3, 4, 5], 0), ready(executor, [9, 9], 2)]
     multi_step.unguided(executor, sequences, 6)
-    for own, prompt in zip(sequences, ([3, 4, 5], [9, 9]), strict=True):
-        assert own.tokens == [*prompt, *toy.expected(prompt, 6)]
-        assert own.length == len(own.tokens) - 1
-        assert [event.tokens for event in own.take_events()] == [1, 2, 3, 4, 5, 6]
+    for seq, prompt in zip(sequences, ([3, 4, 5], [9, 9]), strict=True):
+        assert seq.tokens == [*prompt, *toy.expected(prompt, 6)]
+        assert seq.length == len(seq.tokens) - 1
+        assert [event.tokens for event in seq.take_events()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_guided_steps_give_the_same_tokens(executor: Executor) -> None:
@@ -51,13 +51,13 @@ def test_guided_steps_give_the_same_tokens(executor: Executor) -> None:
 
 
 def test_no_guided_step_begins_after_its_time(executor: Executor) -> None:
-    own = ready(executor, [3, 4, 5], 0)
-    multi_step.guided(executor, [own], 6, time.perf_counter() - 1)
-    assert own.answered == 1
+    seq = ready(executor, [3, 4, 5], 0)
+    multi_step.guided(executor, [seq], 6, time.perf_counter() - 1)
+    assert seq.answered == 1
 
 
 def test_an_interruption_ends_guided_steps(executor: Executor) -> None:
-    own = ready(executor, [3, 4, 5], 0)
+    seq = ready(executor, [3, 4, 5], 0)
     executor.interrupt()
-    multi_step.guided(executor, [own], 6, time.perf_counter() + 60)
-    assert own.answered == 1
+    multi_step.guided(executor, [seq], 6, time.perf_counter() + 60)
+    assert seq.answered == 1

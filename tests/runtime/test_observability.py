@@ -117,8 +117,8 @@ def test_the_trace_has_every_step_and_every_request(watched: Watched) -> None:
     decoded = sum(sum(s["args"]["tokens"]) for s in steps if s["name"].startswith("decode"))
     assert decoded >= sum(line["answer_tokens"] for line in used) - 4
     for number in range(4):
-        own = [event["ph"] for event in events if event.get("id") == number]
-        assert own == ["b", "n", "e"]
+        phases = [event["ph"] for event in events if event.get("id") == number]
+        assert phases == ["b", "n", "e"]
     ends = [event["args"]["end"] for event in events if event["ph"] == "e"]
     assert sorted(ends) == ["cancelled", "length", "length", "length"]
 
@@ -174,9 +174,9 @@ def test_lines_on_standard_error(toy_bundle: Path, tmp_path: Path, form: str) ->
 @pytest.mark.parametrize(("option", "what"), [("--access-log", "the access log"), ("--trace", "the trace")])
 def test_files_that_cannot_be_written(toy_bundle: Path, tmp_path: Path, option: str, what: str) -> None:
     path = tmp_path / "nowhere" / "file"
-    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", option, str(path))
-    assert done.returncode == 3
-    assert done.stderr == f"mlcbuild-serve: {what} {path} cannot be written: No such file or directory\n"
+    result = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", option, str(path))
+    assert result.returncode == 3
+    assert result.stderr == f"mlcbuild-serve: {what} {path} cannot be written: No such file or directory\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -179,7 +179,7 @@ def test_a_template_cannot_write_to_a_terminal(toy_copy: Path) -> None:
     template = "{{ raise_exception('\\x1b]0;PWNED\\x07\\r\\nline') }}"
     config(template, "chat_template.jinja")(toy_copy)
     code = f"from mlcbuild_runtime.chat import chat; raise SystemExit(chat({str(toy_copy)!r}))"
-    done = shared.run("-c", code, stdin="hello\n")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and done.stderr.rstrip("\n").isprintable(), done.stderr
-    assert "PWNED" in done.stderr
+    result = shared.run("-c", code, stdin="hello\n")
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1 and result.stderr.rstrip("\n").isprintable(), result.stderr
+    assert "PWNED" in result.stderr

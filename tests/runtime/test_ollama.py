@@ -228,8 +228,10 @@ def test_vectors_for_the_client_of_ollama(real: Server) -> None:
         assert client.embed(model=real.name, input="once").embeddings == [one] and one != two
         assert client.embeddings(model=real.name, prompt="upon").embedding == two
         body = {"input": "once", "model": real.name}
-        own = httpx.post(f"{real.url}/v1/embeddings", json=body, verify=shared.PLAIN, timeout=shared.WAIT)
-        assert own.json()["data"][0]["embedding"] == pytest.approx(one)
+        response = httpx.post(
+            f"{real.url}/v1/embeddings", json=body, verify=shared.PLAIN, timeout=shared.WAIT
+        )
+        assert response.json()["data"][0]["embedding"] == pytest.approx(one)
         cut = client.embed(model=real.name, input="once " * 900, dimensions=4)
         assert len(cut.embeddings[0]) == 4 and 0 < (cut.prompt_eval_count or 0) < 900
         with pytest.raises(ollama.ResponseError, match="the context has no room for more than"):

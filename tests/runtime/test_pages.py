@@ -103,12 +103,12 @@ def test_any_history(steps: list[tuple[list[Key], int, int, bool]]) -> None:
     for keys, extra, gone, end in steps:
         shared = pages.share(keys)
         assert [holds[page] for page in shared] == [tuple(keys[: i + 1]) for i in range(len(shared))]
-        own = pages.take(len(keys) - len(shared) + extra)
-        if own is None:
+        new_pages = pages.take(len(keys) - len(shared) + extra)
+        if new_pages is None:
             pages.release(shared)
         else:
-            mine = shared + own
-            assert not set(own) & {page for other in running for page in other} - {GONE}
+            mine = shared + new_pages
+            assert not set(new_pages) & {page for other in running for page in other} - {GONE}
             for i in range(len(shared), len(keys)):
                 holds[mine[i]] = tuple(keys[: i + 1])
             pages.keep(keys[:2], mine)
@@ -116,7 +116,7 @@ def test_any_history(steps: list[tuple[list[Key], int, int, bool]]) -> None:
             mine[:gone] = [GONE] * len(mine[:gone])
             pages.keep(keys, mine)
             running.append(mine)
-        if running and (end or own is None):
+        if running and (end or new_pages is None):
             pages.release(running.pop(0))
         in_use = {page for other in running for page in other} - {GONE}
         assert pages.available == 9 - len(in_use)

@@ -70,13 +70,13 @@ def test_a_small_limit_holds() -> None:
 
 
 def test_the_policy_on_slow_and_fast_machines() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, ROOT / "ci" / "bench" / "turns", "--json"],
         capture_output=True,
         text=True,
         check=True,
     )
-    results = json.loads(done.stdout)
+    results = json.loads(result.stdout)
     assert len(results) == 3
     for many, beside_long in (by_load.values() for by_load in results.values()):
         for engine, served_in_order in (many.values(), beside_long.values()):

@@ -57,12 +57,12 @@ def test_serving(place: Path) -> None:
             assert server.stdout is not None
             ready = server.stdout.readline()
             assert re.fullmatch(pattern_of_ready_line(port), ready), ready
-            done = subprocess.run(
+            answered = subprocess.run(
                 ["sh", "-ec", curl], cwd=place, env=environment, capture_output=True, text=True, check=True
             )
             for expected in ('"finish_reason"', "data: [DONE]", '"status":"ok"'):
-                assert expected in done.stdout
-            assert '"error"' not in done.stdout
+                assert expected in answered.stdout
+            assert '"error"' not in answered.stdout
             result = shared.run("-c", client)
             assert (result.returncode, result.stderr) == (0, "")
             assert result.stdout.strip()
@@ -82,7 +82,7 @@ def test_programs(place: Path) -> None:
     programs = [block for block in blocks("python") if "openai" not in block]
     assert len(programs) == 3
     for program in programs:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", program],
             cwd=place,
             env=shared.environment(),
@@ -91,8 +91,8 @@ def test_programs(place: Path) -> None:
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.strip()
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.strip()
 
 
 def test_tables_name_every_field() -> None:

@@ -101,9 +101,9 @@ def test_log_probabilities_of_a_prompt(tiny_server: Server, tiny_bundle: Path) -
     actual = choice["logprobs"]
     assert (choice["text"], choice["finish_reason"]) == (text, "length")
     assert actual["token_logprobs"][0] is actual["top_logprobs"][0] is None
-    own = [expected[i, token] for i, token in enumerate(tokens[1:])]
-    assert actual["token_logprobs"][1:] == pytest.approx(own, abs=1e-5)
-    for top, value, row in zip(actual["top_logprobs"][1:], own, expected[:-1], strict=True):
+    logprobs = [expected[i, token] for i, token in enumerate(tokens[1:])]
+    assert actual["token_logprobs"][1:] == pytest.approx(logprobs, abs=1e-5)
+    for top, value, row in zip(actual["top_logprobs"][1:], logprobs, expected[:-1], strict=True):
         listed = list(top.values())
         assert listed[:3] == pytest.approx(sorted(row, reverse=True)[:3], abs=1e-5)
         assert listed[3:] == ([] if value >= listed[2] - 1e-5 else [pytest.approx(value, abs=1e-5)])

@@ -90,12 +90,12 @@ def test_a_constraint_holds_after_reasoning(begun: bool, seed: int, kind: str) -
     formats: dict[str, Json] = {"json_schema": schema, "regex": {"type": "regex", "regex": "[a-z]{4}/"}}
     formats["lark"] = {"type": "grammar", "grammar": 'start: x "!"\nx: /[0-9]{3}/'}
     if kind == "tools":
-        own = constraint(Toolbox((ADD,), "required", False), HERMES, False, None, thinking.prose)
+        inner = constraint(Toolbox((ADD,), "required", False), HERMES, False, None, thinking.prose)
     else:
         stated = response_format(formats[kind])
         assert stated is not None
-        own = stated
-    bound = thinking.before(own, False, False)
+        inner = stated
+    bound = thinking.before(inner, False, False)
     # A random text would hardly ever end its reasoning: only the first tokens of it are random.
     text = drawn(_ending(bound.source, bound.param), seed)
     parts = split(text, thinking, seed, HERMES if kind == "tools" else None)

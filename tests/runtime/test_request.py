@@ -13,41 +13,41 @@ def ticket(window: int | None) -> tuple[Ticket, list[None]]:
 
 
 def test_a_request_pauses_when_its_window_is_full() -> None:
-    own, calls = ticket(2)
+    handle, calls = ticket(2)
     events: list[Event] = []
     for _ in range(2):
-        assert not own.resting
-        own.deliver(events.append, Event("a", tokens=1))
-    assert own.resting and own.room == 0 and own.delivered == len(events) == 2
-    own.read()
-    assert not own.resting and own.room == 1 and len(calls) == 1
-    own.read()
-    assert own.room == 2 and len(calls) == 1, "only the end of a pause wakes the engine"
+        assert not handle.resting
+        handle.deliver(events.append, Event("a", tokens=1))
+    assert handle.resting and handle.room == 0 and handle.delivered == len(events) == 2
+    handle.read()
+    assert not handle.resting and handle.room == 1 and len(calls) == 1
+    handle.read()
+    assert handle.room == 2 and len(calls) == 1, "only the end of a pause wakes the engine"
 
 
 def test_without_a_window_a_request_never_pauses() -> None:
-    own, calls = ticket(None)
+    handle, calls = ticket(None)
     for _ in range(100):
-        own.deliver(lambda event: None, Event("a"))
-    own.read()
-    assert own.room is None and not own.resting and not calls
+        handle.deliver(lambda event: None, Event("a"))
+    handle.read()
+    assert handle.room is None and not handle.resting and not calls
 
 
 def test_a_cancelled_request_gets_no_event() -> None:
-    own, calls = ticket(1)
+    handle, calls = ticket(1)
     events: list[Event] = []
-    own.cancel()
-    own.deliver(events.append, Event("a"))
-    assert own.cancelled and len(calls) == 1 and not events and own.delivered == 0
+    handle.cancel()
+    handle.deliver(events.append, Event("a"))
+    assert handle.cancelled and len(calls) == 1 and not events and handle.delivered == 0
 
 
 def test_a_receiver_that_fails_cancels_its_request() -> None:
     def gone(event: Event) -> None:
         raise RuntimeError("the event loop is closed")
 
-    own, calls = ticket(None)
-    own.deliver(gone, Event("a"))
-    assert own.cancelled and len(calls) == 1
+    handle, calls = ticket(None)
+    handle.deliver(gone, Event("a"))
+    assert handle.cancelled and len(calls) == 1
 
 
 def test_the_last_event_has_a_finish_or_an_error() -> None:

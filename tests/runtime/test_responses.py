@@ -162,8 +162,8 @@ def test_calls_of_functions(ai: openai.OpenAI, real: Server) -> None:
         events = list(stream)
         final = stream.get_final_response()
     deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
-    (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
-    assert "".join(deltas) == done.arguments == call.arguments
+    (call_event,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert "".join(deltas) == call_event.arguments == call.arguments
     assert len(deltas) > 1
     assert [item.type for item in final.output] == ["function_call"]
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [named]}

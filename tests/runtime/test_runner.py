@@ -35,10 +35,10 @@ class Bench:
         self.events: list[list[Event]] = []
 
     def add(self, prompt: list[int], count: int = 9, **more: Any) -> Sequence:
-        request, own = Request(tuple(prompt), count, GREEDY, ignore_eos=True, **more), list[Event]()
-        self.events.append(own)
+        request, events = Request(tuple(prompt), count, GREEDY, ignore_eos=True, **more), list[Event]()
+        self.events.append(events)
         ticket = Ticket(lambda: None, None)
-        sequence = Sequence(request, own.append, ticket, self.tokenizer, self.runner.executor.sample)
+        sequence = Sequence(request, events.append, ticket, self.tokenizer, self.runner.executor.sample)
         sequence.order = len(self.events)
         self.schedule.add(sequence)
         self.schedule.admit()
@@ -60,14 +60,14 @@ def test_prompts_and_then_tokens(numpy_toy_bundle: Path) -> None:
 
 def test_the_outcome_of_a_draft(numpy_toy_bundle: Path) -> None:
     bench = Bench(numpy_toy_bundle)
-    own = bench.add([3, 4, 5])
-    bench.runner.step([(own, 3)], prompt=True)
+    seq = bench.add([3, 4, 5])
+    bench.runner.step([(seq, 3)], prompt=True)
     right = toy.expected([3, 4, 5], 3)
-    own.draft.tokens = [right[1], right[2] ^ 1]
-    assert bench.schedule.stretch(own, 2) == 2
-    (outcome,) = bench.runner.step([(own, 3)])
+    seq.draft.tokens = [right[1], right[2] ^ 1]
+    assert bench.schedule.stretch(seq, 2) == 2
+    (outcome,) = bench.runner.step([(seq, 3)])
     assert (outcome.drafted, outcome.accepted, outcome.branched, outcome.gained) == (2, 1, 0, 0)
-    assert own.tokens[3:] == right
+    assert seq.tokens[3:] == right
     assert (bench.runner.counters.drafted_tokens, bench.runner.counters.accepted_tokens) == (2, 1)
 
 
@@ -78,29 +78,29 @@ class Failing(Wrapped):
 
 def test_a_failing_step_ends_its_requests_and_frees_their_pages(numpy_toy_bundle: Path) -> None:
     bench = Bench(numpy_toy_bundle, Failing)
-    own, other = bench.add([3, 4, 5]), bench.add([6])
-    assert bench.runner.step([(own, 3)], prompt=True) == []
+    seq, other = bench.add([3, 4, 5]), bench.add([6])
+    assert bench.runner.step([(seq, 3)], prompt=True) == []
     (event,) = bench.events[0]
     assert isinstance(event.error, EngineError)
     assert str(event.error) == "the model has failed: a kernel has failed"
-    assert own.pages == [] and bench.schedule.active == [other] and bench.events[1] == []
+    assert seq.pages == [] and bench.schedule.active == [other] and bench.events[1] == []
 
 
 def test_the_last_event_frees_the_place(numpy_toy_bundle: Path) -> None:
     bench = Bench(numpy_toy_bundle)
-    own = bench.add([3, 4, 5], count=1)
-    bench.runner.step([(own, 3)], prompt=True)
+    seq = bench.add([3, 4, 5], count=1)
+    bench.runner.step([(seq, 3)], prompt=True)
     assert bench.events[0][-1].finish == "length"
     assert bench.schedule.active == [] and bench.schedule.pages.available == 16
 
 
 def test_a_burst_delivers_its_events_at_the_end(numpy_toy_bundle: Path) -> None:
     bench = Bench(numpy_toy_bundle)
-    own = bench.add([3, 4, 5], count=20)
-    bench.runner.step([(own, 3)], prompt=True)
-    assert bench.schedule.stretch(own, 4) == 4
-    bench.runner.burst([own], 5, 60)
-    assert own.tokens[3:] == toy.expected([3, 4, 5], 6)
+    seq = bench.add([3, 4, 5], count=20)
+    bench.runner.step([(seq, 3)], prompt=True)
+    assert bench.schedule.stretch(seq, 4) == 4
+    bench.runner.burst([seq], 5, 60)
+    assert seq.tokens[3:] == toy.expected([3, 4, 5], 6)
     assert [event.tokens for event in bench.events[0]] == [1, 2, 3, 4, 5, 6]
     assert bench.runner.counters.decode_steps == 5
 
@@ -110,9 +110,9 @@ def test_hidden_states_are_pooled_over_the_chunks_of_a_prompt(
     numpy_toy_bundle: Path, chunks: list[int]
 ) -> None:
     bench = Bench(numpy_toy_bundle)
-    own = bench.add([3, 4, 5], 0, pooling="mean")
+    seq = bench.add([3, 4, 5], 0, pooling="mean")
     for count in chunks:
-        bench.runner.pool([(own, count)])
+        bench.runner.pool([(seq, count)])
     (event,) = bench.events[0]
     sums = np.cumsum([3, 2 * 4, 3 * 5])
     states = np.stack([sums, sums % 7, np.ones(3)], axis=1).mean(axis=0)

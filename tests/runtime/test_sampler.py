@@ -25,8 +25,8 @@ def unread() -> Floats:
 
 
 def test_what_the_device_has_drawn_is_taken_without_logits() -> None:
-    own = sampler()
-    assert own.plain and own.token(unread, 5, 0) == 5
+    token_sampler = sampler()
+    assert token_sampler.plain and token_sampler.token(unread, 5, 0) == 5
 
 
 def test_an_invalid_token_is_an_error() -> None:
@@ -39,72 +39,74 @@ def test_a_skipped_row_is_drawn_on_the_host() -> None:
 
 
 def test_a_position_has_one_random_number() -> None:
-    own, other = sampler(Sampling(1.0, seed=4)), sampler(Sampling(1.0, seed=4))
-    numbers = [own.params(position)[-1] for position in range(40)]
-    assert own.random_numbers(3, 20) == numbers[3:23] and own.params(3)[-1] == numbers[3]
+    token_sampler, other = sampler(Sampling(1.0, seed=4)), sampler(Sampling(1.0, seed=4))
+    numbers = [token_sampler.params(position)[-1] for position in range(40)]
+    assert token_sampler.random_numbers(3, 20) == numbers[3:23] and token_sampler.params(3)[-1] == numbers[3]
     assert [other.params(position)[-1] for position in reversed(range(40))] == numbers[::-1]
     assert len(set(numbers)) == 40 and all(0 <= number < 1 for number in numbers)
 
 
 def test_penalties_count_the_tokens_of_the_answer() -> None:
-    own = sampler(Sampling(temperature=0, frequency_penalty=2.0))
-    assert not own.plain
+    token_sampler = sampler(Sampling(temperature=0, frequency_penalty=2.0))
+    assert not token_sampler.plain
     logits = logits_of(3)[0]
     logits[4] = 2
     drawn = []
     for position in range(3):
-        drawn.append(own.token(logits.copy, NO_TOKEN, position))
-        own.add(drawn[-1])
+        drawn.append(token_sampler.token(logits.copy, NO_TOKEN, position))
+        token_sampler.add(drawn[-1])
     assert drawn == [3, 3, 4], "5, then 3, then 1 against 2"
 
 
 def test_a_token_that_fits_needs_no_mask() -> None:
     words = Words([2, 3])
     words.free = True
-    own = sampler(words=words)
-    assert own.first_params(0) != SKIP and own.mask is None
-    assert own.token(unread, 2, 0) == 2
+    token_sampler = sampler(words=words)
+    assert token_sampler.first_params(0) != SKIP and token_sampler.mask is None
+    assert token_sampler.token(unread, 2, 0) == 2
 
 
 def test_a_token_that_does_not_fit_is_drawn_among_those_that_do() -> None:
     words = Words([2, 3])
     words.free = True
-    own = sampler(words=words)
-    own.first_params(0)
-    assert own.token(lambda: logits_of(6)[0], 6, 0) == 2
-    assert own.first_params(1) != SKIP and own.mask is not None, "the next try comes later"
-    assert own.token(unread, 3, 1) == 3 and own.mask is None
+    token_sampler = sampler(words=words)
+    token_sampler.first_params(0)
+    assert token_sampler.token(lambda: logits_of(6)[0], 6, 0) == 2
+    assert token_sampler.first_params(1) != SKIP and token_sampler.mask is not None, (
+        "the next try comes later"
+    )
+    assert token_sampler.token(unread, 3, 1) == 3 and token_sampler.mask is None
 
 
 def test_filters_need_the_mask_at_once() -> None:
-    own = sampler(Sampling(1.0, top_k=3, seed=1), Words([2]))
-    own.first_params(0)
-    assert own.mask is not None and own.mask.tolist() == [4]
+    token_sampler = sampler(Sampling(1.0, top_k=3, seed=1), Words([2]))
+    token_sampler.first_params(0)
+    assert token_sampler.mask is not None and token_sampler.mask.tolist() == [4]
 
 
 def test_log_probabilities_need_all_logits() -> None:
-    own = sampler(Sampling(1.0, top_k=3, seed=1), Words([2]), logprobs=0)
-    assert own.first_params(0) == SKIP and own.mask is None
-    assert own.token(lambda: logits_of(6)[0], NO_TOKEN, 0) == 2
-    assert own.forced(5) == []
+    token_sampler = sampler(Sampling(1.0, top_k=3, seed=1), Words([2]), logprobs=0)
+    assert token_sampler.first_params(0) == SKIP and token_sampler.mask is None
+    assert token_sampler.token(lambda: logits_of(6)[0], NO_TOKEN, 0) == 2
+    assert token_sampler.forced(5) == []
 
 
 def test_a_guided_step_ends_where_the_constraint_leaves_no_alternative() -> None:
     words = Words([2])
-    own = sampler(words=words)
-    assert own.next_number(0) is not None
+    token_sampler = sampler(words=words)
+    assert token_sampler.next_number(0) is not None
     words.forces = True
-    assert own.next_number(0) is None
+    assert token_sampler.next_number(0) is None
     words.forces, words.left = False, []
-    assert own.finished and own.next_number(0) is None
+    assert token_sampler.finished and token_sampler.next_number(0) is None
 
 
 def test_a_draft_follows_the_constraint_and_changes_nothing() -> None:
     words = Words([2, 3, 4])
-    own = sampler(words=words)
-    assert own.allowed([2, 3, 5]) == [2, 3]
+    token_sampler = sampler(words=words)
+    assert token_sampler.allowed([2, 3, 5]) == [2, 3]
     logits = logits_of(6)[0]
-    assert own.propose(logits, 0, [2]) == 3
+    assert token_sampler.propose(logits, 0, [2]) == 3
     assert (logits == logits_of(6)[0]).all() and words.left == [2, 3, 4]
 
 

@@ -15,8 +15,8 @@ from mlcbuild_runtime.executor.sampling_params import (
 
 def test_logprobs_are_of_the_whole_softmax() -> None:
     logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
-    own, top = logprobs(logits, 0, 2)
-    assert (own.token, round(float(np.exp(own.logprob)), 4)) == (0, 0.1)
+    token_logprob, top = logprobs(logits, 0, 2)
+    assert (token_logprob.token, round(float(np.exp(token_logprob.logprob)), 4)) == (0, 0.1)
     assert [(item.token, round(float(np.exp(item.logprob)), 4)) for item in top] == [(1, 0.6), (2, 0.3)]
     assert logprobs(logits, 0, 0)[1] == ()
     assert len(logprobs(logits, 0, 20)[1]) == 3
@@ -28,12 +28,12 @@ def test_the_most_likely_of_many(size: int, count: int, different: int, masked: 
     random = np.random.default_rng(seed)
     logits = random.normal(0, 9, different).astype(np.float32)[random.integers(different, size=size)]
     logits[1:][random.random(size - 1) < masked / 9] = -np.inf
-    own, top = logprobs(logits, 0, count)
+    token_logprob, top = logprobs(logits, 0, count)
     exact = logits.astype(np.float64)
     exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
     expected = sorted(range(size), key=lambda i: (-logits[i], i))[:count]
     assert [item.token for item in top] == expected
-    results = [own.logprob, *(item.logprob for item in top)]
+    results = [token_logprob.logprob, *(item.logprob for item in top)]
     np.testing.assert_allclose(results, exact[[0, *expected]], rtol=1e-6, atol=1e-6)
 
 

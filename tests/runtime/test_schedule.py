@@ -180,17 +180,17 @@ def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(engine: Engine) -> N
 def test_priorities(toy_bundle: Path) -> None:
     engine = start(toy_bundle, max_batch=1)
     try:
-        done: SimpleQueue[int] = SimpleQueue()
+        ended_priorities: SimpleQueue[int] = SimpleQueue()
         blocker = ask(engine, greedy([9], 200))
         blocker.get(timeout=120)
         for priority in (5, 0, -5, 0):
 
             def sink(event: Event, priority: int = priority) -> None:
                 if event.last:
-                    done.put(priority)
+                    ended_priorities.put(priority)
 
             engine.submit(Request((1, 2), 2, GREEDY, priority=priority), sink)
-        assert [done.get(timeout=120) for _ in range(4)] == [-5, 0, 0, 5]
+        assert [ended_priorities.get(timeout=120) for _ in range(4)] == [-5, 0, 0, 5]
     finally:
         engine.close()
 

@@ -19,9 +19,9 @@ REQUEST = Request((1, 2, 3), 4, GREEDY)
 
 
 def test_a_step_appends_the_drawn_token() -> None:
-    own, _ = sequence(REQUEST)
-    (event,) = own.consume(rows(own, logits_of(5)))
-    assert (own.tokens, own.length, own.complete) == ([1, 2, 3, 5], 3, False)
+    seq, _ = sequence(REQUEST)
+    (event,) = seq.consume(rows(seq, logits_of(5)))
+    assert (seq.tokens, seq.length, seq.complete) == ([1, 2, 3, 5], 3, False)
     assert (event.text, event.tokens, event.last) == ("f", 1, False)
 
 
@@ -35,63 +35,63 @@ def test_a_step_appends_the_drawn_token() -> None:
     ],
 )
 def test_where_an_answer_ends(request_: Request, token: int, text: str, finish: str | None) -> None:
-    own, _ = sequence(request_)
-    (event,) = own.consume(rows(own, logits_of(token)))
+    seq, _ = sequence(request_)
+    (event,) = seq.consume(rows(seq, logits_of(token)))
     assert (event.text, event.finish) == (text, finish)
 
 
 def test_an_accepted_draft_is_a_token_for_each_row() -> None:
-    own, _ = sequence(REQUEST)
-    own.draft.tokens = [4, 5]
-    events = own.consume(rows(own, logits_of(4, 5, 6)))
-    assert own.tokens == [1, 2, 3, 4, 5, 6] and own.length == 5
+    seq, _ = sequence(REQUEST)
+    seq.draft.tokens = [4, 5]
+    events = seq.consume(rows(seq, logits_of(4, 5, 6)))
+    assert seq.tokens == [1, 2, 3, 4, 5, 6] and seq.length == 5
     assert [event.tokens for event in events] == [1, 2, 3]
-    assert (own.draft.accepted, own.draft.rejected, own.draft.tokens) == (2, 0, [])
+    assert (seq.draft.accepted, seq.draft.rejected, seq.draft.tokens) == (2, 0, [])
 
 
 def test_a_wrong_draft_is_replaced_by_the_drawn_token() -> None:
-    own, _ = sequence(REQUEST)
-    own.draft.tokens = [4, 5]
-    own.consume(rows(own, logits_of(4, 0, 6)))
-    assert own.tokens == [1, 2, 3, 4, 0] and own.length == 4
-    assert (own.draft.accepted, own.draft.rejected) == (1, 1)
+    seq, _ = sequence(REQUEST)
+    seq.draft.tokens = [4, 5]
+    seq.consume(rows(seq, logits_of(4, 0, 6)))
+    assert seq.tokens == [1, 2, 3, 4, 0] and seq.length == 4
+    assert (seq.draft.accepted, seq.draft.rejected) == (1, 1)
 
 
 def test_a_branch_is_followed_where_the_draft_is_wrong() -> None:
-    own, _ = sequence(REQUEST)
-    own.draft.tokens, own.draft.branches = [4, 5], [Branch(1, [6])]
+    seq, _ = sequence(REQUEST)
+    seq.draft.tokens, seq.draft.branches = [4, 5], [Branch(1, [6])]
     # Rows: after 3, after 4, after 4 5, after 4 6.
-    own.consume(rows(own, logits_of(4, 6, 0, 2)))
-    assert own.tokens == [1, 2, 3, 4, 6, 2]
-    assert (own.draft.best_path, own.draft.branch_gain) == (1, 1)
+    seq.consume(rows(seq, logits_of(4, 6, 0, 2)))
+    assert seq.tokens == [1, 2, 3, 4, 6, 2]
+    assert (seq.draft.best_path, seq.draft.branch_gain) == (1, 1)
 
 
 def test_nan_ends_the_answer_with_an_error() -> None:
-    own, _ = sequence(REQUEST)
+    seq, _ = sequence(REQUEST)
     logits = logits_of(5)
     logits[0, 0] = float("nan")
-    (event,) = own.consume(rows(own, logits))
-    assert isinstance(event.error, EngineError) and own.tokens == [1, 2, 3]
+    (event,) = seq.consume(rows(seq, logits))
+    assert isinstance(event.error, EngineError) and seq.tokens == [1, 2, 3]
 
 
 def test_log_probabilities_are_those_before_a_bias() -> None:
     biased = Sampling(temperature=0, bias=((6, 100.0),))
-    own, _ = sequence(replace(REQUEST, sampling=biased, logprobs=1))
-    (event,) = own.consume(rows(own, logits_of(5)))
+    seq, _ = sequence(replace(REQUEST, sampling=biased, logprobs=1))
+    (event,) = seq.consume(rows(seq, logits_of(5)))
     assert event.logprob is not None and event.logprob.token == 6
     assert event.logprob.logprob < -5 and event.alternatives[0].token == 5
 
 
 def test_tokens_of_a_burst_get_their_events_later() -> None:
-    own, _ = sequence(REQUEST)
-    own.length = 2
-    assert own.steps_ahead == 4
+    seq, _ = sequence(REQUEST)
+    seq.length = 2
+    assert seq.steps_ahead == 4
     for token in (5, 6):
-        own.length = len(own.tokens) - 1
-        assert own.advance(rows_of_step(token))
-    own.length = len(own.tokens) - 1
-    assert not own.advance(rows_of_step(7)), "no step follows an end token"
-    assert [(event.text, event.tokens, event.finish) for event in own.take_events()] == [
+        seq.length = len(seq.tokens) - 1
+        assert seq.advance(rows_of_step(token))
+    seq.length = len(seq.tokens) - 1
+    assert not seq.advance(rows_of_step(7)), "no step follows an end token"
+    assert [(event.text, event.tokens, event.finish) for event in seq.take_events()] == [
         ("f", 1, None),
         ("g", 2, None),
         (".", 3, "stop"),
@@ -112,45 +112,45 @@ def rows_of_step(token: int) -> SequenceRows:
     ],
 )
 def test_how_far_a_sequence_goes_before_its_client_hears(request_: Request, steps: int) -> None:
-    own, _ = sequence(request_)
-    own.length = 2
-    assert own.steps_ahead == steps
+    seq, _ = sequence(request_)
+    seq.length = 2
+    assert seq.steps_ahead == steps
 
 
 def test_the_client_s_window_limits_the_answer() -> None:
-    own, events = sequence(replace(REQUEST, max_tokens=100), window=2)
-    assert own.remaining == 2 and not own.resting
+    seq, events = sequence(replace(REQUEST, max_tokens=100), window=2)
+    assert seq.remaining == 2 and not seq.resting
     for token in (1, 2):
-        for event in own.consume(rows(own, logits_of(token))):
-            own.client.deliver(event)
-    assert own.remaining == 0 and own.resting and len(events) == 2
-    own.client.ticket.read()
-    assert own.remaining == 1 and not own.resting
+        for event in seq.consume(rows(seq, logits_of(token))):
+            seq.client.deliver(event)
+    assert seq.remaining == 0 and seq.resting and len(events) == 2
+    seq.client.ticket.read()
+    assert seq.remaining == 1 and not seq.resting
 
 
 def test_a_constraint_forces_tokens_without_the_model() -> None:
     matcher = Words([2, 3, 4])
-    own, _ = sequence(replace(REQUEST, max_tokens=9), matcher)
-    drawn = rows(own, logits_of(2))
+    seq, _ = sequence(replace(REQUEST, max_tokens=9), matcher)
+    drawn = rows(seq, logits_of(2))
     matcher.forces = True
-    events = own.consume(drawn)
-    assert own.tokens == [1, 2, 3, 2, 3, 4]
+    events = seq.consume(drawn)
+    assert seq.tokens == [1, 2, 3, 2, 3, 4]
     assert [event.tokens for event in events] == [1, 2, 3] and events[-1].finish == "stop"
 
 
 def test_rows_before_the_last_draw_nothing() -> None:
-    own, _ = sequence(replace(REQUEST, prompt_logprobs=True, logprobs=0))
-    assert own.sampling_params(2) == [SKIP, SKIP]
-    own.length = 1
-    params = own.sampling_params(2)
+    seq, _ = sequence(replace(REQUEST, prompt_logprobs=True, logprobs=0))
+    assert seq.sampling_params(2) == [SKIP, SKIP]
+    seq.length = 1
+    params = seq.sampling_params(2)
     assert params[0] == SKIP and params[1] != SKIP
 
 
 def test_states_are_pooled_when_the_prompt_is_complete() -> None:
-    own, _ = sequence(replace(REQUEST, max_tokens=0, pooling="mean"))
-    own.length = 2
-    assert own.add_states(np.array([[2, 0], [0, 0]], np.float32)) is None
-    own.length = 3
-    event = own.add_states(np.array([[4, 0]], np.float32))
+    seq, _ = sequence(replace(REQUEST, max_tokens=0, pooling="mean"))
+    seq.length = 2
+    assert seq.add_states(np.array([[2, 0], [0, 0]], np.float32)) is None
+    seq.length = 3
+    event = seq.add_states(np.array([[4, 0]], np.float32))
     assert event is not None and event.vector is not None
     assert event.vector.tolist() == [1, 0]

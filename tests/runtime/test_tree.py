@@ -66,15 +66,15 @@ def test_every_row_is_as_decoding_its_path(
         forks, free = list[draft_tree.Fork](), source.sample(range(40, 64), 24)
         for text in ([source.randrange(size) for _ in range(length - less)] for less in (0, 17)):
             draft, branches = grown(source, EXACT_ROWS // 2 - 1, size)
-            own = [free.pop() for _ in range(-(-(len(text) + len(draft)) // PAGE))]
-            decoded(model, text[:-1], own)
+            draft_pages = [free.pop() for _ in range(-(-(len(text) + len(draft)) // PAGE))]
+            decoded(model, text[:-1], draft_pages)
             for branch in branches:
                 begin = len(text) + branch.start
                 branch.shared = begin // PAGE
                 needed = -(-(begin + len(branch.tokens)) // PAGE) - branch.shared
                 branch.pages = [free.pop() for _ in range(needed)]
-            more, actual = draft_tree.parts(len(text), own, branches, PAGE)
-            parts += [([text[-1], *draft], len(text) + len(draft), own), *more]
+            more, actual = draft_tree.parts(len(text), draft_pages, branches, PAGE)
+            parts += [([text[-1], *draft], len(text) + len(draft), draft_pages), *more]
             expected += [1 + len(draft), *[len(branch.tokens) for branch in branches]]
             forks += actual
             for index, depth in draft_tree.rows(draft, branches):

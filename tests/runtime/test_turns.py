@@ -67,10 +67,10 @@ class _Queue:
     def enter(self, name: str, address: str) -> Future[None]:
         """Has a thread wait; returns its future once it is in the queue, or was refused."""
         before = self.turns.waiting
-        done = self._pool.submit(self._work, name, address)
-        while self.turns.waiting == before and not done.done():
+        future = self._pool.submit(self._work, name, address)
+        while self.turns.waiting == before and not future.done():
             time.sleep(0.001)
-        return done
+        return future
 
     def _work(self, name: str, address: str) -> None:
         client.set(address)

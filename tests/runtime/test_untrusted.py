@@ -193,9 +193,9 @@ def test_damage_at_random_does_not_end_a_server_by_a_signal(toy_copy: Path, seed
         "try: untrusted.load(sys.argv[1])\n"
         "except ServingError as error: print(error)\n"
     )
-    done = shared.run("-c", code, str(toy_copy))
-    assert (done.returncode, done.stderr) == (0, ""), seed
-    assert len(done.stdout.splitlines()) <= 1
+    result = shared.run("-c", code, str(toy_copy))
+    assert (result.returncode, result.stderr) == (0, ""), seed
+    assert len(result.stdout.splitlines()) <= 1
 
 
 def huge(path: Path) -> None:

@@ -83,10 +83,10 @@ def test_logs_are_named_by_their_time_and_the_oldest_go(tmp_path: Path) -> None:
 
 def test_it_imports_next_to_nothing() -> None:
     code = "import sys; old = set(sys.modules); import mlcbuild.store.layout; print(*set(sys.modules) - old)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    ours = {name for name in done.stdout.split() if name.startswith("mlcbuild")}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = {name for name in result.stdout.split() if name.startswith("mlcbuild")}
     assert ours == {"mlcbuild", "mlcbuild.store", "mlcbuild.store.layout", "mlcbuild.store.stamp"}
-    assert not {"pathlib", "json", "dataclasses", "typing"} & set(done.stdout.split())
+    assert not {"pathlib", "json", "dataclasses", "typing"} & set(result.stdout.split())
 
 
 def test_what_is_written_replaces_what_somebody_has_put_there(tmp_path: Path) -> None:

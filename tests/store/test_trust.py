@@ -304,8 +304,8 @@ def test_a_small_archive_that_claims_much_writes_nothing(exported: Path, tmp_pat
     os.truncate(exported, exported.stat().st_size + (1 << 40) + 1024)
     if exported.stat().st_blocks * 512 > 1 << 30:
         pytest.skip("this filesystem has no holes")
-    done = mlcbuild("cache", "import", exported, store=tmp_path / "there")
-    assert done.returncode == 2 and done.stderr.endswith(
+    result = mlcbuild("cache", "import", exported, store=tmp_path / "there")
+    assert result.returncode == 2 and result.stderr.endswith(
         f"cas/{'1' * 64} says that it has {1 << 40} bytes, which are not in the archive\n"
     )
     assert verify(Store(tmp_path / "there")).ok

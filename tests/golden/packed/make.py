@@ -42,11 +42,15 @@ def gptq(module, generator) -> None:
         linear.weight.data = ((linear.weight.data - zeros[..., None]) * scales[..., None]).reshape(
             OUTPUTS, -1
         )
-        own = module.QuantLinear(bits, GROUP, INPUTS, OUTPUTS, False)
-        own.pack(linear, scales, zeros, None)
-        values = own(torch.eye(INPUTS)).t()
-        tensors |= {f"{bits}.qweight": own.qweight, f"{bits}.qzeros": own.qzeros, f"{bits}.values": values}
-        tensors[f"{bits}.scales"] = own.scales.half()
+        quant_linear = module.QuantLinear(bits, GROUP, INPUTS, OUTPUTS, False)
+        quant_linear.pack(linear, scales, zeros, None)
+        values = quant_linear(torch.eye(INPUTS)).t()
+        tensors |= {
+            f"{bits}.qweight": quant_linear.qweight,
+            f"{bits}.qzeros": quant_linear.qzeros,
+            f"{bits}.values": values,
+        }
+        tensors[f"{bits}.scales"] = quant_linear.scales.half()
         tensors[f"{bits}.g_idx"] = (torch.arange(INPUTS) // GROUP).to(torch.int32)
     save_file({name: item.detach().contiguous() for name, item in tensors.items()}, HERE / "gptq.safetensors")
 
