@@ -105,8 +105,8 @@ class StepStarted:
     subject: str = ""
     """The model or other object on which the step works; "" if the step's name already contains it."""
     typical: float = 0.0
-    """Seconds that a step with this kind of work usually takes, which estimate its first run; 0 if unknown.
-    """
+    """Seconds that steps with the same kind of work, such as compiling, usually take, by which the duration
+    of a first run is estimated; 0 if unknown."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ class Planner:
         self._report = report
         self._code = _Code(store.cache)
         self._rows_texts: dict[str, bytes] = {}
-        """Digest of a tree of files -> list of these files as canonical JSON."""
+        """Digest of a tree of files -> the list of its files, [path, digest, size] each, as canonical
+        JSON."""
         self._selections: dict[tuple[str, tuple[str, ...]], Tree] = {}
         problems = []
         for node in graph.nodes.values():

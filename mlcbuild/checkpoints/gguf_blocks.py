@@ -50,13 +50,13 @@ class BlockType:
     """A type of GGUF tensors: its name, number and block size."""
 
     name: str
-    """The name of the type in ggml, such as "Q4_K"."""
+    """The name of a GGUF tensor type in ggml, such as "Q4_K"."""
     number: int
-    """The number that stands for this type in the tensor table of a GGUF file."""
+    """The number by which the tensor table of a GGUF file names a type of tensors."""
     weights: int
     """Number of weights in one block of a quantized type; 1 for types of plain numbers."""
     size: int
-    """Size of one block of this type in bytes."""
+    """Size in bytes of one block of a GGUF tensor type, a run of weights that share scales."""
 
 
 class _Decoded(NamedTuple):

@@ -93,9 +93,8 @@ def headline(log: RunLog) -> str:
 
 
 def _variant(item: LoggedVariant, names: Iterable[str], listed: Container[str]) -> str:
-    """Returns a variant's row of the table. names: those of the measured speeds; listed: the reasons for
-    failures that the summary shows below the table, which the row does not repeat.
-    """
+    """Returns a variant's row of a summary's Markdown table. names: the measured speeds that have a column;
+    listed: the reasons for failures that the summary shows below the table, which the row does not repeat."""
     figures = item.figures
     cells = [
         item.name,

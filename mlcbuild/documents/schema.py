@@ -158,9 +158,9 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
-    """Validates the JSON schema keyword `pattern`, and yields an error if the value does not match. `$`
-    matches as in ECMAScript, while Python's also matches before a final newline.
-    """
+    """Validates the JSON schema keyword `pattern`, and yields an error if the value does not match. A `$` in
+    the pattern matches only at the end of the text, as in ECMAScript; Python's also matches before a final
+    newline."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(value, str) and not _expression(pattern).search(value):

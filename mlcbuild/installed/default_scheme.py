@@ -62,11 +62,11 @@ def choose_scheme(words: str, count: int | None = None, memory: int | None = Non
 
 def _schemes(words: str) -> dict[int, str]:
     """Returns number of bits of a weight -> name of the quantization scheme that suits a machine. words:
-    the machine as `machine_words` describes it.
+    triple, processor and features of the machine, separated by spaces.
 
     int8 products need instructions that sum bytes: AVX2 and later, or Arm's dot product; other processors
-    multiply floats about as fast. Of the 4-bit schemes for int8 products, only the one with a single scale
-    is multiplied in tile registers.
+    multiply floats about as fast. Of the 4-bit schemes for int8 products, only the one with a single scale is
+    multiplied in tile registers.
     """
     _, cpu, *features = words.split()
     if not (cpu in ("x86-64-v3", "x86-64-v4", "apple-m1") or "+dotprod" in features):

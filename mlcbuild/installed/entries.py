@@ -58,9 +58,8 @@ class InstalledModel:
     scheme: str = ""
     """Name of the quantization scheme with which the bundle was built; "" for a downloaded bundle."""
     target: str = ""
-    """The machine for which the bundle was built, as `machine_words` describes it; "" for a downloaded
-    bundle.
-    """
+    """Triple, processor and features of the machine for which the bundle was built, separated by spaces; ""
+    for a downloaded bundle."""
     choice: str = ""
     """"default" if mlcbuild chose the bundle's quantization scheme; "" if the user named it."""
     files: Stats = field(default_factory=dict)

@@ -169,7 +169,7 @@ class ConfigRules:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Field name -> value that transformers uses if config.json does not state it."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Name that only this family uses for a field of config.json -> name that other families use."""
+    """Name that only one model family uses for a field of config.json -> name that the other families use."""
     wide: bool = False
     """True if intermediate_size may be absent and then equals 4 * hidden_size."""
 
@@ -209,15 +209,15 @@ class Family:
     architecture: str
     """The class that `architectures` in config.json must name, where it names any."""
     read: Callable[[Fields, Common], ModelConfig]
-    """Function that reads the fields which only this family has, and returns the model with its layers."""
+    """Function that reads the fields of config.json which only one model family has, and returns the model
+    with its layers."""
     rope: RopeRules | None = field(default_factory=RopeRules)
     """Rules for reading the rotary embedding from config.json; None: no layer is rotated."""
     config: ConfigRules = field(default_factory=ConfigRules)
     tensors: TensorRules = field(default_factory=TensorRules)
     remote_code: bool = False
-    """True if a checkpoint may refer to its own code (auto_map), because that code computes the same as this
-    family.
-    """
+    """True if checkpoints of the family may refer to code of their own (auto_map), because that code computes
+    what transformers' implementation computes."""
     texts: tuple[Family, ...] = ()
     """Families of the text model, if config.json describes it under `text_config` beside other parts. The
     first one applies to a `text_config` without a model_type.

@@ -44,9 +44,8 @@ class Fields:
         """Name that all families share for a field -> name in the file, if it differs."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
-        """Returns a reader of the JSON object `values` in the field `name` of this object. Its problems are
-        collected separately until they are passed to `adopt`.
-        """
+        """Returns a reader (Fields) of `values`, the JSON object in the field `name`. Its problems are
+        collected separately until they are passed to `adopt`."""
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:

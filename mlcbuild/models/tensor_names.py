@@ -103,7 +103,7 @@ class TensorNames:
     parameter.
     """
     unused: str = ""
-    """Regular expression for names of tensors that models of this family do not read."""
+    """Regular expression for the names of those tensors in a checkpoint that no model of the family reads."""
 
     def to_json(self) -> dict[str, Json]:
         """Returns {"sources": {parameter: [Piece.to_json(), ...]}, "unused": regular expression for tensor

@@ -59,7 +59,7 @@ class Dialect:
     """A language of GPU kernels, such as WGSL, and what TVM's code generator for it lacks."""
 
     kind: str
-    """TVM's name of the kind of target for this language, such as webgpu for WGSL."""
+    """TVM's name of the kind of target for a language of GPU kernels, such as webgpu for WGSL."""
     ending: str
     """Suffix of the names of kernel files in a GPU language, without the dot, such as wgsl."""
     prelude: str

@@ -22,7 +22,7 @@ _ALONE = {
     "norm_type": ("rms",),
     "routed_scaling_factor": (1.0,),
 }
-"""Field that transformers does not implement for this family -> the values that switch it off."""
+"""Field of a Hunyuan config.json that transformers does not implement -> the values that switch it off."""
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:

@@ -137,8 +137,7 @@ class Pages:
 
     def _victim(self) -> _Node:
         """Returns the idle page of the prefix tree to evict: the least recently used one, or an idle page
-        below it.
-        """
+        that continues the same prompt after it."""
         node = self._nodes[next(iter(self._idle))]
         while (
             below := next((child for child in node.children.values() if not child.users), None)
@@ -147,7 +146,8 @@ class Pages:
         return node
 
     def _forget(self, node: _Node) -> None:
-        """Frees an idle page and the idle pages below it, and removes all of these from the tree."""
+        """Frees an idle page of the prefix tree and the idle pages that continue the same prompt after it,
+        and removes all of these from the tree."""
         if node.parent is not None:
             del node.parent.children[node.key]
         below = [node]

@@ -181,7 +181,8 @@ class Speculation:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Stops using the draft model after it has failed: answers are the same without it, only slower."""
+        """Stops using the draft model after it has failed: answers stay the same without it, but take
+        longer."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
 

@@ -22,8 +22,7 @@ SHORT = 64 << 10
 ones, which may take tenths of a second."""
 SHORT_WAITING, LONG_WAITING = 48, 16
 """SHORT_WAITING is the maximum number of requests with short messages that may wait to have their prompts
-rendered, LONG_WAITING the same for long messages.
-"""
+rendered, LONG_WAITING the maximum number of those with long messages."""
 LONGEST_WAIT = 5.0
 """Maximum seconds that a request waits while the prompts of other requests are rendered."""
 LONG_NICE = 5

@@ -35,8 +35,8 @@ class Norm:
     centered: bool = False
     """True for LayerNorm, which subtracts the mean before scaling."""
     weight: str | None = "float32"
-    """Stored dtype of the norm's weights; None: the norm has no weights. `bias` is the same for its biases.
-    """
+    """Stored dtype of a norm's weights; None: the norm has no weights. The attribute `bias` is the stored
+    dtype of its biases, or None."""
     bias: str | None = None
 
     @property
