@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from pathlib import Path
 from random import Random
 
-from fuzz_parts.model_files import Timed, refused
+from fuzz_parts.model_files import MOST_MEMORY, Timed, peak, refused
 from fuzz_parts.mutate import dumped, mutated_bytes, mutated_json
 from mlcbuild_format.safetensors import BITS
 
@@ -18,14 +17,6 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
 from tests import checkpoint_files, quantized_seeds, torch_writer
 from tests.quantized_files import quantized
-
-MOST_MEMORY = 200 << 20
-"""Maximum bytes of additional memory that reading a file may take."""
-
-
-def peak() -> int:
-    """Returns the largest amount of memory that this process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class TorchFiles(Timed):

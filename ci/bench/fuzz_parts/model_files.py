@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TypeAlias
@@ -23,13 +25,16 @@ from mlcbuild import models
 from mlcbuild.bundles import gguf_text
 from mlcbuild.checkpoints import exact_weights, gguf_config
 from mlcbuild.checkpoints.gguf_file import read_gguf
+from mlcbuild.checkpoints.gguf_names import names_in_file
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import action, parsing
-from tests import gguf_files, typegoldens
+from tests import gguf_experts, gguf_files, typegoldens
 from tests.conftest import ROOT, TINY
 from tests.program_interpreter import Interpreter
 from tests.test_program import PROGRAM
 
+MOST_MEMORY = 200 << 20
+"""Maximum bytes of additional memory that reading a file may take."""
 SECONDS = 10.0
 """Maximum CPU seconds for a file; these files have a few kB."""
 MOST_LINES, LONGEST_LINE = 61, 4000
@@ -40,6 +45,11 @@ Entry: TypeAlias = tuple[bytes, int, bytes]
 """An entry of GGUF metadata: key, type and value."""
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}
 """Number of a metadata value's type -> bytes, for types that are not strings, arrays, or of 4 bytes."""
+
+
+def peak() -> int:
+    """Returns the largest amount of memory that this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def refused(error: CheckpointError) -> str | None:
@@ -158,33 +168,58 @@ def _numbers(document: Json) -> Iterator[tuple[Json, object]]:
             yield from _numbers(document[key])
 
 
-class Ggufs(Timed):
-    """Creates models in one GGUF file, from the header to weights and tokenizer."""
+@dataclass(frozen=True)
+class GgufSeed:
+    """The parts of a complete GGUF file."""
 
-    def __init__(self, place: Path) -> None:
-        self.path, self.out = place / "model.gguf", place / "out"
-        gguf_files.write_gguf(TINY, self.path, "Q8_0", metadata=gguf_files.tiny_metadata(TINY))
-        self.whole = self.path.read_bytes()
-        self.entries, end = _entries(self.whole)
-        self.data = min(tensor.start for tensor in read_gguf(self.path).tensors.values())
-        self.descriptions = self.whole[end : self.data]
-        assert self._written(self.entries) == self.whole
-        assert self._use() is None
+    whole: bytes
+    entries: list[Entry]
+    descriptions: bytes
+    """The descriptions of the tensors, with the padding behind them."""
+    data: int
+    """Offset of the first tensor."""
 
-    def _written(self, entries: list[Entry]) -> bytes:
+    @classmethod
+    def of(cls, path: Path) -> GgufSeed:
+        whole = path.read_bytes()
+        entries, end = _entries(whole)
+        data = min(tensor.start for tensor in read_gguf(path).tensors.values())
+        seed = cls(whole, entries, whole[end:data], data)
+        assert seed.written(entries) == whole
+        return seed
+
+    def written(self, entries: list[Entry]) -> bytes:
+        """Returns the file with other metadata."""
         head = self.whole[:16] + struct.pack("<Q", len(entries))
         for key, kind, value in entries:
             head += struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
         head += self.descriptions
         return head + bytes(-len(head) % 32) + self.whole[self.data :]
 
+
+class Ggufs(Timed):
+    """Creates models in one GGUF file, from the header to weights and tokenizer: a dense one, and some with
+    experts and latent attention, which have no tokenizer.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.path, self.out = place / "model.gguf", place / "out"
+        gguf_files.write_gguf(TINY, self.path, "Q8_0", metadata=gguf_files.tiny_metadata(TINY))
+        self.seeds = [GgufSeed.of(self.path)]
+        assert self._use() is None
+        for name in ("deepseek_v3", "gpt_oss", "granitemoeshared", "qwen2_moe"):
+            gguf_experts.write(name, self.path)
+            self.seeds.append(GgufSeed.of(self.path))
+            self._read_weights()
+
     def make(self, random: Random) -> bytes:
+        seed = random.choice(self.seeds)
         if random.random() < 0.3:
             # Most of a file is weights and tokens, where changes have little effect.
-            at = random.choice((0, max(0, self.data - 2000)))
-            part = mutated_bytes(random, self.whole[at : at + 2000], (b"\xff" * 8, b"\x09\0\0\0", b"\0" * 8))
-            return self.whole[:at] + part + self.whole[at + 2000 :]
-        entries = list(self.entries)
+            at = random.choice((0, max(0, seed.data - 2000)))
+            part = mutated_bytes(random, seed.whole[at : at + 2000], (b"\xff" * 8, b"\x09\0\0\0", b"\0" * 8))
+            return seed.whole[:at] + part + seed.whole[at + 2000 :]
+        entries = list(seed.entries)
         for _ in range(random.choice((1, 1, 2, 3))):
             at = random.randrange(len(entries))
             key, kind, value = entries[at]
@@ -197,22 +232,30 @@ class Ggufs(Timed):
                 entries[at] = key, *_odd_value(random)
             else:
                 entries[at] = key, kind, mutated_bytes(random, value)
-        return self._written(entries)
+        return seed.written(entries)
 
     def read(self, case: bytes) -> str | None:
         self.path.write_bytes(case)
+        before = peak()
         try:
-            return self._use()
+            problem = self._use()
         except CheckpointError as error:
-            return refused(error)
+            problem = refused(error)
+        more = peak() - before - len(case)
+        return f"it took {more >> 20} MiB" if more > MOST_MEMORY and not problem else problem
+
+    def _read_weights(self) -> None:
+        config = gguf_config.read_config(self.path)
+        weights = exact_weights.checkpoint(self.path, config, names_in_file(self.path, config))
+        for name in weights:
+            weights[name]
 
     def _use(self) -> str | None:
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir()
         inputs: dict[str, Path] = {"checkpoint": self.path.parent}
         params: dict[str, Json] = {"file": self.path.name}
-        config = gguf_config.read_config(self.path)
-        exact_weights.checkpoint(self.path, config, parsing.tensor_names(config))
+        self._read_weights()
         gguf_text.tokenizer(params, inputs, self.out)
         tokenizer = Tokenizer.load(self.out)
         tokenizer.decode(tokenizer.encode("one two"))
