@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,6 +111,21 @@ def test_a_program_without_what_is_called_is_refused(
     (tmp_path / "program.json").write_text(json.dumps(program))
     with pytest.raises(BundleError, match=rf"program.json: a program that computes text needs .*{name}.*;"):
         gpu.load(tmp_path, bundle.manifest(webgpu_bundle), None, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vocab_size", 864), ("hidden_size", 64), ("hidden_size", None)]
+)
+def test_a_program_of_another_models_sizes_is_refused(
+    webgpu_bundle: Path, field: str, value: int | None
+) -> None:
+    manifest = bundle.manifest(webgpu_bundle)
+    config = {key: item for key, item in manifest.model.config.items() if key != field}
+    config |= {} if value is None else {field: value}
+    with pytest.raises(
+        BundleError, match=r"program.json: a row of '(logits|selected)' has [0-9]+ bytes, and"
+    ):
+        gpu.load(webgpu_bundle, replace(manifest, model=replace(manifest.model, config=config)), None, None)
 
 
 def test_a_lost_device_is_named(gpu_bundle: Path) -> None:

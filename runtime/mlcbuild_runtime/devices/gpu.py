@@ -16,7 +16,7 @@ import numpy as np
 from mlcbuild_format import abi
 from mlcbuild_format.bundle import Limits, Manifest
 from mlcbuild_format.errors import BundleError
-from mlcbuild_format.program import Program
+from mlcbuild_format.program import Program, evaluate
 
 from mlcbuild_runtime.devices import gpu_adapter, gpu_program, host_sampling
 from mlcbuild_runtime.devices.gpu_inputs import InputBlock, mask_words, tiles
@@ -49,6 +49,7 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
     a damaged or unsuitable bundle, SetupError if there is no GPU that can run it."""
     program = gpu_program.read(path, manifest)
     _check_interface(path / manifest.library, program)
+    _check_rows(path / manifest.library, program, manifest)
     adapter = gpu_adapter.choose()
     limits = manifest.limits
     count = gpu_program.cache_pages(program, pages or limits.pages, gpu_adapter.limits(adapter))
@@ -76,6 +77,21 @@ def _check_interface(file: Path, program: Program) -> None:
         raise BundleError(
             f"{file}: a program that computes text needs {missing_words}; build the bundle again"
         )
+
+
+def _check_rows(file: Path, program: Program, manifest: Manifest) -> None:
+    """Raises BundleError if rows of logits or hidden states in the GPU program's buffers have other sizes
+    than the model of the manifest: the executor would read another buffer's bytes, or none. file: the
+    program's path, for the message."""
+    one_row = {**program.sizes, "pages": 1, "q": 1}
+    hidden = manifest.hidden_size if "hidden_size" in manifest.model.config else 0
+    for name, width in (("logits", manifest.vocab_size), ("selected", hidden)):
+        size = evaluate(program.buffers[name].size, one_row)
+        if size != 4 * width:
+            raise BundleError(
+                f"{file}: a row of '{name}' has {size} bytes, and the model of bundle.json needs"
+                f" {4 * width}; build the bundle again"
+            )
 
 
 class GpuExecutor:

@@ -104,6 +104,9 @@ def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> Em
             f"input has {len(prompts)} texts; at most {MAX_INPUTS} are accepted at a time", param="input"
         )
     dimensions = fields.integer("dimensions")
+    if dimensions is not None and "hidden_size" not in manifest.model.config:
+        message = "this bundle does not say how many values its vectors have: leave dimensions out"
+        raise RequestError(message, param="dimensions", code="unsupported_field")
     if dimensions is not None and dimensions > (size := manifest.hidden_size):
         raise RequestError(
             f"dimensions is {dimensions}, but this model's vectors have {size}", param="dimensions"
