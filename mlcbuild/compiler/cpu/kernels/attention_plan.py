@@ -14,10 +14,11 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats, registers
 from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
 from mlcbuild.models import Alibi
 
-PART = 8
+PART = 16
 """Number of KV cache pages in one part when attention divides a sequence with few new rows along its pages.
 Reading a part takes several microseconds per head, and a sequence that is long enough to matter has many
-parts.
+parts. On a core of Zen 5, 8 take 5 % longer, and 32 take up to 6 % less but leave cores of larger machines
+idle (`ci/bench/constants`).
 """
 FEW = 16
 """Largest number of new rows with which attention still divides a sequence along its pages: a token with its

@@ -51,8 +51,10 @@ products need it, and memory is never idle. It took 8 % off a step of 8 sequence
 was set (`ci/bench/cpu`, one thread). On a core of Zen 5, 4 KiB and 16 KiB take the same time within 4 %
 (`ci/bench/constants`)."""
 STREAMED_BATCHES = 6
-"""Maximum number of batches of rows of x for which weights are not unpacked into a buffer first. With 32 rows
-on a core of Zen 5, 1 to 12 batches take the same time within 3 % (`ci/bench/constants`)."""
+"""Maximum number of batches of rows of x for which weights are not unpacked into a buffer first. With AVX2 on
+a core of Zen 5, unpacking takes up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 %
+longer for 24 (`ci/bench/constants --isa avx2`).
+"""
 FEW, FEW_FIXED = 32, 92
 """Up to FEW rows of x, FEW_FIXED percent of the tiles are assigned to cores statically: memory bandwidth is
 the limit, so the core that uses weights must also prefetch them. With no static tiles, decoding was 10 to
