@@ -65,7 +65,8 @@ class Checkpoint:
     """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
-    """Path of the GGUF file in the directory of `node`; None for a checkpoint that is a directory."""
+    """Path, relative to the directory of source files that holds it, of a checkpoint that is a GGUF file;
+    None for a checkpoint that is a directory."""
     most: int = UNKNOWN_MEMORY
     """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
     root: Path | None = None

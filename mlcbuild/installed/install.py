@@ -88,9 +88,8 @@ def _is_published(source: str) -> bool:
 
 
 def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions) -> None:
-    """Writes a recipe for an installed model, and builds its bundle. chosen: the scheme. Raises UsageError
-    for a model that cannot be built, and the exceptions of a run.
-    """
+    """Writes a recipe for an installed model, and builds its bundle. chosen: the quantization scheme. Raises
+    UsageError for a model that cannot be built, and the error of the first step that fails."""
     recipe, model = entry.directory / RECIPE, entry.name.removesuffix(f"-{entry.scheme}")
     recipe.write_text(recipe_text(model, entry.source, entry.scheme), encoding="utf-8")
     try:

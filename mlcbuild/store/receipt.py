@@ -248,9 +248,8 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
 
 
 def _touch(path: str, ac: str, records: bytes) -> None:
-    """Marks all records of a receipt as used, unless the receipt's mtime shows that this was done recently.
-    ac: directory of records; records: the keys of the records.
-    """
+    """Marks all results on which a finished run depended as used, unless the mtime of the run's receipt shows
+    that this was done recently. ac: directory of records; records: the records' keys."""
     if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):
             layout.note_use(f"{ac}{layout.shelved(key)}")

@@ -206,8 +206,8 @@ def rounded(size: int) -> int:
 
 
 def evaluate(expression: Expression, sizes: Sizes) -> int:
-    """Returns the value of an expression. sizes: name of a size -> its value. Raises KeyError for a size
-    without a value."""
+    """Returns the value of an expression over the sizes of a GPU program's call. sizes: name of a size -> its
+    value. Raises KeyError for a size without a value."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, str):

@@ -54,10 +54,8 @@ class Emitter:
         return name
 
     def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
-        """Adds a function in several variants to the GPU program. variants: key -> (name of a size -> its
-        maximum in a call, launches of kernels), in the order in which they are tried: a call uses the first
-        variant whose maxima suffice. Keys are not used.
-        """
+        """Adds a function in several variants to the GPU program. variants: any key -> (name of a size -> its
+        maximum in a call, launches of kernels). A call uses the first variant whose maxima suffice."""
         ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
         self.functions[name] = tuple(ordered)
 

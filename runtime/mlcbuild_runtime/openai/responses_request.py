@@ -155,8 +155,9 @@ class ResponsesCall:
     """The fields of the request that the response document repeats."""
 
     def body(self, before: Sequence[Item]) -> dict[str, Json]:
-        """Returns the body of a chat completion for this request. before: items of the earlier conversation,
-        which the request continues. Raises RequestError for an invalid item."""
+        """Returns the body of a chat completion with the same meaning as a request to /v1/responses. before:
+        items of the earlier conversation, which the request continues. Raises RequestError for an invalid
+        item."""
         listed = _messages([*before, *self.items])
         if self.instructions is not None:
             listed.insert(0, {"role": "system", "content": self.instructions})

@@ -42,7 +42,7 @@ class ProductSpec:
     """The product y = x W^T on a GPU, with the operations that are fused with it."""
 
     outputs: int
-    """Number of columns of the result y that are computed, from column `first` on."""
+    """Number of columns of the product's result y that the kernel computes, from column `first` on."""
     inputs: int
     """Number of columns of x, the left factor of the matrix product."""
     form: StoredAs
