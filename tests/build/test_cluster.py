@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,25 +16,19 @@ from pathlib import Path
 import pytest
 
 from mlcbuild.build import cluster
-from mlcbuild.build.cluster import client, site, wire
-from mlcbuild.build.cluster.wire import Answer, Order, OrderInput
-from mlcbuild.build.events import Event, RunResult, StepPlaced, StepProgress, StepResult, Warned
+from mlcbuild.build.cluster import client
+from mlcbuild.build.events import StepProgress, StepResult
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
-from mlcbuild.canon import Entry, Tree, code_files
-from mlcbuild.errors import InputError, Problem, SetupError, StepError, UsageError
-from mlcbuild.remotes import Remote
-from mlcbuild.remotes.link import Link
-from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.store.records import BuildInfo, Preimage, Record
+from mlcbuild.errors import SetupError
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests import builder
+from tests.build.cluster_runs import TEXT, Run
 from tests.cluster import ROOT, Cluster, started
 from tests.forkserver import Process
 
 pytestmark = pytest.mark.xdist_group("cluster")
-TEXT = "tests.actions:text"
 
 
 @pytest.fixture(scope="module")
@@ -48,28 +41,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         actual.worker("four", "--labels", "mortal")
         actual.wait("one", "two", "three", "four")
         yield actual
-
-
-class Run:
-    """A run of a graph on a cluster, with a remote between the stores."""
-
-    def __init__(self, cluster: Cluster, place: Path, name: str = "store") -> None:
-        (place / "remote").mkdir(exist_ok=True)
-        self.store = Store(place / name)
-        self.remote = f"file://{place}/remote"
-        self.address = cluster.address
-        self.events: list[Event] = []
-
-    def __call__(self, nodes: list[Node], *, shared: bool = True, **options: object) -> RunResult:
-        sharing = Sharing(self.store, [Link(Remote(self.remote))] if shared else [])
-        chosen = replace(Options(executor=self.address), **options)  # type: ignore[arg-type]
-        return execute(Graph(nodes), self.store, chosen, self.events.append, sharing)
-
-    def places(self, step: str) -> list[str]:
-        return [e.worker for e in list(self.events) if isinstance(e, StepPlaced) and e.name == step]
-
-    def warnings(self) -> str:
-        return "\n".join(event.message for event in self.events if isinstance(event, Warned))
 
 
 def trees(store: Path) -> dict[str, bytes]:
@@ -311,225 +282,3 @@ def test_an_error_comes_back_with_its_class_and_log(two: Cluster, tmp_path: Path
     log = errors["own"].log
     assert log is not None and log.read_text().startswith("a line before the end\n")
     assert "was killed by SIGKILL" in str(errors["died"].error)
-
-
-# Without a cluster
-
-
-def test_exit_codes_of_a_worker(tmp_path: Path) -> None:
-    with started(tmp_path / "cluster") as actual:
-        address, actual.address = actual.address, "dask://127.0.0.1:1"
-        absent = actual.worker("absent")
-        actual.address = address
-        process = actual.worker("interrupted")
-        lonely = actual.worker("lonely")
-        actual.wait("interrupted", "lonely")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(200) == 130
-        actual.processes[0].kill()
-        assert lonely.wait(200) == 1
-        assert "the scheduler dask://127.0.0.1:" in actual.said("lonely")
-        assert absent.wait(200) == 3
-        assert "no scheduler answers at dask://127.0.0.1:1" in actual.said("absent")
-        assert "Traceback" not in actual.said("absent") + actual.said("lonely")
-
-
-def test_encryption(tmp_path: Path) -> None:
-    """With TLS a run needs the certificate, and a connection without is turned away."""
-    certificates(tmp_path / "cluster" / "tls")
-    tls = str(tmp_path / "cluster" / "tls")
-    with started(tmp_path / "cluster", "--tls", tls) as actual:
-        actual.worker("safe")
-        actual.wait("safe")
-        run = Run(actual, tmp_path)
-        assert run([Step("a", TEXT, {"text": "secret"}, {})], tls=tls).ok
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(client, "_CONNECT", 1.0)
-            with pytest.raises(SetupError, match="no scheduler answers"):
-                run([Step("b", TEXT, {"text": "open"}, {})])
-
-
-def certificates(place: Path) -> None:
-    """Writes a certificate authority and a certificate that it signed, for an encrypted cluster."""
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    place.mkdir(parents=True)
-    now = datetime.datetime.now(datetime.UTC)
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("ours", "worker")]
-    for index, file in enumerate(("ca.pem", "cert.pem")):
-        certificate_builder = x509.CertificateBuilder(
-            names[0], names[index], keys[index].public_key(), 1 + index
-        )
-        certificate_builder = certificate_builder.not_valid_before(
-            now - datetime.timedelta(1)
-        ).not_valid_after(now + datetime.timedelta(1))
-        certificate_builder = certificate_builder.add_extension(
-            x509.BasicConstraints(ca=index == 0, path_length=None), critical=True
-        )
-        signed = certificate_builder.sign(keys[0], hashes.SHA256())
-        (place / file).write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    pem = keys[1].private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    (place / "key.pem").write_bytes(pem)
-
-
-def test_a_scheduler_without_workers_and_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_CONNECT", 0.5)
-    monkeypatch.setattr(client, "_WORKERS", 0.2)
-    step = Step("a", TEXT, {"text": "x"}, {})
-    nowhere = Cluster(tmp_path, address="dask://127.0.0.1:1")
-    with pytest.raises(SetupError, match=r"no scheduler answers at dask://127.0.0.1:1: .*`dask scheduler`"):
-        Run(nowhere, tmp_path)([step])
-    lonely = pytest.raises(SetupError, match="has no worker: start one with `mlcbuild worker dask://127")
-    with started(tmp_path / "cluster") as actual, lonely:
-        Run(actual, tmp_path)([step])
-
-
-def test_without_dask_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    monkeypatch.setitem(sys.modules, "distributed.security", None)
-    with pytest.raises(SetupError, match=r"pip install 'mlcbuild\[dask\]'"):
-        cluster.security(cluster.address("dask://localhost:8786"))
-
-
-@pytest.mark.parametrize(
-    "text", ["dask://", "dask://host", "tcp://host:1", "dask://host:1/x", "dask://u@h:1"]
-)
-def test_addresses(text: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not the address of a scheduler: write dask://HOST:PORT"):
-        cluster.address(text)
-    assert str(cluster.address("dask://a.example:8786")) == "dask://a.example:8786"
-    (tmp_path / "ca.pem").write_text("")
-    with pytest.raises(UsageError, match=r"holds ca.pem, cert.pem and key.pem; it lacks cert.pem, key.pem"):
-        cluster.address("dask://a:1", str(tmp_path))
-
-
-def test_labels() -> None:
-    assert cluster.parse_labels(["fast", "gpu=2"]) == {"fast": cluster.PLENTY, "gpu": 2.0}
-    for wrong in ("", "gpu=", "gpu=0", "=1", "cores=4", "memory"):
-        with pytest.raises(UsageError, match="must be a NAME or NAME=COUNT"):
-            cluster.parse_labels([wrong])
-
-
-def an_order(place: Path) -> Order:
-    image = Preimage(TEXT, {"text": "x"}, code_files("tests.actions"), {"tool": "1"}, {})
-    argument = OrderInput((Entry("a/b", "0" * 64, 3),), "/no/such/place")
-    remotes = (Remote(f"file://{place}", "readwrite", trust=("ed25519:x",)),)
-    return Order("run", image.key(), BuildInfo("step", image), {"of": argument}, 2, False, remotes)
-
-
-def test_orders_and_answers_are_text_and_come_back_whole(tmp_path: Path) -> None:
-    order = an_order(tmp_path)
-    assert Order.decode(order.encode()) == order
-    with pytest.raises(ValueError, match="the order has the format mlcbuild-job/0"):
-        Order.decode(order.encode().replace(wire.FORMAT, "mlcbuild-job/0"))
-    record = Store(tmp_path / "s").record("0" * 64)
-    answer = Answer("w", record, "k", error=StepError("words"), lacking=("a", "b"), unsent=("u",))
-    actual = Answer.decode(answer.encode())
-    assert (type(actual.error), str(actual.error)) == (StepError, "words")
-    assert replace(actual, error=None) == replace(answer, error=None)
-    placed = Answer.decode(Answer("w", error=InputError([Problem("f", 1, 2, "m")])).encode())
-    assert (type(placed.error), str(placed.error)) == (StepError, "f:1:2: m")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "complaint"),
-    [
-        ("cores", "2", "'cores' of the order must be int, not str"),
-        ("again", 1, "'again' of the order must be bool, not int"),
-        ("extra", 1, "the order has the unknown field 'extra'"),
-        ("remotes", [1], "a remote of the order is not a JSON object"),
-        ("remotes", [{"url": "file:///x"}], "the order's remote lacks the field 'ci_only'"),
-        (
-            "remotes",
-            [{"url": "ftp://x", "mode": "read", "ci_only": False, "trust": []}],
-            "a remote of the order is not valid: 'ftp://x' must start with",
-        ),
-        (
-            "remotes",
-            [{"url": "file:///x", "mode": "all", "ci_only": False, "trust": []}],
-            "a remote of the order is not valid: its mode or its trust",
-        ),
-        ("inputs", {"a": [1, []]}, "the input 'a' of the order must be a directory or null, and a list"),
-        ("inputs", {"a": [None, [["x", "y", 1]]]}, "the digest or the size of 'x' in it is malformed"),
-        ("info", {}, "lacks a field"),
-    ],
-)
-def test_a_malformed_order_is_refused(name: str, value: object, complaint: str, tmp_path: Path) -> None:
-    fields = json.loads(an_order(tmp_path).encode())
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        Order.decode(json.dumps({**fields, name: value}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "complaint"),
-    [
-        ("worker", None, "'worker' of the answer must be str, not NoneType"),
-        ("error", ["StepError"], "'error' of the answer must be the name of an error and its message"),
-        ("unsent", [1], "'unsent' of the answer must be a list of texts"),
-        ("stopped", "no", "'stopped' of the answer must be bool, not str"),
-    ],
-)
-def test_a_malformed_answer_is_refused(name: str, value: object, complaint: str) -> None:
-    fields = json.loads(Answer("w").encode())
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        Answer.decode(json.dumps({**fields, name: value}))
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("[]", "is not a JSON object"),
-        ('{"format": 1, "format": 2}', "the key 'format' is there twice"),
-        ('{"format": NaN}', "NaN is not JSON"),
-        ("{", "Expecting property name"),
-    ],
-)
-@pytest.mark.parametrize("message", [Order, Answer])
-def test_a_message_is_strict_json(message: type[Order | Answer], text: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        message.decode(text)
-
-
-def test_the_record_of_an_answer_is_checked_as_any_other(tmp_path: Path) -> None:
-    order = an_order(tmp_path)
-    record = Record.create(order.key, Tree.of(()), order.info)
-    right = Answer("w", record, order.key).encode()
-    assert Answer.decode(right).record == record
-    for wrong in (right.replace(r"\"x\"", r"\"y\""), right.replace("0,0,0", "0,0,-1")):
-        assert wrong != right
-        with pytest.raises(ValueError, match=r"does not follow|three whole numbers"):
-            Answer.decode(wrong)
-
-
-def attempt(order: Order, place: Path) -> Answer:
-    store = Store(place / "store")
-    here = site.Site("w", store, store.staging())
-    try:
-        output: list[object] = []
-        return site._Attempt(here, order, lambda: True, output.append).run()
-    finally:
-        here.close()
-
-
-def test_a_worker_refuses_what_would_not_be_what_the_key_says(tmp_path: Path) -> None:
-    (tmp_path / "remote").mkdir()
-    order = replace(an_order(tmp_path / "remote"), remotes=(Remote(f"file://{tmp_path}/remote"),))
-    assert attempt(order, tmp_path).lacking == ("0" * 64,)
-    image = replace(order.info.preimage, code={**order.info.preimage.code, "tests/actions.py": "0" * 64})
-    wrong = attempt(replace(order, info=replace(order.info, preimage=image)), tmp_path)
-    assert str(wrong.error) == (
-        "step step: the worker w has another mlcbuild (tests/actions.py differs): "
-        "install the same mlcbuild there"
-    )
-    image = replace(order.info.preimage, action="tests.nowhere:act")
-    gone = attempt(replace(order, info=replace(order.info, preimage=image)), tmp_path)
-    assert "the worker w has no module 'tests.nowhere'" in str(gone.error)
-    alone = attempt(replace(order, remotes=()), tmp_path)
-    assert "there is no remote that both read and write" in str(alone.error)

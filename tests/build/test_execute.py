@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from mlcbuild import machine, progress
+from mlcbuild import progress
 from mlcbuild.build.events import (
     Event,
     RunResult,
@@ -31,34 +26,15 @@ from mlcbuild.build.events import (
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Source, Step
 from mlcbuild.canon import Json
-from mlcbuild.errors import CheckpointError, InputError, MlcbuildError, StepError, StoreError, UsageError
+from mlcbuild.errors import CheckpointError, InputError, MlcbuildError, StepError, UsageError
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
+from tests.build.runs import INLINE, clean, only, statuses, step
 
 TEXT = "tests.actions:text"
-ROOT = Path(__file__).resolve().parent.parent.parent
-INLINE = Options(executor="inline")
+
+
 EXECUTORS: tuple[Literal["inline", "pool"], ...] = ("inline", "pool")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-def step(
-    name: str, function: str = "text", *needs: str, memory: int = 1, cores: int = 1, **params: Json
-) -> Step:
-    inputs = {need: Input(need) for need in needs}
-    return Step(name, f"tests.actions:{function}", params, inputs, memory=memory, cores=cores)
-
-
-def statuses(result: RunResult) -> dict[str, str]:
-    return {step.name: step.status for step in result.steps}
-
-
-def only(result: RunResult, name: str) -> StepResult:
-    return next(step for step in result.steps if step.name == name)
 
 
 def content(store: Store, result: RunResult, name: str) -> str:
@@ -67,13 +43,6 @@ def content(store: Store, result: RunResult, name: str) -> str:
     assert record is not None
     (entry,) = record.files
     return store.blob(entry.digest).read_text()
-
-
-def clean(store: Store) -> None:
-    """Asserts that nothing of a run is left in the store but its results."""
-    assert not any((store.root / "tmp").iterdir())
-    assert not any((store.root / "locks").iterdir())
-    assert verify(store).ok
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -338,42 +307,6 @@ def test_temporary_files_of_actions_go_with_the_step(store: Store, tmp_path: Pat
         clean(store)
 
 
-def overlaps(log: Path) -> int:
-    """Returns the most steps that ran at one time."""
-    marks = []
-    for line in log.read_text().splitlines():
-        started, ended = map(float, line.split())
-        marks += [(started, 1), (ended, -1)]
-    running = peak = 0
-    for _, change in sorted(marks):
-        running += change
-        peak = max(peak, running)
-    return peak
-
-
-@pytest.mark.parametrize(
-    ("jobs", "memory", "needs", "expected"),
-    [(4, 100, 10, 4), (1, 100, 10, 1), (4, 100, 60, 1), (4, 100, 50, 2), (4, 100, 1000, 1)],
-)
-def test_cores_and_memory_bound_what_runs_at_once(
-    tmp_path: Path, *, jobs: int, memory: int, needs: int, expected: int
-) -> None:
-    store = Store(tmp_path / "store")
-    log = tmp_path / "log"
-    graph = Graph([step(f"s{n}", "interval", memory=needs, text=str(n), log=str(log)) for n in range(4)])
-    assert execute(graph, store, Options(jobs=jobs, memory=memory)).ok
-    assert overlaps(log) <= expected
-    assert expected < 4 or overlaps(log) >= 2  # on a busy machine not all four need meet
-
-
-def test_a_step_that_measures_runs_alone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    steps = [step(f"s{n}", "interval", text=str(n), log=str(log)) for n in range(4)]
-    graph = Graph([replace(actual, alone=True) for actual in steps])
-    assert execute(graph, Store(tmp_path / "store"), Options(jobs=4)).ok
-    assert overlaps(log) == 1
-
-
 def test_a_step_with_the_key_of_a_running_one_waits_for_it(store: Store, tmp_path: Path) -> None:
     note = tmp_path / "note"
     same: dict[str, Json] = {"count": str(note), "text": "same", "sleep_ms": 300}
@@ -422,12 +355,6 @@ def test_workers_are_kept_but_not_one_that_holds_much_memory(store: Store) -> No
     assert pids[0] == pids[1] != pids[2]
 
 
-def test_this_machine_has_something_to_share() -> None:
-    assert machine.cores() >= 1
-    assert machine.memory() > 100 << 20
-    assert re.fullmatch(rf".+, {machine.cores()} cores", machine.kind())
-
-
 def test_a_run_in_a_thread_works_without_signals(store: Store) -> None:
     results: list[RunResult] = []
     thread = threading.Thread(target=lambda: results.append(execute(Graph([step("a")]), store)))
@@ -448,139 +375,3 @@ def test_an_inline_run_stops_at_a_signal(store: Store) -> None:
     assert only(result, "z").reason == "interrupted by SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before
     clean(store)
-
-
-# Other processes
-
-
-def build(store: Path, graph: str, note: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.builder", str(store), graph, str(note)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 200.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    """Returns True if a process has ended; one that only waits to be reaped has."""
-    result = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip()[:1] in {"", "Z"}
-
-
-def test_two_processes_build_each_step_once(tmp_path: Path) -> None:
-    note, store = tmp_path / "note", tmp_path / "store"
-    with build(store, "shared", note) as one:
-        wait_for(lambda: note.exists() and len(note.read_text().split()) == 2)
-        with build(store, "shared", note) as other:
-            assert other.stderr is not None
-            line = other.stderr.readline()
-            (tmp_path / "note.gate").write_text("")
-            outputs = [one.communicate(), other.communicate()]
-    assert line.startswith("wait    a") and line.endswith(f"waiting for another mlcbuild (pid {one.pid})\n")
-    assert (one.returncode, other.returncode) == (0, 0)
-    assert sorted(note.read_text().split()) == ["a0", "a1", "b"]
-    steps = [json.loads(out)["steps"] for out, _ in outputs]
-    built = [step["name"] for run in steps for step in run if step["status"] == "built"]
-    assert sorted(built) == ["a0", "a1", "b"]
-    clean(Store(store))
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_run_its_workers_and_theirs_and_says_what_is_kept(
-    tmp_path: Path, sent: signal.Signals
-) -> None:
-    note, store = tmp_path / "note", tmp_path / "store"
-    with build(store, "holding", note) as process:
-        wait_for(note.exists)
-        process.send_signal(sent)
-        out, err = process.communicate(timeout=200)  # the step would take 600 s
-    assert process.returncode == 130
-    assert all(gone(int(pid)) for pid in note.read_text().split())
-    assert err.splitlines()[-1].startswith(f"interrupted by {sent.name}: 1 built, 0 reused, 1 skipped in ")
-    assert err.splitlines()[-1].endswith("stopped: held. What was built is kept; run again to continue")
-    assert json.loads(out)["steps"][1]["reason"] == f"interrupted by {sent.name}"
-    clean(Store(store))
-
-
-def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    with build(tmp_path / "store", "holding", note) as process:
-        wait_for(note.exists)
-        process.kill()
-        process.wait()  # an orphan would keep the pipes open: not to be waited for
-    for pid in note.read_text().split():
-        wait_for(lambda pid=pid: gone(int(pid)))  # type: ignore[misc]  # a default binds the loop's value
-
-
-@pytest.mark.parametrize("keep_going", [False, True])
-def test_a_step_fails_whose_lock_cannot_be_made(store: Store, tmp_path: Path, keep_going: bool) -> None:
-    graph = Graph([step("a", text="x"), step("b", text="y"), step("c", text="z")])
-    key = only(execute(graph, Store(tmp_path / "before"), INLINE), "b").key
-    assert key is not None
-
-    def obstruct(event: Event) -> None:
-        if isinstance(event, StepFinished) and event.result.name == "a":
-            (store.root / "locks" / key / "not a lock").mkdir(parents=True)
-
-    result = execute(graph, store, Options(executor="inline", keep_going=keep_going), obstruct)
-    assert statuses(result) == {"a": "built", "b": "failed", "c": "built" if keep_going else "skipped"}
-    error = only(result, "b").error
-    assert isinstance(error, StoreError) and f"Directory not empty: {store.root / 'locks' / key}" in str(
-        error
-    )
-    if not keep_going:
-        assert only(result, "c").reason == "not started: b failed"
-    (store.root / "locks" / key / "not a lock").rmdir()
-    assert execute(graph, store, INLINE).ok
-
-
-def test_a_full_disk_is_told_and_leaves_a_usable_store(tmp_path: Path) -> None:
-    """Files are limited to 64 kB for this process and its workers: writing more fails as on a full disk."""
-    code = (
-        "import resource, sys; from pathlib import Path\n"
-        "from mlcbuild.build.execute import *; from mlcbuild.build.graph import *\n"
-        "from mlcbuild.store.store import Store\n"
-        "from mlcbuild.reports.report import summary\n"
-        "big = Step('big', 'tests.actions:big', {'bytes': int(sys.argv[2])}, {})\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
-        "small = Step('small', 'tests.actions:text', {}, {})\n"
-        "result = execute(Graph([small, big]), Store(Path(sys.argv[1])))\n"
-        "print(result.steps[0].status, type(result.steps[1].error).__name__, result.steps[1].error)\n"
-    )
-    store = tmp_path / "store"
-    command = [sys.executable, "-c", code, str(store), "100000"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.stderr == ""
-    assert result.stdout == (
-        f"built StoreError the store at {store} cannot be written: no space is left; free some, run "
-        "`mlcbuild cache gc`, or set MLCBUILD_STORE elsewhere\n"
-    )
-    clean(Store(store))
-    assert execute(Graph([step("big", "big", bytes=100000)]), Store(store), INLINE).ok
-
-
-def test_a_full_file_system_is_told_and_leaves_a_usable_store(tmp_path: Path) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs root on Linux")
-    try:
-        store = Store(place / "store")
-        assert execute(Graph([step("a", text="x")]), store, INLINE).ok
-        result = execute(Graph([step("a", text="x"), step("big", "big", bytes=2 << 20)]), store)
-        assert isinstance(only(result, "big").error, StoreError)
-        assert only(result, "a").status == "reused"
-        assert execute(Graph([step("b", text="y")]), store).ok
-        clean(store)
-    finally:
-        subprocess.run(["umount", place], check=True)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlcbuild.build.cluster import wire
 from mlcbuild.build.cluster.wire import Answer, Order, OrderInput, order
 from mlcbuild.build.worker import Job, JobInput
 from mlcbuild.canon import Entry, Tree
-from mlcbuild.errors import CheckpointError, InputError, MlcbuildError, StepError
+from mlcbuild.errors import (
+    CheckpointError,
+    InputError,
+    MlcbuildError,
+    Problem,
+    StepError,
+)
 from mlcbuild.remotes import Remote
 from mlcbuild.store.records import BuildInfo, Measured, Preimage, Record
+from mlcbuild.store.store import Store
+from tests.build.cluster_runs import an_order
 
 FILES = (Entry("a/b.txt", "1" * 64, 7), Entry("c", "2" * 64, 0))
 PREIMAGE = Preimage(
@@ -117,3 +128,87 @@ def test_what_is_no_answer_is_refused(changes: dict[str, Any], words: str) -> No
 def test_no_name_of_an_error_reaches_other_classes() -> None:
     text = json.dumps({**json.loads(Answer("w").encode()), "error": ["did_you_mean", "x"]})
     assert type(Answer.decode(text).error) is StepError
+
+
+def test_orders_and_answers_are_text_and_come_back_whole(tmp_path: Path) -> None:
+    order = an_order(tmp_path)
+    assert Order.decode(order.encode()) == order
+    with pytest.raises(ValueError, match="the order has the format mlcbuild-job/0"):
+        Order.decode(order.encode().replace(wire.FORMAT, "mlcbuild-job/0"))
+    record = Store(tmp_path / "s").record("0" * 64)
+    answer = Answer("w", record, "k", error=StepError("words"), lacking=("a", "b"), unsent=("u",))
+    actual = Answer.decode(answer.encode())
+    assert (type(actual.error), str(actual.error)) == (StepError, "words")
+    assert replace(actual, error=None) == replace(answer, error=None)
+    placed = Answer.decode(Answer("w", error=InputError([Problem("f", 1, 2, "m")])).encode())
+    assert (type(placed.error), str(placed.error)) == (StepError, "f:1:2: m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("cores", "2", "'cores' of the order must be int, not str"),
+        ("again", 1, "'again' of the order must be bool, not int"),
+        ("extra", 1, "the order has the unknown field 'extra'"),
+        ("remotes", [1], "a remote of the order is not a JSON object"),
+        ("remotes", [{"url": "file:///x"}], "the order's remote lacks the field 'ci_only'"),
+        (
+            "remotes",
+            [{"url": "ftp://x", "mode": "read", "ci_only": False, "trust": []}],
+            "a remote of the order is not valid: 'ftp://x' must start with",
+        ),
+        (
+            "remotes",
+            [{"url": "file:///x", "mode": "all", "ci_only": False, "trust": []}],
+            "a remote of the order is not valid: its mode or its trust",
+        ),
+        ("inputs", {"a": [1, []]}, "the input 'a' of the order must be a directory or null, and a list"),
+        ("inputs", {"a": [None, [["x", "y", 1]]]}, "the digest or the size of 'x' in it is malformed"),
+        ("info", {}, "lacks a field"),
+    ],
+)
+def test_a_malformed_order_is_refused(name: str, value: object, complaint: str, tmp_path: Path) -> None:
+    fields = json.loads(an_order(tmp_path).encode())
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        Order.decode(json.dumps({**fields, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("worker", None, "'worker' of the answer must be str, not NoneType"),
+        ("error", ["StepError"], "'error' of the answer must be the name of an error and its message"),
+        ("unsent", [1], "'unsent' of the answer must be a list of texts"),
+        ("stopped", "no", "'stopped' of the answer must be bool, not str"),
+    ],
+)
+def test_a_malformed_answer_is_refused(name: str, value: object, complaint: str) -> None:
+    fields = json.loads(Answer("w").encode())
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        Answer.decode(json.dumps({**fields, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[]", "is not a JSON object"),
+        ('{"format": 1, "format": 2}', "the key 'format' is there twice"),
+        ('{"format": NaN}', "NaN is not JSON"),
+        ("{", "Expecting property name"),
+    ],
+)
+@pytest.mark.parametrize("message", [Order, Answer])
+def test_a_message_is_strict_json(message: type[Order | Answer], text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        message.decode(text)
+
+
+def test_the_record_of_an_answer_is_checked_as_any_other(tmp_path: Path) -> None:
+    order = an_order(tmp_path)
+    record = Record.create(order.key, Tree.of(()), order.info)
+    right = Answer("w", record, order.key).encode()
+    assert Answer.decode(right).record == record
+    for wrong in (right.replace(r"\"x\"", r"\"y\""), right.replace("0,0,0", "0,0,-1")):
+        assert wrong != right
+        with pytest.raises(ValueError, match=r"does not follow|three whole numbers"):
+            Answer.decode(wrong)

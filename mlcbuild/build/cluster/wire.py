@@ -16,7 +16,7 @@ from mlcbuild_format import strict_json
 import mlcbuild.errors
 from mlcbuild.build.worker import Job
 from mlcbuild.canon import Entry
-from mlcbuild.errors import MlcbuildError, StepError
+from mlcbuild.errors import InputError, MlcbuildError, StepError
 from mlcbuild.remotes import Mode, Remote, fault
 from mlcbuild.store.record_form import read_rows
 from mlcbuild.store.records import BuildInfo, Record
@@ -244,13 +244,13 @@ def _order_input(name: str, value: object) -> OrderInput:
 
 def _error(kind: str, message: str) -> MlcbuildError:
     """Returns an error of mlcbuild's exception class named `kind`; a StepError if that class is unknown or
-    requires further arguments.
+    an InputError, which consists of problems.
     """
     error_class = getattr(mlcbuild.errors, kind, None)
     if (
         isinstance(error_class, type)
         and issubclass(error_class, MlcbuildError)
-        and "__init__" not in vars(error_class)
+        and not issubclass(error_class, InputError)
     ):
         return error_class(message)
     return StepError(message)
