@@ -1,0 +1,37 @@
+"""Files of a checkpoint on a hub."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from tests.hub import Client, RefusedError
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "tokenizer.model": b"pieces" * 50,
+    "model.safetensors": bytes(range(256)) * 400,
+    "README.md": b"words",
+}
+
+
+FETCHED = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.model"]
+
+
+def pins(*names: str) -> dict[str, object]:
+    """Returns what a lock says of some of FILES."""
+    chosen = {name: FILES[name] for name in names or FETCHED}
+    return {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in chosen.items()
+    }
+
+
+def refusal(client: Client, function: str, *arguments: object) -> str:
+    """Returns the message of the SourceError that a call must raise."""
+    with pytest.raises(RefusedError) as caught:
+        client.call(function, *arguments)
+    assert caught.value.kind in ("SourceError", "UnreachableError", "AbsentError"), caught.value
+    assert "Traceback" not in caught.value.message
+    return caught.value.message
