@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from . import shared
 from .shared import Server
-from .test_server import HI, LONG, post, text_of
+from .test_serve import LONG
+from .test_server import HI, post, text_of
 
 
 def complete(server: Server, **body: Any) -> Any:

@@ -11,7 +11,8 @@ from mlcbuild_format.fields import Json
 
 from tests.runtime.refusals import refusal
 
-from .test_bundle import FIGURES, edit, put, section
+from .test_any_manifest import FIGURES
+from .test_bundle import edit, put, section
 
 
 @pytest.fixture(autouse=True)

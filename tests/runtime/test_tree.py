@@ -24,8 +24,9 @@ from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import Sampling
 
 from . import toy
+from .draft_engines import TEXT, start
 from .test_engine import GREEDY, ask, drain, greedy, held, tokens_of, wait_idle
-from .test_speculation import SAMPLINGS, TEXT, jobs, start
+from .test_speculation import SAMPLINGS, jobs
 from .wrapped import Stepwise
 
 PAGE = 16
