@@ -20,7 +20,8 @@ from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.param import Activation
 from mlcbuild.models.tensor_names import WHOLE
 from tests.conftest import ROOT, TINY
-from tests.test_tour import Tour, blocks, free_port, shell
+from tests.test_tour import Tour, free_port, shell
+from tests.tour import blocks
 
 
 def section(document: str, heading: str) -> str:

@@ -29,27 +29,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from mlcbuild.cli import VERBS, parser
-from mlcbuild.errors import InputError
 from mlcbuild.recipe import expand, load
-from mlcbuild.targets import presets, requirements
 from tests.conftest import ROOT, TINY
+from tests.tour import DOCUMENTS, TOURED, Block, blocks, commands
 
-TOURED = ("README.md", "recipes/TOUR.md", "ci/README.md")
-"""Documents whose blocks are executed in this order, in one shell."""
-DOCUMENTS = (
-    *TOURED,
-    "recipes/README.md",
-    "targets/README.md",
-    "runtime/README.md",
-    "mlcbuild/README.md",
-)
 PATIENCE = 120
 """Maximum seconds that one command of a guide may take."""
+
 
 ELSEWHERE = {
     ("recipes/README.md", "yaml"): (
@@ -76,33 +65,6 @@ ELSEWHERE = {
     ),
 }
 """Blocks that other tests try: how many, and where."""
-
-
-@dataclass(frozen=True)
-class Block:
-    place: str
-    mark: str
-    """The words of the comment before it, after "tour: "."""
-    language: str
-    text: str
-
-
-RESULTS = re.compile(r"<!-- results: .*?<!-- end of results -->", re.DOTALL)
-"""Tables that ci/bench/results has made; tests/ci/test_results.py compares them."""
-
-
-def blocks(document: str) -> list[Block]:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    results = []
-    for match in re.finditer(
-        r"^(?:<!-- tour: ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
-    ):
-        line = text.count("\n", 0, match.start()) + 1
-        results.append(Block(f"{document}:{line}", match[1] or "", match[2], match[3]))
-    assert 2 * len(results) == len(re.findall(r"^\s*```", text, re.MULTILINE)), "a block was not understood"
-    comments = RESULTS.sub("", text).count("<!--")
-    assert sum(bool(block.mark) for block in results) == comments, "a comment was not understood"
-    return results
 
 
 VARYING = {
@@ -264,17 +226,6 @@ class Tour:
         assert same, f"{block.place}: {self.printed}"
 
 
-def commands(directory: Path) -> dict[str, str]:
-    """Returns an environment in which `mlcbuild` is a command, and nothing of a user is set."""
-    directory.mkdir()
-    command = directory / "mlcbuild"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m mlcbuild "$@"\n')
-    command.chmod(0o755)
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
-    path = os.pathsep.join([str(directory), os.environ["PATH"]])
-    return {**outer, "PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
@@ -339,203 +290,3 @@ def test_outputs_are_compared_as_stated(stated: str, printed: str, same: bool) -
 def test_a_wrong_block_fails_the_tour(tmp_path: Path, block: Block, complaint: str) -> None:
     with shell(tmp_path) as terminal, pytest.raises(AssertionError, match=complaint):
         Tour(terminal, tmp_path, 1).take(block)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_in_sentences_are_right(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    for command in re.findall(r"`mlcbuild ([a-z][^`]*)`", text):
-        words = shlex.split(command)
-        assert words[0] in VERBS, command
-        if len(words) > 1:
-            parser().parse_args(words)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_and_paths_lead_somewhere(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    here = (ROOT / document).parent
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (here / link).exists(), link
-    for path in re.findall(r"`((?:mlcbuild|runtime|tests|recipes|targets|ci)/[\w./-]*)`", text):
-        assert (ROOT / path).exists(), path
-
-
-def test_functions_named_by_the_guide_exist() -> None:
-    """The guide names a function as `name` in `path`."""
-    text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(\w+)` in `([\w./]+\.py)`", text)
-    assert len(named) > 30
-    definition = r"^ *(?:async )?(?:def|class) {0}\b|^{0}\b.*="
-    for name, path in named:
-        source = (ROOT / path).read_text(encoding="utf-8")
-        assert re.search(definition.format(name), source, re.MULTILINE), (name, path)
-
-
-def test_the_guide_lists_every_room() -> None:
-    text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
-    rooms = [path.parent for path in (ROOT / "mlcbuild").glob("*/__init__.py")]
-    runtime = [path.parent for path in (ROOT / "runtime" / "mlcbuild_runtime").glob("*/__init__.py")]
-    for name in [f"{room.name}/" for room in rooms] + [f"{room.relative_to(ROOT)}/" for room in runtime]:
-        assert f"| `{name}` |" in text, name
-
-
-def test_the_guides_name_every_verb_variable_and_exit_code() -> None:
-    text = "\n".join((ROOT / document).read_text(encoding="utf-8") for document in TOURED)
-    for verb in VERBS:
-        assert re.search(rf"\bmlcbuild {verb}\b|`{verb}`", text), verb
-    sources = [*(ROOT / "mlcbuild").rglob("*.py"), *(ROOT / "runtime").rglob("mlcbuild_*/**/*.py")]
-    used = {name for path in sources for name in re.findall(r"MLCBUILD_[A-Z_]+", path.read_text())}
-    assert used == set(re.findall(r"^\| `(MLCBUILD_\w+)(?:<HOST>)?`", text, re.MULTILINE))
-    codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
-    assert codes == ["0", "1", "2", "3", "130"]
-
-
-def test_messages_shown_for_recipes_are_those_of_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (shown,) = (block.text for block in blocks("recipes/README.md") if block.language == "text")
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "q.yaml").write_text(
-        "version: 1\nmodels: {tiny: ./tiny}\nquantizations: [q4f61_1]\ntargets: [host]\n"
-        "compile: {prefill_chunk: '512'}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
-        expand(load(Path("q.yaml")))
-    assert [problem.message for problem in caught.value.problems] == [
-        line.split(": ", 1)[1] for line in shown.splitlines()
-    ]
-
-
-def test_the_sentence_about_a_lacking_instruction_is_that_of_the_program() -> None:
-    (shown,) = (block.text for block in blocks("targets/README.md") if block.language == "text")
-    machines = presets.presets()
-    assert requirements.why_not(machines["x86-64-v4-vnni"], machines["x86-64-v4"]) == shown.strip()
-
-
-def test_the_comment_for_editors_names_the_schema() -> None:
-    (shown,) = (block.text for block in blocks("recipes/README.md") if block.text.startswith("#"))
-    assert (ROOT / "recipes" / shown.strip().partition("$schema=")[2]).is_file()
-
-
-# What `ci/quickstart` does, without its downloads.
-
-
-@pytest.mark.parametrize("script", ["ci/quickstart", "ci/environment", "ci/check", "ci/test"])
-def test_scripts_are_portable_shell(script: str) -> None:
-    assert subprocess.run(["sh", "-n", ROOT / script], check=False).returncode == 0
-    assert (ROOT / script).read_text().startswith("#!/bin/sh\n")
-    assert os.access(ROOT / script, os.X_OK)
-
-
-@pytest.mark.parametrize(("checked", "tested", "code"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (3, 5, 5)], ids=str)
-def test_faults_of_style_fail_the_tests_beside_which_they_are_looked_for(
-    checked: int, tested: int, code: int, tmp_path: Path
-) -> None:
-    (tmp_path / "ci").mkdir()
-    shutil.copy(ROOT / "ci" / "test", tmp_path / "ci")
-    (tmp_path / "ci" / "environment").write_text(f"echo {tmp_path}/python\n")
-    (tmp_path / "ci" / "check").write_text(f"echo style; exit {checked}\n")
-    (tmp_path / "python").write_text(
-        f'#!/bin/sh\ncase "$*" in -c*) echo 4;; *) echo "$@"; exit {tested};; esac\n'
-    )
-    (tmp_path / "python").chmod(0o755)
-    done = subprocess.run(
-        ["sh", tmp_path / "ci" / "test", "tests/a b.py"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code
-    assert sorted(done.stdout.splitlines()) == [
-        "-m pytest --numprocesses=4 --dist=loadgroup tests/a b.py",
-        "style",
-    ]
-    assert done.stderr == ("ci/check found faults of style or types: see above\n" if checked else "")
-
-
-def environment_with(programs: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `ci/environment` on a machine that has only these programs: name -> the lines of a script."""
-    place = directory / "programs"
-    place.mkdir()
-    for name, lines in programs.items():
-        (place / name).write_text(f"#!/bin/sh\n{lines}\n")
-        (place / name).chmod(0o755)
-    sh = shutil.which("sh")
-    assert sh is not None
-    return subprocess.run(
-        [sh, ROOT / "ci" / "environment", ".venv"],
-        cwd=directory,
-        env={"PATH": str(place)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("programs", "complaint"),
-    [
-        ({}, "Python 3.11 or newer is missing: install it"),
-        ({"python3": "exit 1", "ld": ""}, "Python 3.11 or newer is missing: install it"),
-        ({"python3": 'case "$2" in *venv*) exit 1;; esac'}, "Python's venv module is missing: install it"),
-        ({"python3": ""}, "A linker is missing: install one"),
-    ],
-)
-def test_what_a_machine_lacks_is_said(tmp_path: Path, programs: dict[str, str], complaint: str) -> None:
-    done = environment_with(programs, tmp_path)
-    assert done.returncode == 3
-    assert done.stderr.startswith(complaint)
-    assert len(done.stderr.splitlines()) == 1
-    assert not done.stdout
-
-
-def test_quickstart_builds_and_its_advice_is_right(
-    tmp_path: Path, tiny_bundles: Path, common_store: Path
-) -> None:
-    """The script itself; in the place of the environment that it makes, this one."""
-    checkout, bin_ = tmp_path / "checkout", tmp_path / "bin"
-    shutil.copytree(ROOT / "recipes", checkout / "recipes", ignore=shutil.ignore_patterns("dist"))
-    (checkout / "ci").mkdir()
-    shutil.copy(ROOT / "ci" / "quickstart", checkout / "ci")
-    environment = {**commands(bin_), "MLCBUILD_STORE": str(common_store)}
-    (bin_ / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (bin_ / "python").chmod(0o755)
-    (checkout / "ci" / "environment").write_text(f"echo {shlex.quote(str(bin_ / 'python'))}\n")
-    done = subprocess.run(
-        [checkout / "ci" / "quickstart"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    built, _, advice = done.stdout.partition("\nNow try:\n")
-    assert built.splitlines()[-1].endswith("; 3 bundles in recipes/dist")
-    lines = [shlex.split(line) for line in advice.splitlines()]
-    assert [words[1] for words in lines] == ["chat", "serve", "inspect"]
-    for words in lines:
-        parsed = parser().parse_args(words[1:])
-        (bundle,) = parsed.bundles if words[1] == "serve" else [parsed.bundle]
-        assert (Path(bundle) / "bundle.json").is_file()
-        assert Path(words[0]) == bin_ / "mlcbuild"
-    inspect = subprocess.run(lines[-1], env=environment, capture_output=True, text=True, check=True)
-    assert inspect.stdout.startswith("name       tiny-q4a8_1-host\n")
-
-
-FRONT_WORDS = 1000
-"""Words of the front page without its tables of results: about two screens of prose."""
-
-
-def test_the_front_page_is_short_and_its_picture_is_there_in_both_colours() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(RESULTS.sub("", text).split()) <= FRONT_WORDS
-    pictures = re.findall(r'(?:srcset|src)="([^"]+)"', text)
-    assert len(pictures) == 2
-    words = [ElementTree.parse(ROOT / path).getroot().itertext() for path in pictures]
-    light, dark = ([word.strip() for word in drawing if word.strip()] for drawing in words)
-    assert light == dark
-    assert {"recipe.yaml", "matrix", "shared steps", "bundles", "server"} <= set(light)
-
-
-def test_headings_that_links_name_exist() -> None:
-    for document in DOCUMENTS:
-        text = (ROOT / document).read_text(encoding="utf-8")
-        for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
-            target_text = ((ROOT / document).parent / path).read_text(encoding="utf-8") if path else text
-            headings = re.findall(r"^#+ (.+)$", target_text, re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,14 +25,11 @@ from mlcbuild.errors import (
 from mlcbuild.recipe import MOST_OVERRIDES, load, sources
 from mlcbuild.recipe.matrix import MOST_SETTINGS
 from mlcbuild.recipe.reading import LONGEST_NAME
-from mlcbuild.recipe.settings import LARGEST_PROMPTS
 from tests.build.test_scale import calls
+from tests.recipe.verbs import MODEL, VERBS, said
 from tests.recipes import HEAD, changed, faults, project, read
 
 __all__ = ["project"]
-
-MODEL = Path(__file__).parent.parent.parent / "recipes" / "models" / "tiny"
-VERBS = ("validate", "plan", "run")
 
 
 @pytest.fixture
@@ -45,205 +39,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
     return tmp_path
-
-
-def said(capsys: pytest.CaptureFixture[str], verb: str, text: str) -> list[str]:
-    """Returns what a verb says of a recipe with faults."""
-    Path("r.yaml").write_text(text)
-    assert main([verb, "r.yaml"]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert not Path("dist").exists()
-    return err.splitlines()
-
-
-# files that are no files
-
-
-def pipe(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def loop(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to(path.name)
-
-
-def directory(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.mkdir()
-
-
-def zeros(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to("/dev/zero")
-
-
-SPECIAL: dict[str, tuple[Callable[[Path], None], str]] = {
-    "pipe": (pipe, "it is a named pipe, not a regular file"),
-    "directory": (directory, "it is a directory, not a regular file"),
-    "device": (zeros, "it is a device, not a regular file"),
-    "loop": (loop, "Too many levels of symbolic links"),
-}
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "loop"])
-def test_a_recipe_that_is_no_file(here: Path, kind: str) -> None:
-    make, words = SPECIAL[kind]
-    make(here / "odd.yaml")
-    command = [sys.executable, "-m", "mlcbuild", "validate", "odd.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (2, f"odd.yaml: cannot read this file: {words}\n")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_a_config_that_is_no_file(
-    here: Path, capsys: pytest.CaptureFixture[str], kind: str, verb: str
-) -> None:
-    make, _ = SPECIAL[kind]
-    make(here / "models/tiny/config.json")
-    (line,) = said(capsys, verb, HEAD)
-    words = {
-        "pipe": "config.json is a named pipe; ",
-        "directory": "config.json is a directory; ",
-        "device": "config.json is a device; ",
-        "loop": "config.json is a broken link (Too many levels of symbolic links); ",
-    }
-    assert line.startswith("r.yaml:2:16: model 'tiny': ")
-    assert line.endswith(f"{words[kind]}a checkpoint has regular files only")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
-def test_a_lock_that_is_no_file(here: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    SPECIAL[kind][0](here / "r.lock")
-    what = SPECIAL[kind][1].removeprefix("it is ").removesuffix(", not a regular file")
-    assert said(capsys, "validate", HEAD) == [
-        f"r.yaml:1:1: the lock file r.lock is {what}; remove it, or name another one"
-    ]
-
-
-def test_a_damaged_lock_is_found_by_validate(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("r.lock").write_text("version: 1\nsources: {'hf://a/b@main': {commit: x, files: {}}}\n")
-    lines = said(capsys, "validate", changed(models="{a: hf://a/b}"))
-    assert "r.lock:2:29: a commit is 40 hex digits; restore the file" in "\n".join(lines)
-
-
-PROMPTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing": (lambda path: path.write_bytes(b""), "it holds no prompt; write one on each line"),
-    "blank lines": (
-        lambda path: path.write_bytes(b"\n \n\t\n"),
-        "it holds no prompt; write one on each line",
-    ),
-    "a byte order mark": (
-        lambda path: path.write_bytes(b"\xef\xbb\xbf\r\n"),
-        "it holds no prompt; write one on each line",
-    ),
-    "Latin 1": (
-        lambda path: path.write_bytes(b"one\ncaf\xe9\n"),
-        "line 2 is not UTF-8 (byte 0xe9); save it as UTF-8",
-    ),
-    "UTF-16": (
-        lambda path: path.write_bytes("hello".encode("utf-16")),
-        "line 1 is not UTF-8 (byte 0xff); save it as UTF-8",
-    ),
-    "too much": (
-        lambda path: path.write_bytes(b"x" * (LARGEST_PROMPTS + 1)),
-        f"it is larger than {LARGEST_PROMPTS} bytes",
-    ),
-    "a pipe": (pipe, "it is a named pipe, not a regular file"),
-    "a directory": (directory, "it is a directory, not a regular file"),
-}
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_prompts_that_are_none(project: Path, case: str) -> None:
-    make, words = PROMPTS[case]
-    make(project / "recipes/p.txt")
-    assert faults(HEAD + "verify: {prompts: p.txt}\n") == [
-        f"5:19: the prompts 'p.txt' must be a text file: {words}"
-    ]
-
-
-def test_prompts_that_cannot_be_opened_are_told_with_the_reason(project: Path) -> None:
-    (line,) = faults(HEAD + "verify: {prompts: prompts.txt/x}\n")
-    assert line == "5:19: the prompts 'prompts.txt/x' must be a text file: it cannot be read: Not a directory"
-
-
-def test_prompts_of_spaces(project: Path) -> None:
-    assert faults(HEAD + "verify: {prompts: [' ', ' ']}\n") == [
-        "5:19: the prompts hold spaces only; write at least one line of text"
-    ]
-
-
-# paths
-
-LONG = "a" * (LONGEST_NAME + 1)
-PATHS = {
-    "a long name": (
-        f"dist/{LONG}",
-        f"'dist/{LONG}' has the part '{LONG[:40]}...' of {len(LONG)} bytes; "
-        f"at most {LONGEST_NAME} are allowed",
-    ),
-    "bytes count, not letters": (
-        f"dist/{'é' * 121}",
-        f"'dist/{'é' * 121}' has the part '{'é' * 40}...' of 242 bytes; at most {LONGEST_NAME} are allowed",
-    ),
-    "a line break": (
-        '"dist/a\\nb"',
-        "'dist/a\\nb' holds an invisible character; a path has visible letters and spaces only",
-    ),
-    "an escape": (
-        '"dist/\\xa0{model}"',
-        "'dist/\\xa0x' holds an invisible character; a path has visible letters and spaces only",
-    ),
-    "backslashes": (
-        "dist\\..\\x",
-        "'dist\\..\\x' holds a '\\': write '/' between the parts of a path",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", PATHS)
-def test_outputs_that_cannot_be(project: Path, case: str) -> None:
-    written, words = PATHS[case]
-    quoted = written if written.startswith('"') else f"'{written}'"
-    assert faults(HEAD + f"bundle: {{output: {quoted}}}\n") == [f"5:18: {words}"]
-
-
-def test_outputs_that_names_make_too_long(project: Path) -> None:
-    name = "m" * 64
-    text = changed(models=f"{{{name}: models/tiny}}")
-    (line,) = faults(text + f"bundle: {{output: 'd/{'{model}' * 4}'}}\n")
-    assert line.startswith(f"5:18: the output 'd/{name * 4}' of {name}/q4f16_1/x86-64-v3 has the part '")
-    assert line.endswith(f"of 256 bytes; at most {LONGEST_NAME} are allowed; shorten it")
-    (line,) = faults(text + f"bundle: {{output: '{'{model}/' * 70}x'}}\n")
-    assert " bytes long below " in line
-
-
-def test_an_output_that_stands_in_the_way(project: Path) -> None:
-    Path("recipes/dist").write_text("")
-    (line,) = faults(HEAD)
-    assert line == (
-        "1:1: the output 'dist/tiny-q4f16_1-x86-64-v3' lies below "
-        f"{project.resolve()}/recipes/dist, which is a regular file"
-    )
-    Path("recipes/out").mkdir()
-    Path("recipes/out/tiny").write_text("")
-    assert faults(HEAD + "bundle: {output: 'out/{model}'}\n") == [
-        "5:18: the output 'out/tiny' is a regular file; move it away, or choose another output"
-    ]
-
-
-def test_a_long_name_of_the_recipe_makes_a_longer_lock(project: Path) -> None:
-    path = Path("recipes") / f"{'r' * 252}.y"
-    path.write_text(HEAD)
-    with pytest.raises(InputError, match=f"of 257 bytes; at most {LONGEST_NAME} are allowed"):
-        load(path)
-
-
-# all at once
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -271,9 +66,6 @@ def test_what_a_model_cannot_hold_is_found_by_every_verb(
 ) -> None:
     (line,) = said(capsys, verb, HEAD + "compile: {context_window: 1000000}\n")
     assert "r.yaml:2:16: model 'tiny' takes at most " in line
-
-
-# sizes
 
 
 def test_variables_make_no_more_than_a_file_may_hold(project: Path) -> None:
@@ -361,9 +153,6 @@ def test_overrides_and_prompts_are_bounded_over_the_matrix(project: Path) -> Non
 def test_lists_have_limits(project: Path, section: str, limit: str) -> None:
     (line,) = faults(HEAD + section + "\n")
     assert line.endswith(limit)
-
-
-# many problems
 
 
 def test_a_thousand_problems_are_listed() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mlcbuild.remotes import ranges, s3
+from tests.buckets import Server
 from tests.caches import Cache, nginx, serving
 from tests.remotes.users import needs_nginx
 
@@ -39,3 +41,15 @@ def address(request: pytest.FixtureRequest) -> Callable[[Cache], str]:
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'mlcbuild[s3]'")
     request.getfixturevalue("s3_login")
     return lambda cache: cache.bucket
+
+
+@pytest.fixture
+def bucket(s3_login: None, s3_server: Server) -> str:
+    return s3_server.bucket(f"b{secrets.token_hex(8)}")
+
+
+@pytest.fixture
+def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranges, s3):
+        monkeypatch.setattr(module, "FIRST", 1_000_000)
+    monkeypatch.setattr(ranges, "PIECE", 1_000_000)

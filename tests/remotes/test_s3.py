@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import re
-import secrets
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, Literal
-from urllib.parse import parse_qsl, urlsplit
+from typing import BinaryIO
 
 import pytest
 
@@ -24,26 +19,12 @@ from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import client, ranges, s3
 from mlcbuild.remotes.kinds import connect
-from mlcbuild.remotes.transport import Transport
 from mlcbuild.store.upkeep import verify
 from tests.buckets import Server
 from tests.caches import Handler, serving
 from tests.conftest import checked, mlcbuild
+from tests.remotes.s3_content import NAME, SIZE, content
 from tests.remotes.users import BUILT, CHAIN, User, statuses, step
-
-NAME = "cas/" + "5" * 64
-
-
-@pytest.fixture
-def bucket(s3_login: None, s3_server: Server) -> str:
-    return s3_server.bucket(f"b{secrets.token_hex(8)}")
-
-
-def content(transport: Transport, name: str, start: int = 0) -> bytes:
-    body = transport.open(name, start)
-    assert body is not None and body.start == start
-    with body:
-        return b"".join(bytes(data) for data in iter(body.read, b""))  # the buffer is filled anew
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -124,16 +105,6 @@ def test_an_object_that_is_replaced_while_it_is_read_is_no_mixture(
         with pytest.raises(RemoteError, match=r"the object was replaced while it was read|status 412"):
             while data := body.read():
                 assert set(data) == {ord("a")}
-
-
-SIZE = 20_000_000
-
-
-@pytest.fixture
-def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ranges, s3):
-        monkeypatch.setattr(module, "FIRST", 1_000_000)
-    monkeypatch.setattr(ranges, "PIECE", 1_000_000)
 
 
 @dataclass
@@ -274,176 +245,6 @@ def test_a_closed_transport_wakes_who_waits(s3_login: None) -> None:
         with pytest.raises(RemoteError, match="the run ends"):
             transport.size(NAME)
         answered.set()
-
-
-def queries(handlers: list[str]) -> list[dict[str, str]]:
-    return [dict(parse_qsl(urlsplit(line.split()[1]).query)) for line in handlers]
-
-
-def test_what_is_read_is_signed_in_its_address(s3_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "token/+=")
-    lines: list[str] = []
-
-    def noting(handler: Handler) -> bool:
-        lines.append(handler.requestline)
-        return False
-
-    with serving(noting) as cache:
-        cache.content[f"/{NAME}"] = b"data"
-        assert content(connect(cache.bucket), NAME) == b"data"
-        assert connect(f"s3://bucket/a%20b?region=eu-9&endpoint={cache.url}/some/where").size(NAME) is None
-        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-        assert content(connect(cache.bucket), NAME) == b"data"
-        assert connect(cache.bucket).size(NAME) == 4
-    first, second, *public = queries(lines)
-    assert first["X-Amz-Security-Token"] == "token/+=" and first["X-Amz-Expires"] == "1200"
-    assert first["X-Amz-SignedHeaders"] == "host" and len(first["X-Amz-Signature"]) == 64
-    assert lines[1].startswith(f"HEAD /some/where/bucket/a%20b/{NAME}?X-Amz-")
-    assert second["X-Amz-Credential"].endswith("/eu-9/s3/aws4_request")
-    assert public == [{}, {}]
-
-
-def test_a_long_download_is_signed_again_before_the_signature_expires(
-    s3_login: None, short_ranges: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    signed = []
-    sign = s3.S3.sign
-
-    def noted(self: s3.S3, method: Literal["GET", "HEAD"], name: str) -> str:
-        signed.append(name)
-        return sign(self, method, name)
-
-    monkeypatch.setattr(s3.S3, "sign", noted)
-    monkeypatch.setattr(ranges, "FAST", 0)
-    with serving() as cache:
-        cache.content[f"/{NAME}"] = bytes(SIZE)
-        transport = connect(cache.bucket)
-        assert len(content(transport, NAME)) == SIZE and len(signed) == 1
-        monkeypatch.setattr(s3, "EXPIRY", timedelta(seconds=s3._SKEW))
-        assert len(content(transport, NAME)) == SIZE and len(signed) == 1 + 3
-        transport.close()
-
-
-@pytest.mark.parametrize(
-    ("status", "headers", "answer", "words"),
-    [
-        (
-            400,
-            {"x-amz-bucket-region": "eu-1"},
-            b"",
-            "the bucket is in the region eu-1: write region=eu-1 into",
-        ),
-        (
-            301,
-            {"x-amz-bucket-region": "us-east-1"},
-            b"",
-            "it redirects clients (status 301): write the",
-        ),
-        (301, {"x-amz-bucket-region": "e\\u"}, b"", "it redirects clients (status 301): write the"),
-        (403, {"Date": "Mon, 01 Jan 2024 00:00:00 GMT"}, b"", "its clock and that of this machine differ by"),
-        (
-            403,
-            {"Date": "Mon, 99 Jan 99999999999 00:00:00 GMT"},
-            b"",
-            "it refuses the credentials (status 403)",
-        ),
-        (404, {}, b"<Error><Code>NoSuchBucket</Code>", "there is no bucket bucket: create it"),
-        (503, {}, b"<Error><Code>SlowDown</Code>", "it answered with status 503, SlowDown"),
-        (418, {}, b"<Code>" + b"x" * 300_000, "it answered with status 418"),
-    ],
-)
-def test_refusals_are_explained(
-    status: int,
-    headers: dict[str, str],
-    answer: bytes,
-    words: str,
-    s3_login: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client, "PAUSES", (0.0,))
-
-    def refuses(handler: Handler) -> bool:
-        handler.answer(status, answer, headers)
-        return True
-
-    with serving(refuses) as cache, pytest.raises(RemoteError) as caught:
-        connect(cache.bucket).open(NAME)
-    assert str(caught.value).startswith(words) and len(str(caught.value)) < 200
-
-
-def test_where_credentials_come_from_is_asked_and_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3_login: None
-) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    inputs: list[bool] = []
-
-    def guard(handler: Handler) -> bool:
-        if "/login" not in handler.path:
-            return False
-        if inputs:
-            document = {
-                "AccessKeyId": "me",
-                "SecretAccessKey": "hunter2",
-                "Token": "t",
-                "Expiration": "2999-01-01T00:00:00Z",
-            }
-            handler.answer(200, json.dumps(document).encode())
-        else:
-            handler.answer(403, b"hunter2")
-        return True
-
-    with serving(guard) as cache:
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{cache.url}/login?secret=hunter2")
-        token = tmp_path / "token"
-        token.write_text("hunter2")
-        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
-        with pytest.raises(RemoteError) as caught:
-            connect(cache.bucket).size(NAME)
-        assert "hunter2" not in str(caught.value)
-        inputs.append(True)
-        assert connect(cache.bucket).size(NAME) is None
-
-
-def test_credentials_that_are_missing_or_wrong_cost_one_warning(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    wrong = User(tmp_path / "1", bucket)
-    assert wrong.run().ok
-    (warning,) = wrong.warnings()
-    assert "it refuses the credentials (status 403" in warning and "hunter2" not in warning
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    without = User(tmp_path / "2", bucket)
-    assert without.run().ok
-    (warning,) = without.warnings()
-    assert "there are no credentials for it: set $AWS_ACCESS_KEY_ID and" in warning
-    (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws" / "credentials").write_text("hunter2\n")
-    broken = User(tmp_path / "3", bucket)
-    assert broken.run().ok
-    (warning,) = broken.warnings()
-    assert warning.endswith(".aws/credentials: the file cannot be parsed") and "hunter2" not in warning
-
-
-def test_a_bucket_that_is_not_there_costs_one_warning(bucket: str, tmp_path: Path) -> None:
-    user = User(tmp_path / "1", bucket.replace("s3://b", "s3://no"))
-    result = user.run()
-    assert statuses(result) == BUILT and len(result.not_uploaded) == 3
-    (warning,) = user.warnings()
-    assert "there is no bucket nob" in warning or "there is no bucket no" in warning
-
-
-def test_without_the_package_a_sentence_says_how_to_get_it(
-    tmp_path: Path, s3_login: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    user = User(tmp_path / "1", "s3://bucket/x")
-    assert statuses(user.run()) == BUILT
-    assert user.warnings() == [
-        "s3://bucket/x is not used in this run: it needs the package obstore: pip install 'mlcbuild[s3]'"
-    ]
 
 
 def test_a_store_is_pushed_to_a_bucket(bucket: str, tmp_path: Path) -> None:

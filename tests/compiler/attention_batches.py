@@ -1,0 +1,252 @@
+"""Kernels that fill and read the cache, on ragged random batches, and their results in float64 NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import tvm
+from mlcbuild_format.abi import PAGE
+from numpy.typing import NDArray
+from tvm.tirx import PrimFunc
+
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.compiler.cpu.kernels.attention import attention
+from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
+from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
+from mlcbuild.compiler.cpu.kernels.norm import Norm
+from mlcbuild.compiler.cpu.kernels.rope import Append, rope_append
+from mlcbuild.compiler.program.ops import NO_WINDOW
+from mlcbuild.targets import presets
+from tests import emulation, kernelbench
+from tests.libharness import aligned
+
+Array = NDArray[Any]
+
+
+Reals = NDArray[np.float64]
+
+
+LAYERS, LAYER = 3, 1
+
+
+TARGETS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "aarch64-linux")
+
+
+RUNNABLE = [
+    name for name in TARGETS if emulation.available() or kernelbench.runs_here(presets.resolve(name))
+] or ["host"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of the attention kernel: query heads, KV heads, head dimension, and options."""
+
+    heads: tuple[int, int, int]
+    dtype: str = "float32"
+    window: int | None = None
+    softcap: float | None = None
+    rope_dim: int | None = None
+    norm: bool = False
+    bias: bool = False
+    rounded: bool = False
+
+    def __str__(self) -> str:
+        extras = [f"window{self.window}" * bool(self.window), f"cap{self.softcap}" * bool(self.softcap)]
+        flags = ["norm" * self.norm, "bias" * self.bias, f"rope{self.rope_dim}" * bool(self.rope_dim)]
+        flags.append("rounded" * self.rounded)
+        return "-".join(filter(None, ["x".join(map(str, self.heads)), self.dtype, *extras, *flags]))
+
+
+CASES = [
+    Case((9, 3, 64)),
+    Case((8, 1, 80), window=37, rope_dim=20),
+    Case((4, 4, 10), softcap=1.5, bias=True),
+    Case((6, 2, 128), "float16", norm=True),
+    Case((2, 2, 33 * 2), "float16", window=5, softcap=3.0, bias=True, norm=True),
+]
+
+
+def shape(case: Case) -> Heads:
+    return Heads(LAYERS, *case.heads, case.dtype)
+
+
+def compiled(function: PrimFunc, target: str) -> Callable[..., None]:
+    library = kernelbench.compiled(
+        presets.resolve(target), [function.with_attr("global_symbol", "kernel")]
+    ).library
+    created: Callable[..., None] = library["kernel"]
+    return created
+
+
+@cache
+def appending(case: Case, target: str) -> Callable[..., None]:
+    isa, heads = isa_for(presets.resolve(target)), shape(case)
+    query = Norm(isa, heads.dim, 1e-6, 1.0)
+    norms = (query, replace(query, weight="float16")) if case.norm else None
+    bias = "float16" if case.bias else None
+    spec = Append(isa, heads, case.rope_dim or heads.dim, bias, norms)
+    return compiled(rope_append(spec), target)
+
+
+@cache
+def attending(case: Case, target: str) -> Callable[..., None]:
+    isa, heads = isa_for(presets.resolve(target)), shape(case)
+    spec = AttentionKernel(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)
+    return compiled(attention(spec), target)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of one call, each as (length before the call, number of new rows), with their pages of
+    the KV cache.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    pages: tuple[tuple[int, ...], ...]
+    count: int
+
+    @classmethod
+    def of(cls, rng: np.random.Generator, parts: Sequence[tuple[int, int]]) -> Batch:
+        needed = [-(-(before + new) // PAGE) for before, new in parts]
+        order = [int(page) for page in rng.permutation(sum(needed) + 3)]
+        starts = np.cumsum([0, *needed])
+        pages = tuple(tuple(order[a:b]) for a, b in pairwise(starts))
+        return cls(tuple(parts), pages, len(order))
+
+    def slot(self, sequence: int, position: int) -> int:
+        return self.pages[sequence][position // PAGE] * PAGE + position % PAGE
+
+
+def turned(x: Reals, angles: Reals) -> Reals:
+    """Returns the rotation of one head: pairs (i, i + half) of the first 2 * half dimensions."""
+    half = len(angles) // 2
+    cos, sin = angles[:half], angles[half:]
+    a, b = x[:half], x[half : 2 * half]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[2 * half :]])
+
+
+def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Reals:
+    """Returns the attention output of one query at the position of the last key, computed in float64."""
+    scores: Reals = keys @ query * case.heads[2] ** -0.5
+    if case.softcap:
+        scores = case.softcap * np.tanh(scores / case.softcap)
+    if case.window:
+        scores[: max(0, len(scores) - case.window)] = -np.inf
+    weights = np.exp(scores - scores.max())
+    actual: Reals = weights @ values / weights.sum()
+    return actual
+
+
+class World:
+    """Random inputs of one case, and the results that the kernels must compute from them, in float64."""
+
+    def __init__(self, case: Case, parts: Sequence[tuple[int, int]], seed: int) -> None:
+        self.case, self.heads = case, shape(case)
+        rng = self.rng = np.random.default_rng(seed)
+        self.batch = Batch.of(rng, parts)
+        self.bias = rng.standard_normal(self.heads.width).astype(np.float16)
+        self.norms: list[Array] = [
+            (rng.standard_normal(self.heads.dim) / 4).astype(dtype) for dtype in (np.float32, np.float16)
+        ]
+        lengths = [before + new for before, new in parts]
+        self.inputs = [rng.standard_normal((n, self.heads.width)).astype(np.float32) for n in lengths]
+        dim = case.rope_dim or self.heads.dim
+        self.angles = rng.standard_normal((max(lengths), dim)).astype(np.float32)
+        self.cache = aligned(np.full(self.heads.cache_shape(self.batch.count), np.nan, case.dtype))
+
+    def rows(self, pick: Callable[[int, int], range]) -> list[tuple[int, int]]:
+        """Returns (sequence, position) of the rows of a call."""
+        return [(s, position) for s, part in enumerate(self.batch.parts) for position in pick(*part)]
+
+    def append(
+        self,
+        target: str,
+        rows: Sequence[tuple[int, int]],
+        forks: Sequence[tuple[int, int, int]] = ((0, 0, 0),),
+    ) -> Array:
+        """Runs the kernel that fills the cache on these rows; returns qkv with rotated queries."""
+        append = appending(self.case, target)
+        qkv = aligned(np.stack([self.inputs[s][position] for s, position in rows]))
+        slots = np.array([self.batch.slot(*row) for row in rows], np.int32)
+        extras = [self.bias] * self.case.bias + self.norms * self.case.norm
+        angles = np.stack([self.angles[position] for _, position in rows])
+        inputs = [angles, slots, np.array(forks, np.int32), *extras]
+        append(*map(device, inputs), share(qkv), share(self.cache), LAYER)
+        return qkv
+
+    def heads_of(self, sequence: int, position: int) -> tuple[Array, Array, Array]:
+        """Returns expected queries, keys and values of a token, float64 [heads, dim]."""
+        case, heads = self.case, self.heads
+        x = self.inputs[sequence][position].astype(np.float64) + (self.bias if case.bias else 0)
+        split = x.reshape(-1, heads.dim)
+        q, k, v = np.split(split, [heads.query, heads.query + heads.kv])
+        if case.norm:
+            q, k = (
+                rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * (1 + weight.astype(np.float64))
+                for rows, weight in zip((q, k), self.norms, strict=True)
+            )
+        angles = self.angles[position].astype(np.float64)
+        return np.stack([turned(row, angles) for row in q]), np.stack([turned(row, angles) for row in k]), v
+
+    def expected(self, rows: Sequence[tuple[int, int]]) -> Array:
+        heads, actual = self.heads, []
+        tokens = {
+            s: [self.heads_of(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)
+        }
+        for sequence, position in rows:
+            for head in range(heads.query):
+                kv, observed = head // heads.group, tokens[sequence][: position + 1]
+                keys, values = (
+                    np.stack([token[which][kv] for token in observed])
+                    .astype(self.case.dtype)
+                    .astype(np.float64)
+                    for which in (1, 2)
+                )
+                actual.append(softmax_values(self.case, observed[-1][0][head], keys, values))
+        return np.array(actual).reshape(len(rows), -1)
+
+    def attend(
+        self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
+    ) -> Array:
+        """Runs the attention kernel on rows. prompt: the argument of kernels that have a variant for
+        prompts."""
+        return self.attend_by(attending(self.case, target), qkv, rows, prompt)
+
+    def attend_by(
+        self,
+        attend: Callable[..., None],
+        qkv: Array,
+        rows: Sequence[tuple[int, int]],
+        prompt: int | None,
+        columns: int = 0,
+    ) -> Array:
+        """Runs the given attention kernel on rows and returns its result. columns: number of columns of the
+        result tensor, if it has more than the heads need.
+        """
+        batch, heads = self.batch, self.heads
+        counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
+        indexes = [
+            np.cumsum([0, *counts]),
+            np.cumsum([0, *map(len, batch.pages)]),
+            [page for pages in batch.pages for page in pages],
+            [before + new for before, new in batch.parts],
+            [position for _, position in rows],
+        ]
+        out = aligned(np.full((len(rows), columns or heads.query * heads.dim), np.nan, np.float32))
+        arrays = [device(np.array(index, np.int32)) for index in indexes]
+        numbers = [LAYER, self.case.window or NO_WINDOW, *([] if prompt is None else [prompt])]
+        attend(share(qkv), share(self.cache), *arrays, *numbers, share(out))
+        return out
+
+
+def device(array: Array) -> Any:
+    return share(aligned(np.ascontiguousarray(array)))
+
+
+def share(array: Array) -> Any:
+    return tvm.runtime.from_dlpack(array)

@@ -1,0 +1,137 @@
+"""Attention of prompts on tile registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.compiler.cpu.kernels.attention import attention
+from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
+from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, size_var
+from mlcbuild.compiler.cpu.kernels.linear import kernel as product
+from mlcbuild.compiler.cpu.kernels.linear import linear
+from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given
+from mlcbuild.targets import presets
+from tests import kernelbench
+from tests.compiler.attention_batches import Array, Case, World, compiled, device, shape, share
+from tests.libharness import EVERY, aligned
+from tests.schemes import SCHEMES, pack
+
+pytestmark = pytest.mark.xdist_group("attention")
+"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+
+
+AMX = "x86-64-v4-amx"
+
+
+ROUNDED = [
+    Case((9, 3, 64), "float16", rounded=True),
+    Case((8, 1, 96), window=37, softcap=1.5, rounded=True),
+    Case((2, 2, 128), "float16", window=70, softcap=30.0, rounded=True),
+    Case((6, 2, 32), rounded=True),
+]
+"""Cases that kernels with tile registers compute, where the processor has any."""
+
+
+def prompts(
+    case: Case, parts: Sequence[tuple[int, int]], seed: int
+) -> tuple[World, list[tuple[int, int]], Array]:
+    """Returns (a World whose old rows are in the cache, its new rows, the queries of these rows)."""
+    world = World(case, parts, seed)
+    old = world.rows(lambda before, new: range(before))
+    if old:
+        world.append(AMX, old)
+    rows = world.rows(lambda before, new: range(before, before + new))
+    return world, rows, world.append(AMX, rows)
+
+
+@pytest.mark.parametrize("case", ROUNDED if EVERY else ROUNDED[:2], ids=str)
+def test_prompts_on_tile_registers(case: Case) -> None:
+    """Queries, keys, values and weights have 8 bits: 2^-9 of a value on each side. A score, a sum of dim
+    products over sqrt(dim), is off by as much of its own spread; where there are few keys, values of up to 4
+    are off by 2^-7, and weights move by the errors of scores. Rows that are no prompt's are not rounded."""
+    kernelbench.need(presets.resolve(AMX))
+    for seed, parts in enumerate(
+        [[(0, 70)], [(33, 20), (5, 1), (0, 17), (64, 3), (130, 90)], [(0, 0), (9, 1)]]
+    ):
+        world, rows, queries = prompts(case, parts, seed)
+        expected = world.expected(rows)
+        error = np.abs(world.attend(AMX, queries, rows, prompt=1) - expected)
+        assert error.max() < 2**-5 and np.sqrt((error**2).mean()) < 2**-8
+        assert np.abs(world.attend(AMX, queries, rows, prompt=0) - expected).max() < 2e-3
+
+
+@pytest.mark.parametrize("case", ROUNDED[:2], ids=str)
+def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
+    """A prompt's results have the same bits in one step, beside other sequences, in chunks, and row by
+    row.
+    """
+    kernelbench.need(presets.resolve(AMX))
+    world, rows, queries = prompts(case, [(20, 1), (50, 100), (129, 3)], 8)
+    together = world.attend(AMX, queries, rows, prompt=1)
+    for start, end in [(0, 1), (1, 8), (8, 60), (60, 101), (101, 104), (30, 31), (100, 101)]:
+        actual = world.attend(AMX, aligned(queries[start:end]), rows[start:end], prompt=1)
+        np.testing.assert_array_equal(actual, together[start:end])
+
+
+def test_results_are_handed_on_as_tiles() -> None:
+    """The product after attention finds the same, bit by bit, in the wide tensor in which attention packs
+    prompts' rows, and leaves others as they are."""
+    kernelbench.need(presets.resolve(AMX))
+    case, columns, target = ROUNDED[0], 1184, presets.resolve(AMX)
+    isa, heads, scheme = isa_for(target), shape(case), SCHEMES["q4a8_1"]
+    created, size = linear(isa, scheme, 40, heads.query * heads.dim), heads.dim**-0.5
+    functions = {
+        "attend": attention(AttentionKernel(isa, heads, size, case.softcap, case.rounded, columns)),
+        "plain": product(created, Fusion()),
+        "packed": product(created, Fusion(Given(columns))),
+    }
+    named = [function.with_attr("global_symbol", name) for name, function in functions.items()]
+    library = kernelbench.compiled(target, named).library
+    matrix = np.random.default_rng(3).standard_normal((created.n, created.k)).astype(np.float32)
+    stored = [device(tensor) for tensor in pack(matrix, scheme)]
+    for seed, parts in enumerate([[(9, 1)], [(20, 7)], [(3, 8)], [(33, 20), (5, 1)], [(0, 70)]]):
+        world, rows, queries = prompts(case, parts, seed)
+        for prompt in (0, 1):
+            inputs = {
+                "plain": world.attend(AMX, queries, rows, prompt),
+                "packed": world.attend_by(library["attend"], queries, rows, prompt, columns),
+            }
+            by_name = {name: aligned(np.full((len(rows), created.n), np.nan, np.float32)) for name in inputs}
+            for name, x in inputs.items():
+                library[name](share(x), *stored, prompt, share(by_name[name]))
+            assert np.isfinite(by_name["plain"]).all()
+            np.testing.assert_array_equal(by_name["packed"], by_name["plain"])
+
+
+@cache
+def functions(target: str) -> Callable[[Array], Array]:
+    """Returns exp, tanh and rounding to float16 of a vector of 256 values, one row each."""
+    machine = presets.resolve(target)
+    floats = Floats.dividing(isa_for(machine), 256)
+    with kernel("functions") as created:
+        rows = size_var("n")
+        x = created.tensor("x", (rows, 256))
+        wide = created.tensor("wide", (rows, 2, 256))
+        half = created.tensor("half", (rows, 256), "float16")
+        with created.body():
+            from tvm.script.ir_builder import tirx as T
+
+            with T.serial(rows) as row, T.serial(256 // floats.lanes) as k:
+                value = T.bind(floats.load(x, row, k * floats.lanes))
+                floats.store(wide, floats.exp(value), row, 0, k * floats.lanes)
+                floats.store(wide, floats.tanh(value), row, 1, k * floats.lanes)
+                floats.store(half, value, row, k * floats.lanes)
+    run = compiled(created.func, target)
+
+    def call(values: Array) -> Array:
+        wide = aligned(np.zeros((len(values), 2, 256), np.float32))
+        half = aligned(np.zeros((len(values), 256), np.float16))
+        run(device(values), share(wide), share(half))
+        return np.concatenate([wide, half[:, None].astype(np.float32)], 1)
+
+    return call

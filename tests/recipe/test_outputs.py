@@ -1,0 +1,81 @@
+"""Outputs of bundles that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.errors import (
+    InputError,
+)
+from mlcbuild.recipe import load
+from mlcbuild.recipe.reading import LONGEST_NAME
+from tests.recipes import HEAD, changed, faults, project
+
+__all__ = ["project"]
+
+LONG = "a" * (LONGEST_NAME + 1)
+
+
+PATHS = {
+    "a long name": (
+        f"dist/{LONG}",
+        f"'dist/{LONG}' has the part '{LONG[:40]}...' of {len(LONG)} bytes; "
+        f"at most {LONGEST_NAME} are allowed",
+    ),
+    "bytes count, not letters": (
+        f"dist/{'é' * 121}",
+        f"'dist/{'é' * 121}' has the part '{'é' * 40}...' of 242 bytes; at most {LONGEST_NAME} are allowed",
+    ),
+    "a line break": (
+        '"dist/a\\nb"',
+        "'dist/a\\nb' holds an invisible character; a path has visible letters and spaces only",
+    ),
+    "an escape": (
+        '"dist/\\xa0{model}"',
+        "'dist/\\xa0x' holds an invisible character; a path has visible letters and spaces only",
+    ),
+    "backslashes": (
+        "dist\\..\\x",
+        "'dist\\..\\x' holds a '\\': write '/' between the parts of a path",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_outputs_that_cannot_be(project: Path, case: str) -> None:
+    written, words = PATHS[case]
+    quoted = written if written.startswith('"') else f"'{written}'"
+    assert faults(HEAD + f"bundle: {{output: {quoted}}}\n") == [f"5:18: {words}"]
+
+
+def test_outputs_that_names_make_too_long(project: Path) -> None:
+    name = "m" * 64
+    text = changed(models=f"{{{name}: models/tiny}}")
+    (line,) = faults(text + f"bundle: {{output: 'd/{'{model}' * 4}'}}\n")
+    assert line.startswith(f"5:18: the output 'd/{name * 4}' of {name}/q4f16_1/x86-64-v3 has the part '")
+    assert line.endswith(f"of 256 bytes; at most {LONGEST_NAME} are allowed; shorten it")
+    (line,) = faults(text + f"bundle: {{output: '{'{model}/' * 70}x'}}\n")
+    assert " bytes long below " in line
+
+
+def test_an_output_that_stands_in_the_way(project: Path) -> None:
+    Path("recipes/dist").write_text("")
+    (line,) = faults(HEAD)
+    assert line == (
+        "1:1: the output 'dist/tiny-q4f16_1-x86-64-v3' lies below "
+        f"{project.resolve()}/recipes/dist, which is a regular file"
+    )
+    Path("recipes/out").mkdir()
+    Path("recipes/out/tiny").write_text("")
+    assert faults(HEAD + "bundle: {output: 'out/{model}'}\n") == [
+        "5:18: the output 'out/tiny' is a regular file; move it away, or choose another output"
+    ]
+
+
+def test_a_long_name_of_the_recipe_makes_a_longer_lock(project: Path) -> None:
+    path = Path("recipes") / f"{'r' * 252}.y"
+    path.write_text(HEAD)
+    with pytest.raises(InputError, match=f"of 257 bytes; at most {LONGEST_NAME} are allowed"):
+        load(path)

@@ -1,0 +1,93 @@
+"""Servers that begin and never end, and directories whose server is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.caches import Cache, Handler, serving
+
+TIMEOUT = 0.6
+"""Timeout of the remotes in seconds: the drops below come more often, so that no single read takes so
+long."""
+
+
+DROP = 0.05
+
+
+LONG = 60
+"""Seconds that no test takes, on however busy a machine, unless something waits without end."""
+
+
+class Endless:
+    """Sends the beginning of an answer, and then the rest again and again, until the test ends."""
+
+    def __init__(self, begin: bytes, rest: bytes, pause: float = DROP) -> None:
+        self.begin, self.rest, self.pause = begin, rest, pause
+        self.over = threading.Event()
+
+    def __call__(self, handler: Handler) -> bool:
+        handler.close_connection = True
+        handler.wfile.write(self.begin)
+        while not self.over.wait(self.pause) if self.pause else not self.over.is_set():
+            handler.wfile.write(self.rest)
+        return True
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+ENDLESS: dict[str, tuple[bytes, bytes, float]] = {
+    "silence": (b"", b"", DROP),
+    "status line": (b"H", b"T", DROP),
+    "header": (OK + b"X: ", b"a", DROP),
+    "headers": (OK, b"X: a\r\n", DROP),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", DROP),
+    "fast continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, 0),
+    "body": (OK + b"Content-Length: 3000000\r\n\r\n", b"x", DROP),
+    "body without length": (OK + b"\r\n", b"x", DROP),
+    "chunk size": (CHUNKED + b"1", b"0", DROP),
+    "chunk extension": (CHUNKED + b"1;", b"a", DROP),
+    "trailers": (CHUNKED + b"0\r\n", b"X: a\r\n", DROP),
+    "fast trailers": (CHUNKED + b"0\r\n", b"X: a\r\n" * 1000, 0),
+    "one byte": (OK + b"Content-Length: 3000000\r\n\r\nx", b"", DROP),
+}
+
+
+@contextmanager
+def endless(name: str) -> Iterator[tuple[Cache, Endless]]:
+    fault = Endless(*ENDLESS[name])
+    with serving(fault) as cache:
+        try:
+            yield cache, fault
+        finally:
+            fault.over.set()
+
+
+@contextmanager
+def dead_mount(place: Path) -> Iterator[None]:
+    """Yields a file system whose server never answers: FUSE, of which nobody reads the requests."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        descriptor = os.open("/dev/fuse", os.O_RDWR)
+    except OSError:
+        pytest.skip("/dev/fuse cannot be opened")
+    options = f"fd={descriptor},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
+    try:
+        if libc.mount(b"dead", os.fsencode(place), b"fuse", 0, options):
+            pytest.skip(f"no file system can be mounted here: {os.strerror(ctypes.get_errno())}")
+        try:
+            yield
+        finally:
+            libc.umount2(os.fsencode(place), 2)  # MNT_DETACH
+    finally:
+        os.close(descriptor)  # ends what waits for it

@@ -1,0 +1,62 @@
+"""Documents, and the blocks of commands in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+TOURED = ("README.md", "recipes/TOUR.md", "ci/README.md")
+"""Documents whose blocks are executed in this order, in one shell."""
+
+
+DOCUMENTS = (
+    *TOURED,
+    "recipes/README.md",
+    "targets/README.md",
+    "runtime/README.md",
+    "mlcbuild/README.md",
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    place: str
+    mark: str
+    """The words of the comment before it, after "tour: "."""
+    language: str
+    text: str
+
+
+RESULTS = re.compile(r"<!-- results: .*?<!-- end of results -->", re.DOTALL)
+"""Tables that ci/bench/results has made; tests/ci/test_results.py compares them."""
+
+
+def blocks(document: str) -> list[Block]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    results = []
+    for match in re.finditer(
+        r"^(?:<!-- tour: ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+    ):
+        line = text.count("\n", 0, match.start()) + 1
+        results.append(Block(f"{document}:{line}", match[1] or "", match[2], match[3]))
+    assert 2 * len(results) == len(re.findall(r"^\s*```", text, re.MULTILINE)), "a block was not understood"
+    comments = RESULTS.sub("", text).count("<!--")
+    assert sum(bool(block.mark) for block in results) == comments, "a comment was not understood"
+    return results
+
+
+def commands(directory: Path) -> dict[str, str]:
+    """Returns an environment in which `mlcbuild` is a command, and nothing of a user is set."""
+    directory.mkdir()
+    command = directory / "mlcbuild"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m mlcbuild "$@"\n')
+    command.chmod(0o755)
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
+    path = os.pathsep.join([str(directory), os.environ["PATH"]])
+    return {**outer, "PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
