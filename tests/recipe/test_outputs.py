@@ -79,3 +79,79 @@ def test_a_long_name_of_the_recipe_makes_a_longer_lock(project: Path) -> None:
     path.write_text(HEAD)
     with pytest.raises(InputError, match=f"of 257 bytes; at most {LONGEST_NAME} are allowed"):
         load(path)
+
+
+FAULTS: dict[str, tuple[str, list[str]]] = {
+    "endless paths": (
+        changed(models=f"{{a: {'x/' * 600}, b: {{source: {'y/' * 600}}}}}") + f"lock: {'z/' * 600}\n",
+        [
+            f"2:13: 'a' must have at most 1024 characters, not '{('x/' * 600)[:57]}...'",
+            f"2:1227: 'source' must have at most 1024 characters, not '{('y/' * 600)[:57]}...'",
+            f"5:7: 'lock' must have at most 1024 characters, not '{('z/' * 600)[:57]}...'",
+        ],
+    ),
+    "unknown placeholder": (
+        HEAD + "bundle: {output: 'dist/{modle}-{quantisation}'}\n",
+        [
+            "5:18: the placeholder '{modle}' is unknown; did you mean 'model'?",
+            "5:18: the placeholder '{quantisation}' is unknown; did you mean 'quantization'?",
+        ],
+    ),
+    "open placeholder": (
+        HEAD + "bundle: {output: 'dist/{model'}\n",
+        ["5:18: 'dist/{model' has a '{' or '}' without its partner"],
+    ),
+    "output without quotes": (
+        HEAD + "bundle:\n  output: {model}\n",
+        ["6:11: 'output' must be text, not a mapping (put it in quotes: \"{model}\")"],
+    ),
+    "one output for two": (
+        changed(quantizations="[q0f32, q0f16]") + "bundle: {output: 'dist/{model}'}\n",
+        [
+            "5:18: tiny/q0f32/x86-64-v3 and tiny/q0f16/x86-64-v3 have the same output 'dist/tiny'; "
+            "use {model}, {quantization} and {target} in it"
+        ],
+    ),
+    "one output for many": (
+        changed(quantizations="[q0f32, q0f16, q4f32_1, q4f16_1, q8f32_1, q8f16_1]")
+        + "bundle: {output: out}\n",
+        [
+            "5:18: and 2 more like these",
+            *(
+                f"5:18: tiny/q0f32/x86-64-v3 and tiny/{name}/x86-64-v3 have the same output 'out'; "
+                "use {model}, {quantization} and {target} in it"
+                for name in ("q0f16", "q4f16_1", "q4f32_1")
+            ),
+        ],
+    ),
+    "outputs that differ in case": (
+        changed(models="{tiny: models/tiny, Tiny: models/other}"),
+        [
+            "1:1: tiny/q4f16_1/x86-64-v3 and Tiny/q4f16_1/x86-64-v3 have the same output "
+            "'dist/Tiny-q4f16_1-x86-64-v3' when upper and lower case count the same; "
+            "use {model}, {quantization} and {target} in it"
+        ],
+    ),
+    "output of a model in the project's way": (
+        HEAD + "bundle: {output: models}\n",
+        ["5:18: the output 'models' would replace the model 'tiny'"],
+    ),
+    "output inside a model": (
+        HEAD + "bundle: {output: 'models/tiny/{target}'}\n",
+        ["5:18: the output 'models/tiny/x86-64-v3' lies in the model 'tiny'; choose one outside"],
+    ),
+    "output is the recipe's directory": (
+        HEAD + "bundle: {output: '.'}\n",
+        ["5:18: the output '.' would replace the recipe"],
+    ),
+    "lock file is the recipe": (
+        HEAD + "lock: q.yaml\n",
+        ["5:1: the lock file would replace the recipe: name another one"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(project: Path, fault: str) -> None:
+    text, expected = FAULTS[fault]
+    assert faults(text) == expected

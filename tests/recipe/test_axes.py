@@ -1,0 +1,125 @@
+"""Faults of the sections `quantizations` and `targets`, each with its place and its sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.quant.schemes import SCHEMES
+from tests.recipes import changed, faults, project
+
+__all__ = ["project"]
+
+FAULTS: dict[str, tuple[str, list[str]]] = {
+    "unknown quantization": (
+        changed(quantizations="[q4f61_1]"),
+        ["3:17: quantization 'q4f61_1' is unknown; did you mean 'q4f16_1'?"],
+    ),
+    "swapped letters": (
+        changed(quantizations="[q4f61]"),
+        ["3:17: quantization 'q4f61' is unknown; did you mean 'q4f16_1'?"],
+    ),
+    "quantization twice": (
+        changed(quantizations="[q4f16_1, q0f32, q4f16_1]"),
+        ["3:33: 'q4f16_1' appears twice in 'quantizations': it is item 1 too"],
+    ),
+    "unknown scheme under a name": (
+        changed(quantizations="{a: q5, b: {scheme: q4f16}}"),
+        [
+            "3:20: quantization 'q5' is unknown; known: " + ", ".join(sorted([*SCHEMES, "as-is"])),
+            "3:36: quantization 'q4f16' is unknown; did you mean 'q4f16_1'?",
+        ],
+    ),
+    "own name of a built-in scheme": (
+        changed(quantizations="{q4f16_1: q8f16_1}"),
+        ["3:17: 'q4f16_1' is a built-in scheme: give your own quantization another name"],
+    ),
+    "quantization without scheme": (
+        changed(quantizations="{a: {bits: 4, overrides: [{scheme: q0f32}, {match: ''}]}}"),
+        [
+            "3:20: 'a' needs the key 'scheme', the scheme of all other parameters",
+            "3:21: the key 'bits' is unknown in 'a'; known: candidates, max_kl, max_size, overrides, scheme, "
+            "target_bits",
+            "3:42: item 1 of 'overrides' lacks the key 'match': one or more shell patterns joined by '|', "
+            "compared "
+            "with the parameter's name with and without '.weight'",
+            "3:59: item 2 of 'overrides' lacks the key 'scheme': the built-in scheme of the parameters "
+            "that match",
+            "3:67: 'match' must not be empty",
+        ],
+    ),
+    "overrides that cannot match": (
+        changed(
+            quantizations="{a: {scheme: q4f32_1, overrides: [{match: 'x|', scheme: q0f32}, "
+            "{match: y, scheme: q8f32_1}, {match: y, scheme: q0f32}]}}"
+        ),
+        [
+            "3:58: 'x|' has an empty pattern next to a '|'",
+            "3:117: 'y' is in an earlier override, which has precedence",
+        ],
+    ),
+    "budgets": (
+        changed(
+            quantizations="{a: {}, b: {target_bits: 5, max_kl: 0.1}, c: {max_size: 8 apples}, "
+            "d: {scheme: q4a8_1, max_kl: 0.1, candidates: [q0f32, q0f16]}}"
+        ),
+        [
+            "3:20: 'a' needs the key 'scheme', or a budget: target_bits, max_size or max_kl",
+            "3:44: 'max_kl' and 'target_bits' are two budgets; give each a quantization of its own",
+            "3:72: 'max_size' must be a size such as 8GB or 512MiB, found '8 apples'",
+            "3:103: 'max_kl' belongs to a budget, which chooses scheme and overrides itself; remove either",
+            "3:116: 'candidates' belongs to a budget, which chooses scheme and overrides itself; remove "
+            "either",
+        ],
+    ),
+    "candidates of budgets": (
+        changed(
+            quantizations="{a: {target_bits: 0}, b: {max_kl: 0.1, candidates: [q4a8_1]}, "
+            "c: {max_kl: 0.1, candidates: [q4a8_1, as-is, q4a81]}}"
+        ),
+        [
+            "3:34: 'target_bits' must be at least 1, not 0",
+            "3:67: a budget chooses among at least two candidates, found 1",
+            "3:116: candidate 'as-is' is no built-in scheme; known: " + ", ".join(sorted(SCHEMES)),
+            "3:123: candidate 'q4a81' is no built-in scheme; did you mean 'q4a8_1'?",
+        ],
+    ),
+    "unknown target": (
+        changed(targets="[x86-64-v3, aarch64]"),
+        ["4:22: target 'aarch64' is unknown; did you mean 'aarch64-linux'?"],
+    ),
+    "target from a later version": (
+        changed(targets="[cuda-sm90]"),
+        [
+            "4:11: target 'cuda-sm90' is unknown; known: aarch64-linux, aarch64-linux-i8mm, host, "
+            "macos-arm64, macos-arm64-m2, webgpu, x86-64-v2, x86-64-v3, x86-64-v3-vnni, "
+            "x86-64-v4, x86-64-v4-amx, x86-64-v4-vnni"
+        ],
+    ),
+    "own name of a preset": (
+        changed(targets="{x86-64-v3: x86-64-v4, host: {extends: x86-64-v2}}"),
+        [
+            "4:11: 'x86-64-v3' is a preset: give your own target another name",
+            "4:33: 'host' is this machine: give your own target another name",
+        ],
+    ),
+    "inline target": (
+        changed(
+            targets="{a: {cpu: any, device: cuda, triple: x86_64-unknown-linux-gnu}, b: {cpu: 5}, c: [1],"
+            " d: {cpu: native, triple: x86_64-unknown-linux-gnu}}"
+        ),
+        [
+            "4:33: 'device' must be 'cpu' or 'webgpu', not 'cuda'",
+            "4:77: 'b' lacks the key 'triple'",
+            "4:90: 'c' must be text or a mapping, not a list",
+            "4:104: 'native' is another processor on every machine: use the target 'host'",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(project: Path, fault: str) -> None:
+    text, expected = FAULTS[fault]
+    assert faults(text) == expected
