@@ -22,6 +22,7 @@ PLACE = Path(os.environ.get("MLCBUILD_AARCH64") or Path.home() / ".cache" / "mlc
 QEMU = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 
 pytestmark = [
+    pytest.mark.xdist_group("aarch64"),  # one process builds the bundles
     pytest.mark.skipif(not (PLACE / "ready").is_file(), reason=f"{PLACE} is not there: ci/emulated-aarch64"),
     pytest.mark.skipif(QEMU is None, reason="qemu-aarch64 is not there: apt-get install qemu-user"),
 ]
