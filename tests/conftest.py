@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 LONG = {
     *("test_crash.py", "test_everyday.py", "test_kills.py", "test_poison.py", "test_run.py", "test_soak.py"),
-    *("test_tour.py", "test_trial.py", "test_types.py", "test_workflows.py"),
+    *("test_quickstart.py", "test_tour.py", "test_trial.py", "test_types.py", "test_workflows.py"),
 }
 """Files of tests that each take several seconds and might otherwise come last."""
 
