@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlcbuild_format import regular
+
 from mlcbuild.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -87,8 +89,12 @@ class InstalledModel:
 
     @property
     def size(self) -> int:
-        """Returns the size of the bundle's files in bytes."""
-        return sum(path.stat().st_size for path in self.bundle.rglob("*") if path.is_file())
+        """Returns the size of the bundle's files in bytes. Links are not followed, nor is a bundle that is
+        one: it may lead anywhere."""
+        if self.bundle.is_symlink():
+            return 0
+        places = (Path(place) / name for place, _, names in os.walk(self.bundle) for name in names)
+        return sum(status.st_size for status in map(_lstat, places) if status is not None)
 
     @property
     def used(self) -> float:
@@ -120,10 +126,11 @@ def read(root: Path) -> tuple[InstalledModel, ...]:
 
 def _read_all(directory: Path) -> Iterator[InstalledModel]:
     for path in directory.glob(f"*/{_ENTRY}"):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            if path.stat().st_size > _LARGEST:
-                continue
-            fields = json.loads(path.read_bytes())
+        # A number such as 1e999 is infinite, and no integer: OverflowError.
+        with suppress(
+            OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError
+        ):
+            fields = json.loads(regular.read(path, _LARGEST))
             if fields.pop("format") != FORMAT:
                 continue
             files = {name: (int(size), int(mtime)) for name, (size, mtime) in fields.pop("files").items()}
@@ -179,6 +186,13 @@ def stats(source: Path) -> dict[str, tuple[int, int]]:
         stem = re.sub(r"-\d{5}-of-(\d{5})$", "", source.stem)
         names = [item.name for item in source.parent.glob("*.gguf") if item.name.startswith(stem)]
     return {name: stat for name in sorted(names) if (stat := _stat(source, name)) is not None}
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except OSError:  # It was removed meanwhile.
+        return None
 
 
 def _stat(source: Path, name: str) -> tuple[int, int] | None:

@@ -49,13 +49,27 @@ def test_what_is_written_is_read_the_last_used_first(tmp_path: Path) -> None:
         json.dumps({"format": entries.FORMAT, "source": "s", "files": {"a": [1]}}),
         json.dumps({"format": entries.FORMAT, "source": "s", "files": {}, "other": "x"}),
         json.dumps({"format": entries.FORMAT, "source": "s" * (5 << 20), "files": {}}),
+        f'{{"format": "{entries.FORMAT}", "source": "s", "files": {{"a": [1e999, 1]}}}}',
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_damaged_description_is_left_out(tmp_path: Path, text: str) -> None:
     good = install(tmp_path, "good")
     install(tmp_path, "bad").directory.joinpath("installed.json").write_text(text)
     assert entries.read(tmp_path) == (good,)
+
+
+def test_what_is_no_file_is_left_out_and_links_are_not_followed(tmp_path: Path) -> None:
+    good, piped = install(tmp_path, "good"), install(tmp_path, "pipe")
+    (piped.directory / "installed.json").unlink()
+    os.mkfifo(piped.directory / "installed.json")
+    assert entries.read(tmp_path) == (good,)
+    (good.bundle / "elsewhere").symlink_to("/")
+    (good.bundle / "lost").symlink_to("nowhere")
+    assert 5 < good.size < 100
+    (tmp_path / "linked" / "bundle").parent.mkdir()
+    (tmp_path / "linked" / "bundle").symlink_to("/")
+    assert InstalledModel(tmp_path / "linked", "s").size == 0
 
 
 def test_an_edited_source_makes_a_bundle_stale(tmp_path: Path) -> None:
