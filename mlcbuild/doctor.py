@@ -66,8 +66,8 @@ def _linker(_: Path | None) -> str:
 
 
 def _crosses(_: Path | None) -> str:
-    """Returns a description of the target presets for which this machine can build; none of them is
-    required.
+    """Returns a sentence that lists the target presets for which this machine can build, and those for which
+    it cannot. It is no fault if it can build for none.
     """
 
     def can_build(name: str) -> bool:

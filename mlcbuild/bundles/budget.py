@@ -91,9 +91,9 @@ class Ladder:
 
 
 def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
-    """Returns the smallest scheme of each matrix of a model, and the replacements by larger schemes, sorted
-    by loss saved per byte. table: name of a matrix -> its candidate schemes; rest: bytes of the parameters
-    that are not matrices.
+    """Returns the Ladder of a model: the smallest scheme of each matrix, and its replacements by larger
+    schemes (Upgrade), sorted by loss saved per byte. table: name of a matrix -> its candidate schemes; rest:
+    bytes of the parameters that are not matrices, which every size includes.
     """
     hulls = {name: hull(options) for name, options in table.items()}
     upgrades = [

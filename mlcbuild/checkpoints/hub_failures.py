@@ -18,7 +18,9 @@ class AbsentError(SourceError):
 
 
 Failure = tuple[type[SourceError], str] | None
-"""The class of the error to raise and its message; None for an exception that is no such failure."""
+"""An error to raise for an exception of the hub's client, as (class, message); None if the exception is no
+failure of the hub, such as a refused or missing repository.
+"""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

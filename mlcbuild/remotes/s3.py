@@ -60,7 +60,9 @@ class S3:
         self._tasks = _Tasks(self._bucket)
         self._guard = threading.Lock()
         self._creates = True
-        """True until the server rejects an upload with the condition that the object must not exist."""
+        """True while uploads of new objects state the condition that the object must not exist yet; False
+        once the server has answered that it does not know this condition.
+        """
         self._rate = 0.0
         """Rate of the fastest upload so far, in bytes per second."""
         self._settings = chosen = settings(url)

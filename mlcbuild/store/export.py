@@ -154,9 +154,10 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
 
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
-    """Returns True if the output directory has exactly the files `rows`, compared by name, size and mtime.
-    rows: (path, digest, size) each. listed: those files, in the same form, that mlcbuild wrote there, and
-    whose bytes were compared with their digests before."""
+    """Returns True if the output directory has exactly the files `rows`, each (path, digest, size), and each
+    has this size and the mtime that mlcbuild gives to its files. listed: the files, in the same form, that
+    mlcbuild wrote there before, and whose bytes were compared with their digests.
+    """
     present_files = {name: path.stat() for path, name in _files(destination)}
     return present_files.keys() == {path for path, _, _ in rows} and all(
         row in listed

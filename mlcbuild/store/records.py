@@ -107,8 +107,10 @@ class Expected:
 
 _costs = re.compile(rb"\[(?:(?:0|[1-9][0-9]{0,17})(?:,|(?=\]))){3}\]").match
 _shared_and_step = re.compile(rb'(?:true|false),"step":"[ !#-\[\]-~]{1,4096}"').match
-"""Matches `true` or `false` and the step's name in a record's second line, if the name is printable ASCII
-without quotes and backslashes. Lines with other names are parsed as JSON."""
+"""Regular expression for a part of the JSON that describes how a step was built: whether its result may be
+shared, `true` or `false`, and the step's name, if that is printable ASCII without quotes and backslashes.
+Lines with other names are parsed as JSON.
+"""
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,9 @@ class Parts:
         return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
-        """Returns the description of the gated activation act(gate) * up of a feed-forward."""
+        """Returns the object (Gate) by which kernels emit a feed-forward part's gated activation, act(gate) *
+        up.
+        """
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:

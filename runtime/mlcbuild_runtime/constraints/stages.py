@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stage:
-    """The limits (time, queue, niceness) that apply to one trial of a constraint."""
+    """The limits for trying a constraint, such as a JSON schema, in a child process before the server accepts
+    it: CPU seconds, number of constraints and seconds that may wait for the child, and its niceness."""
 
     seconds: float
     """CPU seconds that trying a constraint may take."""

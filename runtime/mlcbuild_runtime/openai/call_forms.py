@@ -83,8 +83,8 @@ class Form:
 
     @property
     def tags(self) -> Tags | None:
-        """Returns the texts around the key and the value of each argument of a tool call; None if the
-        arguments are one JSON object."""
+        """Returns the texts before a key, between key and value, and after the value, which a model writes
+        for each argument of a tool call; None if it writes all arguments as one JSON object."""
         return None if self.by_name is None else self.by_name.tags
 
     @property

@@ -257,7 +257,7 @@ class _Pair:
     """Condition that is true in the last pass of a matrix product over k, after which the sums are
     complete."""
     tiles: tuple[Expr, Expr]
-    """Indices of the two weight tiles in the matrix that are multiplied together."""
+    """Indices, in the matrix, of two weight tiles that meet the same activations."""
 
     def bring(self, step: Expr) -> None:
         """Emits code that converts the weights of one step along k to bfloat16 tiles for AMX registers."""

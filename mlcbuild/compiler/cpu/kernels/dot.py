@@ -141,9 +141,9 @@ class Products:
         return intrinsic("int32x4", "llvm.aarch64.neon.smmla", total, *bytes_of)
 
     def start(self, correction: Expr) -> Expr:
-        """Returns the initial sum for a group of 32 weights: the correction, or 0 in int16 lanes, which are
-        just wide enough for the products of a group (at most 16 * 15 * 127 = 30480) and get the correction at
-        the end.
+        """Returns the value from which the products of a group of 32 weights with activations are summed: the
+        correction for weights that are stored with an offset; or 0 in int16 lanes, which are just wide enough
+        for the products (at most 16 * 15 * 127 = 30480) and get the correction at the end.
         """
         if self.narrow:
             return splat(T.int16(0), 2 * self.isa.lanes)

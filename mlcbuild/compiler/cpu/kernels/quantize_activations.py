@@ -139,8 +139,9 @@ class Records:
         return records[row, self.place(group, 1 + half)]
 
     def place(self, group: Expr, number: int) -> Expr:
-        """Returns the index, in a row of records, of one of the values after a group's activations. number: 0
-        for the scale, then corrections, then sums.
+        """Returns the index of a number in a row of int32 words that holds quantized activations: one of
+        those that follow the int8 values of a group of 32. number: 0 for the scale, then the corrections for
+        unsigned weights, then the sums for weights with minima.
         """
         return group * self.step + self.step - (self.numbers - number)
 

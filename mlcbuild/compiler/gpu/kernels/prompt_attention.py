@@ -106,8 +106,8 @@ class _QueryTile:
     left: Value
     right: Value
     weights: Value
-    """Attention weights [row, key] of a tile, in shared memory. `left` holds queries [row, dimension] and
-    `right` keys or values [key, dimension].
+    """Shared memory of the attention weights of a tile, [row, key]. That of `left` holds queries [row,
+    dimension] while scores are computed, that of `right` first keys, then values [key, dimension].
     """
     reduced: Value
     thread_scores: Value
