@@ -312,7 +312,7 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     A compiled library states all parts. Before compilation, weights and KV cache are computed from the
     recipe, and the workspace is missing.
     """
-    from mlcbuild.models import cached_values, context_window
+    from mlcbuild.models import cached_bytes, context_window
     from mlcbuild.quant.format import ITEM_BYTES
     from mlcbuild.scheme_fit import most_stored_bytes
     from mlcbuild.targets.backends import backend
@@ -330,7 +330,7 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     scheme = backend(variant.target).storage(variant.scheme)
     return {
         "weights": most_stored_bytes(variant.scheme, backend(variant.target), config),
-        "kv_cache": tokens * cached_values(config) * ITEM_BYTES[scheme.dtype],
+        "kv_cache": tokens * cached_bytes(config, variant.kv_cache, ITEM_BYTES[scheme.dtype]),
     }
 
 

@@ -244,6 +244,7 @@ class _Assembly:
         self, variant: Variant, checkpoint: Checkpoint, config: str, chosen: Mapping[str, Input]
     ) -> str:
         limits: dict[str, Json] = dict(vars(variant.limits))
+        options: dict[str, Json] = {} if variant.kv_cache == "auto" else {"kv_cache": variant.kv_cache}
         scheme = storage_of(variant)
         return self._keep_apart(
             Step(
@@ -253,6 +254,7 @@ class _Assembly:
                     **scheme_params(scheme),
                     "target": targets.to_json(variant.target),
                     "limits": limits,
+                    **options,
                 },
                 # Models with equal configs share this node, so that they also share one library step.
                 {

@@ -32,7 +32,7 @@ from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.checkpoints.quantization import method_of, methods, module_of
 from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, SourceError
-from mlcbuild.models import ModelConfig, Param, config_digest, context_window
+from mlcbuild.models import ModelConfig, Param, config_digest, context_window, int8_cache_fault
 from mlcbuild.models.action import quantization, read_json
 from mlcbuild.models.parsing import family_names, parse, tensor_names
 from mlcbuild.quant.as_is import UNQUANTIZED, is_as_is, resolved, undecided
@@ -346,6 +346,11 @@ def _read_gguf(path: Path) -> _Local:
 
 def _unreadable(variant: Variant) -> Iterator[Problem]:
     """Yields a problem if the device of a variant's target cannot read the formats of its scheme."""
+    if variant.kv_cache == "int8" and not backend(variant.target).int8_cache:
+        yield variant.model.place.problem(
+            f"target '{variant.target.name}': compile.kv_cache is int8, which only CPUs have: leave it out "
+            "for this target, or use a CPU"
+        )
     fault = storage_fault(variant.scheme, backend(variant.target))
     if fault is not None:
         yield variant.model.place.problem(
@@ -372,6 +377,8 @@ def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> I
             f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
             f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
         )
+    if variant.kv_cache == "int8" and (fault := int8_cache_fault(config)):
+        yield place.problem(f"model '{variant.model.name}': {fault}")
     fault = block_fault(backend(variant.target), checkpoint.config)
     if fault is not None:
         yield place.problem(f"model '{variant.model.name}', target '{variant.target.name}': {fault}")

@@ -165,6 +165,8 @@ def compiled(
     target: str = HOST,
     context_window: int = 128,
     max_batch: int = 4,
+    *,
+    kv_cache: str = "auto",
 ) -> Path:
     """Returns the directory with the library of a model, which is compiled once in a run of the tests."""
     limits: dict[str, Json] = {"context_window": context_window, "prefill_chunk": 64}
@@ -173,6 +175,7 @@ def compiled(
         "scheme": cast(Json, quant.to_json(scheme)),
         "target": cast(Json, targets.to_json(presets.resolve(target))),
         "limits": limits,
+        "kv_cache": kv_cache,
     }
     data = models.to_json(config)
     root = area.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else area.getbasetemp()
@@ -223,7 +226,7 @@ class Session:
         self.params = _ffi().convert([tensor(array) for array in self.stored.values()])
         self.cache = vm["create_paged_kv_cache"](_ffi().Shape([self.num_pages]))
         if self.dirty:
-            np.from_dlpack(self.cache)[...] = np.nan
+            np.from_dlpack(self.cache).view(np.uint8)[...] = 0xFF  # NaN in all floats, and so in scales
         order = np.random.default_rng(5).permutation(self.num_pages)
         self.free = [int(page) for page in order]
 

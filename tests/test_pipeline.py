@@ -268,6 +268,25 @@ compile: {context_window: 100000}
     assert "no_such*" in message
 
 
+def test_an_int8_cache_is_a_part_of_the_library_and_of_no_other_step(tmp_path: Path) -> None:
+    text = """
+models: {tiny: ./tiny}
+quantizations: [q0f32]
+targets: [x86-64-v2, x86-64-v3]
+matrix: {include: [{model: tiny, quantization: q0f32, target: x86-64-v3, compile: {kv_cache: int8}}]}
+"""
+    steps = built(tmp_path, text).graph.steps()
+    caches = {step.name: step.params["kv_cache"] for step in steps if "kv_cache" in step.params}
+    assert [(name.split("/")[-1], kind) for name, kind in caches.items()] == [("x86-64-v3", "int8")]
+    text = text.replace("[x86-64-v2,", "[webgpu,") + "compile: {kv_cache: int8}\n"
+    with pytest.raises(InputError) as caught:
+        built(tmp_path / "gpu", text)
+    assert str(caught.value).endswith(
+        ": target 'webgpu': compile.kv_cache is int8, which only CPUs have: leave it out for this target, "
+        "or use a CPU"
+    )
+
+
 def test_a_hub_model_is_a_step_with_its_pinned_files(tmp_path: Path) -> None:
     source = HubSource("org/name", "main")
     commit = "a" * 40

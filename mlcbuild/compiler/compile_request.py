@@ -30,6 +30,8 @@ class CompileRequest:
     scheme: Storage
     target: Target
     limits: Limits
+    kv_cache: str = "auto"
+    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:
@@ -39,6 +41,7 @@ class CompileRequest:
             quant.from_json(data["scheme"]),
             targets.from_json(cast("Mapping[str, Json]", data["target"])),
             Limits(**cast("Mapping[str, int]", data["limits"])),
+            cast(str, data.get("kv_cache", "auto")),
         )
 
     def to_json(self) -> dict[str, Json]:
@@ -47,15 +50,17 @@ class CompileRequest:
             "scheme": quant.to_json(self.scheme),
             "target": targets.to_json(self.target),
             "limits": cast("dict[str, Json]", asdict(self.limits)),
+            "kv_cache": self.kv_cache,
         }
 
 
 def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> CompileRequest:
     """Returns the request that the parameters of a build step describe, after checking it.
 
-    params: target and limits as JSON (a null context_window stands for the model's maximum), and the scheme
-    as quant.choice.scheme_of reads it. inputs["config"]: directory with the converted config.json. Raises
-    CompileError with all problems of limits, target and overrides, CheckpointError for an invalid config.
+    params: target, limits and, if it is not "auto", kv_cache as JSON (a null context_window stands for the
+    model's maximum), and the scheme as quant.choice.scheme_of reads it. inputs["config"]: directory with the
+    converted config.json. Raises CompileError with all problems of limits, target and overrides,
+    CheckpointError for an invalid config.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_text()))
     request = CompileRequest(
@@ -63,6 +68,7 @@ def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Comp
         scheme_of(params, inputs),
         targets.from_json(cast("Mapping[str, Json]", params["target"])),
         _limits(config, cast("Mapping[str, int | None]", params["limits"])),
+        cast(str, params.get("kv_cache", "auto")),
     )
     _check(request)
     return request
@@ -92,6 +98,8 @@ def _check(request: CompileRequest) -> None:
             f"compile.context_window is {limits.context_window}, but the model was made for"
             f" {config.max_position} positions: use at most that"
         )
+    if request.kv_cache == "int8" and (fault := models.int8_cache_fault(config)):
+        faults.append(fault)
     if target.output == "shared" and target.system not in ("linux", "macos"):
         faults.append(f"a shared library for {target.triple} cannot be made: use `output: object`")
     faults += quant.check_overrides(request.scheme, models.parameters(config))

@@ -22,9 +22,9 @@ from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
-MakeOps = Callable[[ModelConfig, Storage, Target], Ops]
-"""Constructor of a backend: function of (model, quantization scheme, target) that returns the operations by
-which the target's device computes a program.
+MakeOps = Callable[[ModelConfig, Storage, Target, str], Ops]
+"""Constructor of a backend: function of (model, quantization scheme, target, kv_cache of the request) that
+returns the operations by which the target's device computes a program.
 """
 
 
@@ -38,7 +38,7 @@ def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops
     versions.check()
     request = CompileRequest.from_json(data)
     mark("choose kernels")
-    ops = make_ops(request.config, request.scheme, request.target)
+    ops = make_ops(request.config, request.scheme, request.target, request.kv_cache)
     decoder = Decoder(ops, request.limits)
     mod = phases.run(functions.build(decoder), ops.plan, ops.target, mark)
     text = describe(request, _code(decoder, estimate(decoder, mod)))

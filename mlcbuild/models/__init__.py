@@ -1,6 +1,12 @@
 """Models as data: reads a checkpoint's config.json into layers, and names the checkpoint's tensors."""
 
-from mlcbuild.models.config import ModelConfig, cached_values, context_window, parameters
+from mlcbuild.models.config import (
+    ModelConfig,
+    cached_bytes,
+    context_window,
+    int8_cache_fault,
+    parameters,
+)
 from mlcbuild.models.experts import Clamp, Experts, Router
 from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.layers import (
@@ -43,11 +49,12 @@ __all__ = [
     "Router",
     "TensorNames",
     "aliases",
-    "cached_values",
+    "cached_bytes",
     "config_digest",
     "context_window",
     "frequencies",
     "from_json",
+    "int8_cache_fault",
     "parameters",
     "surplus",
     "to_json",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.layers import (
     LayerSpec,
     Norm,
@@ -116,9 +117,23 @@ def _count(config: ModelConfig) -> int:
     return sum(math.prod(param.shape) for param in parameters(config))
 
 
-def cached_values(config: ModelConfig) -> int:
-    """Returns the number of values that the caches of all layers hold for each token of context."""
-    return sum(math.prod(shape) for layer in config.layers for shape in cached_shape(layer))
+def cached_bytes(config: ModelConfig, kv_cache: str, item_bytes: int) -> int:
+    """Returns the number of bytes that the caches of all layers take for each token of context. kv_cache:
+    "auto" for values of `item_bytes` bytes, "int8" for 8-bit integers with a float32 scale for each head.
+    """
+    shapes = [shape for layer in config.layers for shape in cached_shape(layer)]
+    if kv_cache == "auto":
+        return sum(map(math.prod, shapes)) * item_bytes
+    return sum(math.prod(shape[:-1]) * (shape[-1] + 4) for shape in shapes)
+
+
+def int8_cache_fault(config: ModelConfig) -> str | None:
+    """Returns the reason why the model's caches cannot be kept in 8 bits; None if they can."""
+    if any(isinstance(layer.mixer, LatentAttention) for layer in config.layers):
+        return (
+            "compile.kv_cache is int8, but this model caches latents, which are small already: leave it out"
+        )
+    return None
 
 
 LARGEST_DEFAULT = 4096

@@ -105,6 +105,8 @@ class Variant:
     """Absolute path of the bundle's directory."""
     destinations: tuple[str, ...] = ()
     """Addresses to which the bundle of this variant is published."""
+    kv_cache: str = "auto"
+    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
 
 
 Inspect: TypeAlias = Callable[[Iterable[RecipeModel]], Iterable[Problem]]
@@ -166,6 +168,7 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
                 settings.verify,
                 recipe.directory / outputs.render(recipe.output, cell.names),
                 tuple(outputs.render(template, cell.names) for template in recipe.destinations),
+                settings.kv_cache,
             )
         )
     return tuple(variants)

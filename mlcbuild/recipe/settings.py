@@ -21,6 +21,7 @@ seconds.
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
+_AUTO = "auto"
 _BENCH_PROMPT, _BENCH_ANSWER = 128, 64
 
 _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
@@ -75,9 +76,11 @@ class Settings:
 
     limits: RequestedLimits
     verify: Verify | None
+    kv_cache: str = _AUTO
+    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
 
 
-_Value: TypeAlias = int | float | Path | tuple[str, ...]
+_Value: TypeAlias = int | float | str | Path | tuple[str, ...]
 _Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
 """The settings that a section of the recipe states: key -> (value, position in the file)."""
 
@@ -107,7 +110,8 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
     for use in sorted(uses):
         layers = [base, *(entries[index] for index in use)]
         limits, verify = _limits(reading, layers), _verify(reading, layers)
-        settings[use] = Settings(limits, verify)
+        caches = [layer.compile["kv_cache"][0] for layer in layers if "kv_cache" in layer.compile]
+        settings[use] = Settings(limits, verify, str([_AUTO, *caches][-1]))
     return settings
 
 
@@ -124,7 +128,7 @@ def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> 
     limits = {
         key: (value, (*where, "compile", key))
         for key in reading.mapping(*where, "compile")
-        if isinstance(value := reading.get(*where, "compile", key), int)
+        if isinstance(value := reading.get(*where, "compile", key), int | str)
     }
     section: Where = (*where, "verify")
     if not isinstance(reading.get(*section), dict):

@@ -46,6 +46,8 @@ class Backend:
     covers the module of each format that it uses. "": `action` imports the kernels of all formats."""
     executor: tuple[str, ...] = ()
     """Names of the runtime's modules that run compiled code. They enter the keys of steps that run it."""
+    int8_cache: bool = False
+    """True if the device can keep keys and values of earlier tokens in 8 bits."""
     faults: str = ""
     """Function, as "module:function", from a model config to error messages, one for each block of the
     model that the device cannot compute; "": the device computes every block.
@@ -150,6 +152,7 @@ BACKENDS: dict[str, Backend] = {
         labels=requirements.labels,
         kernels="mlcbuild.compiler.cpu.formats",
         executor=("mlcbuild_runtime.devices.cpu",),
+        int8_cache=True,
     ),
     "webgpu": Backend(
         action="mlcbuild.compiler.gpu.gpu_action:compile_library",

@@ -68,6 +68,11 @@ CASES = [
     Case((4, 4, 10), softcap=1.5, bias=True),
     Case((6, 2, 128), "float16", norm=True),
     Case((2, 2, 33 * 2), "float16", window=5, softcap=3.0, bias=True, norm=True),
+    Case((9, 3, 64), "int8"),
+    Case((2, 1, 80), "int8", window=37, softcap=3.0, rope_dim=20, bias=True, norm=True),
+    Case((2, 2, 96), "int8", window=5),
+    Case((4, 1, 128), "int8", bias=True),
+    Case((1, 1, 256), "int8", norm=True),
 ]
 
 
@@ -157,7 +162,8 @@ class World:
         self.inputs = [rng.standard_normal((n, self.heads.width)).astype(np.float32) for n in lengths]
         dim = case.rope_dim or self.heads.dim
         self.angles = rng.standard_normal((max(lengths), dim)).astype(np.float32)
-        self.cache = aligned(np.full(self.heads.cache_shape(self.batch.count), np.nan, case.dtype))
+        nan = -1 if self.heads.has_scales else np.nan  # bytes of ones are a NaN, as scales
+        self.cache = aligned(np.full(self.heads.cache_shape(self.batch.count), nan, case.dtype))
 
     def rows(self, pick: Callable[[int, int], range]) -> list[tuple[int, int]]:
         """Returns (sequence, position) of the rows of a call."""
@@ -193,8 +199,29 @@ class World:
         angles = self.angles[position].astype(np.float64)
         return np.stack([turned(row, angles) for row in q]), np.stack([turned(row, angles) for row in k]), v
 
+    def kept(self, sequence: int, position: int) -> list[Array]:
+        """Returns the keys and the values of a token as float64 [kv heads, dim], as the cache keeps them; in
+        8 bits they are read from the cache, after the rounding of each number was checked.
+        """
+        exact = self.heads_of(sequence, position)[1:]
+        if not self.heads.has_scales:
+            return [rows.astype(self.case.dtype).astype(np.float64) for rows in exact]
+        kept = []
+        page, offset = self.batch.pages[sequence][position // PAGE], position % PAGE
+        for kind, rows in enumerate(exact):
+            stored = self.cache[LAYER, page, kind]
+            codes, scales = np.split(stored, [PAGE * self.heads.dim], axis=1)
+            scale = np.ascontiguousarray(scales).view(np.float32)[:, offset, None].astype(np.float64)
+            order = (-1, self.heads.dim, PAGE) if kind == 0 else (-1, PAGE, self.heads.dim)
+            code = codes.reshape(order)[:, :, offset] if kind == 0 else codes.reshape(order)[:, offset]
+            np.testing.assert_allclose(scale[:, 0], np.abs(rows).max(1) / 127, rtol=1e-5)
+            assert (np.abs(code * scale - rows) <= 0.5001 * scale + 1e-5).all()
+            kept.append(code * scale)
+        return kept
+
     def expected(self, rows: Sequence[tuple[int, int]]) -> Array:
         heads, actual = self.heads, []
+        cached = {s: [self.kept(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)}
         tokens = {
             s: [self.heads_of(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)
         }
@@ -202,10 +229,8 @@ class World:
             for head in range(heads.query):
                 kv, observed = head // heads.group, tokens[sequence][: position + 1]
                 keys, values = (
-                    np.stack([token[which][kv] for token in observed])
-                    .astype(self.case.dtype)
-                    .astype(np.float64)
-                    for which in (1, 2)
+                    np.stack([token[which][kv] for token in cached[sequence][: position + 1]])
+                    for which in (0, 1)
                 )
                 actual.append(softmax_values(self.case, observed[-1][0][head], keys, values))
         return np.array(actual).reshape(len(rows), -1)

@@ -33,6 +33,8 @@ ROUNDED = [
     Case((8, 1, 96), window=37, softcap=1.5, rounded=True),
     Case((2, 2, 128), "float16", window=70, softcap=30.0, rounded=True),
     Case((6, 2, 32), rounded=True),
+    Case((9, 3, 64), "int8", rounded=True),
+    Case((2, 2, 96), "int8", window=70, softcap=30.0, rounded=True),
 ]
 """Cases that kernels with tile registers compute, where the processor has any."""
 
@@ -49,7 +51,7 @@ def prompts(
     return world, rows, world.append(AMX, rows)
 
 
-@pytest.mark.parametrize("case", ROUNDED if EVERY else ROUNDED[:2], ids=str)
+@pytest.mark.parametrize("case", ROUNDED if EVERY else [*ROUNDED[:2], ROUNDED[-1]], ids=str)
 def test_prompts_on_tile_registers(case: Case) -> None:
     """Queries, keys, values and weights have 8 bits: 2^-9 of a value on each side. A score, a sum of dim
     products over sqrt(dim), is off by as much of its own spread; where there are few keys, values of up to 4

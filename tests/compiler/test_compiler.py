@@ -26,7 +26,7 @@ from mlcbuild.compiler.cpu.toolchain import linker_identity
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
 from mlcbuild.errors import CheckpointError, CompileError, SetupError
-from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
+from mlcbuild.models import Attention, Dense, LatentAttention, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
@@ -267,6 +267,12 @@ def test_limits_are_checked_all_at_once(tmp_path: Path) -> None:
         "compile.max_batch must be at least 1, found -1",
         "compile.context_window is 4096, but the model was made for 128 positions: use at most that",
     ]
+
+
+def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
+    layer = replace(SMALL.layers[0], mixer=LatentAttention(4, 6, 4, 2, 3, 1.0, 1e-6))
+    with pytest.raises(CompileError, match=r"^compile.kv_cache is int8, but this model caches latents, "):
+        build(tmp_path, replace(SMALL, layers=(layer,), ropes=(rope(2),)), {**request(), "kv_cache": "int8"})
 
 
 def test_a_system_without_shared_libraries_is_refused(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import pytest
 from mlcbuild_format.limits import Limits
 from tvm import relax
 
+from mlcbuild import models
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder, layer_functions
 from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import presets
-from tests.configs import rope, with_windows
+from tests.configs import rope, with_attention, with_windows
 from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
 from tests.schemes import SCHEMES
 
@@ -149,6 +150,33 @@ def test_scheme_gives_the_logits_of_its_unpacked_weights(
     assert worst(steps, expected) < tolerance
     together = session.prefill((2, tokens[:20]), (3, tokens[:13]))
     assert worst(together[20:], whole[:13]) < tolerance
+
+
+CACHED = {
+    "plain": SMALL,
+    "sinks and a soft cap": with_attention(SMALL, sinks=True, softcap=5.0),
+    "alibi": replace(with_attention(SMALL, rope=None, alibi="exact"), ropes=()),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_library_keeps_keys_and_values_in_8_bits(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """tests/compiler/test_attention.py holds the kernels to float64; this is a library with them. Logits are
+    up to 6; keys and values are off by up to 1/254 of the largest number of a head."""
+    config, scheme = CACHED[name], SCHEMES["q0f32"]
+    weights = random_weights(config)
+    library = compiled(tmp_path_factory, config, scheme, kv_cache="int8")
+    session = Session(library / "model.so", pack(config, scheme, weights))
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40).tolist()
+    expected = reference.logits(config, weights, tokens, dtype=np.float64)
+    whole = session.prefill((0, tokens))
+    assert TOLERANCE < worst(whole, expected) < 0.05
+    assert worst(np.concatenate([session.decode((1, token)) for token in tokens]), whole) < 1e-3
+    metadata = json.loads((library / "library.json").read_text())
+    assert metadata["kernels"]["attention"].startswith("paged_attention_int8.")
+    assert metadata["memory"]["kv_page"] == 16 * models.cached_bytes(config, "int8", 4)
 
 
 MIXED = {

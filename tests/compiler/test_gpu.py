@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlcbuild_format import abi, program_json
 from mlcbuild_format.fields import parse_json
+from mlcbuild_format.limits import Limits
 from mlcbuild_format.program import GUARANTEED
 from mlcbuild_runtime.devices import gpu, gpu_adapter, host_sampling
 from mlcbuild_runtime.devices.gpu import GpuExecutor
@@ -18,9 +19,12 @@ from mlcbuild_runtime.executor.executor import forward, score
 from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, SamplingRow
 
 from mlcbuild.bundles import reference
+from mlcbuild.compiler.compile_request import CompileRequest
+from mlcbuild.compiler.gpu import program_library
 from mlcbuild.compiler.gpu.support import unsupported
 from mlcbuild.errors import CompileError
 from mlcbuild.models import Dense
+from mlcbuild.targets import presets
 from mlcbuild.targets.backends import GPU_LAYOUTS
 from tests import gpu_harness
 from tests.libharness import EVERY, golden, pack, unpacked
@@ -242,6 +246,9 @@ def test_blocks_without_kernels_are_named() -> None:
     ]
     odd = replace(layer, mixer=replace(layer.mixer, head_dim=257))
     assert "heads of 257 dimensions" in unsupported(replace(config, layers=(odd,)))[0]
+    request = CompileRequest(config, SCHEMES["q4f16_1"], presets.resolve("webgpu"), Limits(64, 32, 1), "int8")
+    with pytest.raises(CompileError, match=r"^compile.kv_cache is int8, which only CPUs have: leave it out$"):
+        program_library.build(request.to_json(), Path(), lambda phase: None)
 
 
 @pytest.mark.skipif(not EVERY, reason="MLCBUILD_TEST_EVERY is not set: this builds one more program")

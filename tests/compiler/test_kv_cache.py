@@ -40,12 +40,16 @@ def test_forks_copy_what_a_page_begins_with(case: Case, target: str) -> None:
         worlds[1].append(target, rows, [(first, second, tokens), (second, third, tokens)])
         plain, forked = (world.cache.copy() for world in worlds)
         kv, dim = case.heads[1:]
+        source = plain[LAYER, first]
         for page in (second, third):
-            keys, values = (
-                cache[LAYER, page, which].reshape(kv, *shape)
-                for cache, which, shape in ((plain, 0, (dim, PAGE)), (plain, 1, (PAGE, dim)))
-            )
-            source = plain[LAYER, first]
-            keys[:, :, :tokens] = source[0].reshape(kv, dim, PAGE)[:, :, :tokens]
-            values[:, :tokens] = source[1].reshape(kv, PAGE, dim)[:, :tokens]
+            # Assigning to a part of `target` writes through views into the array `plain`.
+            target_page, numbers = plain[LAYER, page], PAGE * dim
+            for head in range(kv):
+                keys, old_keys = (
+                    each[0, head, :numbers].reshape(dim, PAGE) for each in (target_page, source)
+                )
+                keys[:, :tokens] = old_keys[:, :tokens]
+                target_page[1, head, : tokens * dim] = source[1, head, : tokens * dim]
+                scales = slice(numbers, numbers + 4 * tokens)  # empty but for int8
+                target_page[:, head, scales] = source[:, head, scales]
         np.testing.assert_array_equal(forked, plain)

@@ -25,9 +25,10 @@ from mlcbuild.models import (
     RmsNorm,
     Rope,
     Router,
-    cached_values,
+    cached_bytes,
     config,
     frequencies,
+    int8_cache_fault,
     layers,
     parameters,
     parsing,
@@ -97,7 +98,8 @@ def test_parts_cover_their_parameter() -> None:
 
 
 def test_caches_hold_keys_and_values_of_every_layer() -> None:
-    assert cached_values(MODEL) == 2 * (2 * 2 * 8)
+    assert cached_bytes(MODEL, "auto", 1) == 2 * (2 * 2 * 8)
+    assert cached_bytes(MODEL, "int8", 4) == 2 * (2 * 2 * (8 + 4)), "a scale for each head of each token"
 
 
 def test_every_kind_of_block_is_in_every_table() -> None:
@@ -173,8 +175,13 @@ def test_what_cannot_be_computed_is_named(changed: ModelConfig, message: str) ->
 
 def test_a_latent_and_one_rotated_key_are_cached_for_each_token() -> None:
     layer = replace(PLAIN, mixer=LATENT_MIXER)
-    assert cached_values(replace(MODEL, layers=(layer, layer))) == 2 * (6 + 2)
-    assert cached_values(replace(MODEL, layers=(PLAIN, PLAIN))) == 2 * (2 * 2 * 8)
+    latent = replace(MODEL, layers=(layer, layer))
+    assert cached_bytes(latent, "auto", 1) == 2 * (6 + 2)
+    assert int8_cache_fault(MODEL) is None
+    assert int8_cache_fault(latent) == (
+        "compile.kv_cache is int8, but this model caches latents, which are small already: leave it out"
+    )
+    assert cached_bytes(replace(MODEL, layers=(PLAIN, PLAIN)), "auto", 1) == 2 * (2 * 2 * 8)
 
 
 def test_long_contexts_have_their_own_frequencies() -> None:

@@ -27,6 +27,10 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "8:14: 'max_batch' must be a whole number, not 1.5",
         ],
     ),
+    "a KV cache of an unknown kind": (
+        HEAD + "compile: {kv_cache: int4}\n",
+        ["5:21: 'kv_cache' must be 'auto' or 'int8', not 'int4'"],
+    ),
     "limits in other spellings": (
         HEAD + "compile: {context_window: 4_096, prefill_chunk: 0512, max_batch: yes}\n",
         [

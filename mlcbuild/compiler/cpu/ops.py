@@ -123,13 +123,14 @@ class CpuOps(Parts):
         than the processor allows. A use is attention, or a matrix's name, without the layer where all layers
         have the same kernel.
         """
+        form = "_int8" if self.cache.has_scales else ""
         chosen: dict[str, str] = {
-            "attention": f"paged_attention.{self.isa.name}",
-            "attention.decode": f"paged_attention_by_{PART * PAGE}.{self.isa.name}",
+            "attention": f"paged_attention{form}.{self.isa.name}",
+            "attention.decode": f"paged_attention{form}_by_{PART * PAGE}.{self.isa.name}",
         }
         attention = self.attending(self.config.layers[0].mixer)
         if attention.has_prompt_variant:
-            chosen["attention.prompt"] = f"paged_attention_bf16.{self.isa.name}"
+            chosen["attention.prompt"] = f"paged_attention{form}_bf16.{self.isa.name}"
         fallbacks: dict[str, str] = {}
         if reason := attention.fallback:
             fallbacks["attention.prompt"] = reason

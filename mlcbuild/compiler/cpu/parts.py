@@ -70,6 +70,8 @@ class Parts:
     config: ModelConfig
     scheme: Storage
     machine: Target
+    kv_cache: str = "auto"
+    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
 
     @cached_property
     def isa(self) -> ISA:
@@ -82,7 +84,8 @@ class Parts:
         layers = len(self.config.layers)
         if isinstance(spec, LatentAttention):
             return Heads(layers, spec.heads, 1, spec.cached, self.scheme.dtype, spec.latent)
-        return Heads(layers, spec.heads, spec.kv_heads, spec.head_dim, self.scheme.dtype)
+        dtype = self.scheme.dtype if self.kv_cache == "auto" else self.kv_cache
+        return Heads(layers, spec.heads, spec.kv_heads, spec.head_dim, dtype)
 
     def attending(self, spec: Mixer) -> AttentionKernel:
         """Returns the parameters of a layer's attention kernel. Prompt rows may be rounded to bfloat16 if the

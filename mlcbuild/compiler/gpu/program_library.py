@@ -30,6 +30,8 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
     versions.check()
     request = CompileRequest.from_json(data)
     faults = unsupported(request.config)
+    if request.kv_cache != "auto":
+        faults = [*faults, f"compile.kv_cache is {request.kv_cache}, which only CPUs have: leave it out"]
     if faults:
         raise CompileError("\n".join(faults))
     mark("make kernels")

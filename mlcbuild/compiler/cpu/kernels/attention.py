@@ -34,6 +34,7 @@ from mlcbuild.compiler.cpu.kernels.attention_plan import (
 )
 from mlcbuild.compiler.cpu.kernels.cores import before_others, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, registers, scratch, size_var
+from mlcbuild.compiler.cpu.kernels.int8_cache import scaled
 from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
 
 MANY_TASKS = 16
@@ -161,7 +162,7 @@ def _task(call: Call, number: Expr, head: Expr) -> None:
         tokens = T.bind(T.min(PAGE, end - base))
         with T.serial(_tiles(spec, count)) as tile:
             _scores(task, (call.pages, call.layer, page, head), tile, (tile == 0, after))
-            _weights(task, tile, base, call.window)
+            _weights(task, (call.pages, call.layer, page, head), tile, base, call.window)
             _values(task, (call.pages, call.layer, page, head), tile, tokens, (tile == 0, after))
     with T.If(line < 0):
         with T.Then():
@@ -215,10 +216,8 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
     """Emits prefetches of some elements of the page `ahead`. Pages lie anywhere in memory, so the hardware
     cannot predict them. place: where the current page is; kind: 0 for keys, 1 for values; span: (first
     element, number of elements)."""
-    pages, layer, _, head = place
-    condition, page = ahead
-    start, count = span
-    line = 64 // (2 if task.spec.heads.dtype == "float16" else 4)
+    (pages, layer, _, head), (condition, page), (start, count) = place, ahead, span
+    line = 64 // task.spec.heads.item_bytes
     with T.If(condition), T.Then():
         for at in range(0, count, line):
             prefetch(pages, (layer, page, kind, head, start + at), locality=2)
@@ -239,6 +238,8 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
     sums = [[registers(parts, floats.lanes) for _ in range(spec.tile)] for _ in range(split)]
     for total in (total for bank in sums for row in bank for total in row):
         floats.store(total, floats.constant(0.0), 0)
+    for kind in range(spec.heads.kinds * spec.heads.has_scales):
+        _fetch(task, place, ahead, kind, (T.int64(PAGE * dim), 64))
     with T.serial(dim // unroll) as outer:
         _fetch(task, place, ahead, 0, (outer * unroll * PAGE, unroll * PAGE))
         for inner in range(unroll):
@@ -256,6 +257,7 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
             value = floats.load(sums[0][row][part], 0)
             if split == 2:
                 value = value + floats.load(sums[1][row][part], 0)
+            value = scaled(floats, spec.heads, (pages, (layer, page, 0, head)), part * floats.lanes, value)
             floats.store(task.weight, value, tile * spec.tile + row, part * floats.lanes)
 
 
@@ -280,11 +282,11 @@ def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> Non
             T.buffer_store(task.weight, score, [row, token])
 
 
-def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
-    """Emits code that replaces the scores of a page by weights exp(score - maximum), and updates maximum,
-    denominator and shrink factor. base: position of the page's first token; window: tokens that a query sees.
-    """
-    spec, floats = task.spec, task.spec.scores
+def _weights(task: _Task, place: _Place, tile: Expr, base: Expr, window: Expr) -> None:
+    """Emits code that replaces the scores of a page by weights exp(score - maximum), times the scales of
+    values if there are any, and updates maximum, denominator and shrink factor. base: position of the page's
+    first token; window: tokens that a query sees."""
+    spec, floats, (pages, layer, page, head) = task.spec, task.spec.scores, place
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)
         scores = [_visible_scores(task, row, (base, part), window) for part in range(0, PAGE, floats.lanes)]
@@ -294,7 +296,8 @@ def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
         T.buffer_store(task.shrink, shrink, [row])
         for part, score in zip(range(0, PAGE, floats.lanes), scores, strict=True):
             weight = floats.exp(score - floats.spread(highest))
-            floats.store(task.weight, weight, row, part)
+            shares = scaled(floats, spec.heads, (pages, (layer, page, 1, head)), part, weight)
+            floats.store(task.weight, shares, row, part)
             older = floats.load(task.denominator, row, part)
             floats.store(task.denominator, floats.fma(older, floats.spread(shrink), weight), row, part)
 
@@ -334,8 +337,7 @@ def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead)
     page. Memory of later tokens may never have been written: even with a weight of zero, a NaN in it would
     reach the sum.
     """
-    spec, floats = task.spec, task.spec.values
-    pages, layer, page, head = place
+    spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     vectors, dim, kind = range(spec.value_vectors), spec.heads.dim, spec.heads.kinds - 1
     rows = [tile * spec.tile + row for row in range(spec.tile)]
     with T.serial(spec.heads.value_dim // (floats.lanes * spec.value_vectors)) as outer:
@@ -349,9 +351,8 @@ def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead)
             at = token * dim + start
             if kind:
                 _fetch(task, place, ahead, kind, (at, floats.lanes * spec.value_vectors))
-            values = [
-                T.bind(floats.load(pages, layer, page, kind, head, at + v * floats.lanes)) for v in vectors
-            ]
+            source = (pages, layer, page, kind, head)
+            values = [T.bind(floats.load(*source, at + v * floats.lanes)) for v in vectors]
             for row, bank in zip(rows, sums, strict=True):
                 weight = floats.spread(T.bind(task.weight[row, token]))
                 for v in vectors:
@@ -386,8 +387,7 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
     """Emits out = total / denominator, the attention output, for the rows of a block. block: (first row,
     number of rows, kv head)."""
-    first, count, head = block
-    spec, wide, heads = task.spec, task.spec.values, task.spec.heads
+    spec, wide, heads, (first, count, head) = task.spec, task.spec.values, task.spec.heads, block
     with T.serial(count * heads.group) as vector:
         total = _denominator(task, vector)
         if call.sinks is not None:

@@ -26,6 +26,7 @@ from mlcbuild.compiler.cpu.kernels.amx import LANES, STEP
 from mlcbuild.compiler.cpu.kernels.attention_plan import HIDDEN, LOWEST, PAIR, Call
 from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
 from mlcbuild.compiler.cpu.kernels.floats import scratch
+from mlcbuild.compiler.cpu.kernels.int8_cache import scales, stored
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, lane_sums, prefetch, span, splat, typed
 
 AHEAD = 4
@@ -199,11 +200,13 @@ def _read_keys(task: _Task, step: _Step) -> None:
     call = task.call
     with T.serial(PAGES) as i:
         page, after = step.page(call, i), step.page(call, i + PAGES)
+        cache, heads = (call.pages, (call.layer, page, 0, task.head)), call.spec.heads
+        factors = scales(task.floats, heads, cache, 0) if heads.has_scales else None
         with T.serial(task.dim // STEP) as part, T.serial(LANES) as line:
             low, high = (T.bind((part * STEP + half + line) * PAGE) for half in (0, LANES))
             for at in (low, high):
                 prefetch(call.pages, (call.layer, after, 0, task.head, at))
-            halves = [(call.layer, page, 0, task.head, span(at, LANES)) for at in (low, high)]
+            halves = [stored(task.floats, cache, at, factors) for at in (low, high)]
             T.buffer_store(task.keys, _paired(task, halves, None), [i, part, line, span(0, LANES)])
 
 
@@ -220,18 +223,26 @@ def _read_values(task: _Task, step: _Step) -> None:
             at = T.bind(token * task.dim + column * LANES)
             for page in ahead:
                 prefetch(call.pages, (call.layer, page, 1, task.head, at))
-            halves = [(call.layer, page, 1, task.head, span(at, LANES)) for page in pages]
+            halves = [_value(task, page, token, at) for page in pages]
             start = step.number * TOKENS + pair * (2 * PAGE) + token
             written = None if task.shifted else [start + i * PAGE < step.end for i in range(2)]
             T.buffer_store(task.values, _paired(task, halves, written), [pair, column, token, span(0, LANES)])
 
 
-def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | None) -> Expr:
-    """Returns int32 lanes whose low and high halves hold the 16-bit values of two vectors of the KV cache.
-    places: indices of the two vectors; written: a condition for each, and a vector is zero where it is false;
-    None: both vectors are read.
+def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
+    """Returns 16 numbers of a token's value. at: index of the first of them in the page."""
+    call, floats = task.call, task.floats
+    cache = call.pages, (call.layer, page, 1, task.head)
+    heads = call.spec.heads
+    factors = floats.spread(scales(floats.scalar, heads, cache, token)) if heads.has_scales else None
+    return stored(floats, cache, at, factors)
+
+
+def _paired(task: _Task, halves: list[Expr], written: list[Expr] | None) -> Expr:
+    """Returns int32 lanes whose low and high halves hold two vectors of the KV cache in 16 bits. written: a
+    condition for each, and a vector is zero where it is false; None: both vectors are used.
     """
-    low, high = (task.call.pages[place] for place in places)
+    low, high = halves
     if not task.shifted:
         if written is not None:
             low, high = (

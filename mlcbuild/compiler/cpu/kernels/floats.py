@@ -140,8 +140,8 @@ class Floats:
         return Floats(self.isa, 1)
 
     def load(self, buffer: Buffer, *index: Expr | int) -> Expr:
-        """Emits a load of `lanes` consecutive float32 or float16 elements, and returns them as a float32
-        vector. index: that of the first element, one number per dimension.
+        """Emits a load of `lanes` consecutive float32, float16 or int8 elements, and returns them as a
+        float32 vector. index: that of the first element, one number per dimension.
         """
         return vectors.load_f32(self.isa, buffer, index, self.lanes)
 

@@ -3,6 +3,9 @@
 A page holds 16 tokens of one sequence. Keys (index 0) are stored dimension by dimension, [head_dim][16
 tokens], so that the scores of 16 tokens are sums of vectors; values (index 1) token by token, [16][head_dim].
 Latent attention has one row for each token: [layers, pages, 1, 1, 16 * dim], token by token.
+
+In 8 bits, keys and values are int8 times a float32 scale for each token and kv head. The 16 scales of a page
+follow its keys, and those of its values its values: the last dimension has 16 * (head_dim + 4) bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from dataclasses import dataclass
 
 from mlcbuild_format.abi import PAGE
 from tvm.tirx import Expr
+
+SCALE_BYTES = 4
+"""Bytes of the float32 scale of one token's key, or value, in one kv head of an int8 cache."""
+_ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Heads:
     """Number of key and value heads."""
     dim: int
     dtype: str
-    """The type in which keys and values are stored."""
+    """The type in which keys and values are stored: float32, float16, or int8 with scales."""
     latent: int = 0
     """Number of leading dimensions of the single key that are also its value (latent attention); 0: keys and
     values are separate.
@@ -53,9 +60,23 @@ class Heads:
         return self.query // self.kv
 
     @property
+    def has_scales(self) -> bool:
+        """Returns True if keys and values are stored as int8 with scales."""
+        return self.dtype == "int8"
+
+    @property
+    def item_bytes(self) -> int:
+        """Returns the number of bytes of one stored number of a key or value."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
     def page_bytes(self) -> int:
         """Returns the number of bytes of one page of the KV cache, over all layers."""
-        return self.layers * self.kinds * self.kv * PAGE * self.dim * (2 if self.dtype == "float16" else 4)
+        return self.layers * self.kinds * self.kv * self._page_columns * self.item_bytes
+
+    @property
+    def _page_columns(self) -> int:
+        return PAGE * (self.dim + SCALE_BYTES * self.has_scales)
 
     def cache_shape(self, pages: Expr | int) -> tuple[Expr | int, ...]:
-        return (self.layers, pages, self.kinds, self.kv, PAGE * self.dim)
+        return (self.layers, pages, self.kinds, self.kv, self._page_columns)

@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISA
-from mlcbuild.compiler.cpu.kernels import vectors
+from mlcbuild.compiler.cpu.kernels import int8_cache, vectors
 from mlcbuild.compiler.cpu.kernels.floats import Floats, Kernel, kernel, over_rows, size_var
 from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
 from mlcbuild.compiler.cpu.kernels.norm import Norm, Weights
@@ -141,10 +141,13 @@ def rope_append(spec: Append) -> PrimFunc:
             with T.serial(heads.kv) as head:
                 at = T.bind((heads.query + head) * heads.dim)
                 _turn(spec, token, 1, (head, at))
-                with T.serial(heads.dim) as i:
-                    scalar.store(pages, qkv[row, at + i], layer, page, 0, head, i * PAGE + offset)
+                if heads.has_scales:
+                    int8_cache.write(spec.isa, heads, (qkv, row, at), pages, ((layer, page, 0, head), offset))
+                else:
+                    with T.serial(heads.dim) as i:
+                        scalar.store(pages, qkv[row, at + i], layer, page, 0, head, i * PAGE + offset)
             with T.serial(heads.kv) as head:
-                _copy_value(spec, (qkv, bias, pages), (row, head), (layer, page, offset))
+                _write_value(spec, (token, pages), head, (layer, page, offset))
 
         with emitter.body():
             over_rows(rows, SERIAL_TOKENS, one_token)
@@ -185,6 +188,8 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
         with T.serial(tokens) as row, T.serial(heads.dim // by_value) as part:
             at = vectors.span(row * heads.dim + part * by_value, by_value)
             T.buffer_store(pages, pages[layer, source, 1, head, at], [layer, target, 1, head, at])
+        if heads.has_scales:
+            int8_cache.copy_scales(heads, pages, place, head, tokens)
 
 
 def _normalize_all(spec: Append, token: _Row) -> None:
@@ -280,16 +285,22 @@ def _clipped(floats: Floats, value: Expr, clip: float | None) -> Expr:
     return T.max(T.min(value, floats.constant(clip)), floats.constant(-clip))
 
 
-def _copy_value(
-    spec: Append,
-    tensors: tuple[Buffer, Buffer | None, Buffer],
-    source: tuple[Expr, Expr],
-    slot: tuple[Expr, Expr, Expr],
+def _write_value(
+    spec: Append, tensors: tuple[_Row, Buffer], head: Expr, slot: tuple[Expr, Expr, Expr]
 ) -> None:
-    (qkv, bias, pages), (row, head), (layer, page, offset) = tensors, source, slot
-    heads = spec.heads
-    floats = Floats.dividing(spec.isa, heads.dim)
+    """Emits code that adds the bias to a token's value of one kv head, clips it, and writes it to the KV
+    cache. tensors: (buffers of the token, pages); slot: (layer, page, index of the token in the page).
+    """
+    (token, pages), (layer, page, offset), heads = tensors, slot, spec.heads
+    floats, start = Floats.dividing(spec.isa, heads.dim), (heads.query + heads.kv + head) * heads.dim
     with T.serial(heads.dim // floats.lanes) as k:
-        at = (heads.query + heads.kv + head) * heads.dim + k * floats.lanes
-        value = _clipped(floats, _biased(floats, floats.load(qkv, row, at), bias, at), spec.clip)
-        floats.store(pages, value, layer, page, 1, head, offset * heads.dim + k * floats.lanes)
+        at = start + k * floats.lanes
+        value = _biased(floats, floats.load(token.qkv, token.row, at), token.bias, at)
+        value = _clipped(floats, value, spec.clip)
+        if heads.has_scales:
+            floats.store(token.qkv, value, token.row, at)
+        else:
+            floats.store(pages, value, layer, page, 1, head, offset * heads.dim + k * floats.lanes)
+    if heads.has_scales:
+        place = layer, page, 1, head
+        int8_cache.write(spec.isa, heads, (token.qkv, token.row, start), pages, (place, offset))

@@ -99,8 +99,8 @@ def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
 
 
 def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int) -> Expr:
-    """Emits a load of `lanes` consecutive float32 or float16 elements, and returns them as float32. indices:
-    those of the first element.
+    """Emits a load of `lanes` consecutive float32, float16 or int8 elements, and returns them as float32.
+    indices: those of the first element.
 
     Without a conversion instruction, the bits of a float16 are moved to a float32's position, and a
     multiplication corrects the exponent. This is exact for zeros, subnormal and normal numbers; infinities
@@ -109,7 +109,7 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
     value = buffer[(*indices[:-1], span(indices[-1], lanes))]
     if buffer.ty.dtype == "float32":
         return value
-    if isa.half:
+    if isa.half or buffer.ty.dtype == "int8":
         return T.Cast(typed("float32", lanes), value)
     bits = T.bind(T.Cast(typed("int32", lanes), T.reinterpret(typed("uint16", lanes), value)))
     sign = (bits & i32(0x8000, lanes)) << i32(16, lanes)
