@@ -65,6 +65,10 @@ class MetadataReader:
     def problem(self, key: str, message: str) -> None:
         self.problems.append(one_line(f"{key}: {message}"))
 
+    def has(self, key: str) -> bool:
+        """Returns True if the metadata have a key."""
+        return key in self._metadata
+
     def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
         """Returns the value of a metadata key, or None if the key is absent. If the value is not exactly of
         type `kind`, adds a problem and returns None.
@@ -140,6 +144,8 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
             f"{fault}; supported: {', '.join(MODELS)}; use the model's original checkpoint instead",
         )
         return None
+    if model == "t5":
+        _check_normalization(reader)
     tokens = _tokens(reader)
     ids = _ids(reader, len(tokens))
     flags = {
@@ -160,6 +166,16 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
     if len(reader.problems) > before:
         return None
     return GgufVocabulary(model, tokens, types, scores, merges, pre_tokenizer, ids, flags)
+
+
+def _check_normalization(reader: MetadataReader) -> None:
+    """Adds a problem if the text of a unigram model is changed before it is divided into tokens."""
+    charsmap, spaces = (
+        f"tokenizer.ggml.{name}" for name in ("precompiled_charsmap", "remove_extra_whitespaces")
+    )
+    for key, is_used in ((charsmap, reader.has(charsmap)), (spaces, reader.scalar(spaces, bool))):
+        if is_used:
+            reader.problem(key, "is not supported: it changes the text; use the model's original checkpoint")
 
 
 def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]) -> bool:

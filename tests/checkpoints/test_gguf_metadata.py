@@ -44,6 +44,12 @@ WRONG: list[tuple[Metadata, Metadata, str]] = [
     (SMALL, {T + "model": 7}, "model: must be a string, not 7"),
     (SMALL, {T + "pre": "gpt2"}, "pre: 'gpt2' is unknown; did you mean 'gpt-2'?"),
     (SMALL, {T + "pre": None}, "pre: is absent"),
+    (PIECES, {T + "model": "t5", T + "precompiled_charsmap": [1]}, "precompiled_charsmap: is not supported"),
+    (
+        PIECES,
+        {T + "model": "t5", T + "remove_extra_whitespaces": True},
+        "whitespaces: is not supported: it c",
+    ),
     (SMALL, {T + "tokens": None}, "tokens: is absent or empty"),
     (SMALL, {T + "tokens": "abc"}, "tokens: must be an array, not 'abc'"),
     (SMALL, {T + "tokens": np.zeros((2, 2))}, "tokens: must be an array"),
