@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from mlcbuild_runtime.http import reference_page
 from mlcbuild_runtime.openai import anthropic_request, api, embeddings, openapi, responses_request, service
 
 from . import shared
@@ -168,3 +169,20 @@ def test_the_document_has_what_bodies_are_checked_with(server: Server) -> None:
     assert openapi.document(keys=True)["security"] == [{"key": []}]
     routes = {"/", "/metrics", "/openapi.json"}
     assert not routes & set(document["paths"])
+
+
+def test_the_page_of_the_api_names_every_endpoint_and_field(server: Server) -> None:
+    document = httpx.get(f"{server.url}/openapi.json", timeout=shared.WAIT).json()
+    answer = httpx.get(f"{server.url}/docs", timeout=shared.WAIT)
+    assert answer.headers["content-security-policy"] == "default-src 'none'; style-src 'unsafe-inline'"
+    assert "src=" not in answer.text and "//" not in answer.text, "it loads nothing"
+    for path, methods in document["paths"].items():
+        assert all(f"<code>{method.upper()} {path}</code>" in answer.text for method in methods)
+    for name, schema in document["components"]["schemas"].items():
+        fields = set(schema["properties"]) if "Error" not in name else set()
+        assert all(f"<td><code>{field}</code>" in answer.text for field in fields)
+    assert "<code>messages</code> (required)</td><td>array</td><td>The chat so far.</td>" in answer.text
+    assert "<code>temperature</code></td><td>number</td>" in answer.text
+    assert "<p>The request has no body.</p>" in answer.text
+    assert "Requests need an API key" not in answer.text
+    assert "Requests need an API key" in reference_page.page(openapi.document(keys=True))

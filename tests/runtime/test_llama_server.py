@@ -104,7 +104,7 @@ def test_paths_without_v1(sayer: Server) -> None:
     assert refused.json()["type"] == "error", "the form of errors follows the path"
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score", "/docs", "/nowhere"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score", "/redoc", "/nowhere"])
 def test_an_unknown_path_names_those_that_exist(sayer: Server, path: str) -> None:
     message = get(sayer, path)["error"]["message"]
     assert message.startswith(f"there is no path {path}: there are /v1/models, /v1/chat/completions,")

@@ -13,16 +13,15 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 
 class Keys:
-    """ASGI middleware that refuses requests without one of the server's API keys. Health checks and the chat
-    page need no key: they reveal nothing, and the page asks its user for the key."""
+    """ASGI middleware that refuses requests without one of the server's API keys. Health checks and pages
+    need no key: they reveal nothing, and the chat page asks its user for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = (
-            scope["type"] != "http" or scope["path"] in ("/", "/ping") or scope["path"].startswith("/health")
-        )
+        is_page = scope["type"] == "http" and scope["path"] in ("/", "/docs", "/ping")
+        is_open = scope["type"] != "http" or is_page or scope["path"].startswith("/health")
         if is_open or self._opened_by(scope):
             await self._app(scope, receive, send)
             return

@@ -26,7 +26,7 @@ from mlcbuild_runtime import release
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.engine.served_models import Models, card
-from mlcbuild_runtime.http import error_responses, middleware
+from mlcbuild_runtime.http import error_responses, middleware, reference_page
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.accesslog import Form
 from mlcbuild_runtime.http.event_stream import EventStream, collected, event_lines, exhausted, unless_gone
@@ -111,6 +111,7 @@ def _routes(server: _Server, keys: bool) -> list[Route]:
         Route("/version", server.version),
         Route("/metrics", server.metrics),
         Route("/openapi.json", _api(keys)),
+        Route("/docs", _reference(keys)),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
@@ -136,6 +137,17 @@ def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
         return JSONResponse(document)
 
     return describe
+
+
+def _reference(keys: bool) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the handler of /docs, the OpenAPI document as a page. keys: True if requests must have an API
+    key."""
+    text = reference_page.page(openapi.document(keys))
+
+    async def show(_request: Request) -> Response:
+        return HTMLResponse(text, headers={"Content-Security-Policy": reference_page.POLICY})
+
+    return show
 
 
 async def page(_request: Request) -> Response:
