@@ -324,3 +324,9 @@ def test_a_wrong_recipe_is_answered_without_heavy_packages(tmp_path: Path) -> No
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nmodels: {a: ./nowhere}\nquantizations: [q4f61]\ntargets: [host]\n")
     assert not HEAVY & loaded_by("validate", str(recipe))
+
+
+def test_importing_the_session_loads_nothing_heavy() -> None:
+    code = "import sys, mlcbuild.session; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not HEAVY & set(done.stdout.split())

@@ -132,7 +132,6 @@ LAUNCHES = "programs of GPUs run on an adapter beside the reference, in tests/co
 TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.bench.generator": "bench/test_bench.py",
     "mlcbuild.bundles.assemble": "bundles/test_bundle.py",
-    "mlcbuild.bundles.publish.artifact": "bundles/test_publish.py",
     "mlcbuild.bundles.reference_blocks": "bundles/test_reference.py",
     "mlcbuild.checkpoints.conversion": "checkpoints/test_weights.py",
     "mlcbuild.checkpoints.gguf_pretokenizers": "checkpoints/test_gguf_tokenizer.py",
