@@ -1,4 +1,4 @@
-"""The built-in schemes as CPUs store them, and packing of one matrix, for tests."""
+"""The built-in schemes as CPUs and as GPUs store them, and packing of one matrix, for tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from mlcbuild.quant.schemes import SCHEMES as BUILT_IN
 from mlcbuild.targets.backends import BACKENDS
 
 SCHEMES: dict[str, Storage] = {name: BACKENDS["cpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
-
-
+GPU_SCHEMES = {name: BACKENDS["webgpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
 SIMPLE = {name: scheme for name, scheme in SCHEMES.items() if scheme.definition.blocks is None}
 """The schemes without scales of two levels."""
 QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits]

@@ -19,19 +19,30 @@ if TYPE_CHECKING:
     from mlcbuild.quant.floats import Array, Scratch
 
 
-def tiles(blocks: Blocks) -> Format:
-    """Returns the format that quantizes any float matrix and stores it in tiles of 16 rows (the layout x16).
-    blocks: the number of bits and the range of codes; its scale must be "levels", a float16 of 256 weights
-    times an integer of each group."""
-    form = blocked.tiles(blocks)
-    return replace(form, pack=partial(_quantize, blocks, form.tensors), pack_blocks=None)
+def both(blocks: Blocks) -> dict[str, Format]:
+    """Returns layout name -> the format that quantizes any float matrix and stores it in this layout. blocks:
+    the number of bits and the range of codes; its scale must be "levels", a float16 of 256 weights times an
+    integer of each group.
+    """
+    return {layout: _quantizing(blocks, form) for layout, form in blocked.both(blocks).items()}
+
+
+def _quantizing(blocks: Blocks, form: Format) -> Format:
+    pack = partial(_quantize, blocks, form.tensors, form.rows_per_index)
+    return replace(form, pack=pack, pack_blocks=None)
 
 
 def _quantize(
-    blocks: Blocks, tensors: Sequence[FormatTensor], weight: Array, scratch: Scratch, name: str
+    blocks: Blocks,
+    tensors: Sequence[FormatTensor],
+    rows_per_index: int,
+    weight: Array,
+    scratch: Scratch,
+    name: str,
 ) -> Sequence[Array]:
     from mlcbuild.quant import block_packing, level_search
 
-    arrays = block_packing.pack(blocks, level_search.quantize(blocks, weight, name), name)
+    pack = block_packing.pack_rows if rows_per_index == 1 else block_packing.pack
+    arrays = pack(blocks, level_search.quantize(blocks, weight, name), name)
     shapes = [tensor.shape(*weight.shape) for tensor in tensors]
     return [array.reshape(shape) for array, shape in zip(arrays, shapes, strict=True)]

@@ -57,25 +57,26 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":
-        return words, _levels(numbers)
+        return words, _levels(numbers, BLOCK_WEIGHTS // blocks.group)
     if not blocks.minimum:
         return words, numbers[0].astype(blocks.scale, copy=False)
     pair = [number.astype(np.float16).view(np.uint16).astype(np.uint32) for number in numbers]
     return words, pair[0] | pair[1] << np.uint32(16)
 
 
-def _levels(numbers: Sequence[NDArray[np.generic]]) -> Array:
+def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
     """Returns the words that store two-level scales and minima, uint32 [rows, blocks * words]. For each block
     of 256 weights they hold its float16 numbers, then the integer factors of scales, then those of minima.
+    each: number of factors in a block; the last block of a row is padded with zeros.
     """
     rows, count = numbers[1].shape
+    steps = [
+        np.pad(step.astype(np.uint8), ((0, 0), (0, count * each - step.shape[1]))) for step in numbers[::2]
+    ]
     halves = [block.astype(np.float16).view(np.uint16).astype(np.uint32) for block in numbers[1::2]]
     first = halves[0] if len(halves) == 1 else halves[0] | halves[1] << np.uint32(16)
-    steps = [
-        np.ascontiguousarray(step).view(np.uint8).reshape(rows, count, -1).view(np.uint32)
-        for step in numbers[::2]
-    ]
-    return np.concatenate([first[:, :, None], *steps], axis=2).reshape(rows, -1)
+    words = [step.reshape(rows, count, -1).view(np.uint32) for step in steps]
+    return np.concatenate([first[:, :, None], *words], axis=2).reshape(rows, -1)
 
 
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
@@ -83,14 +84,15 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
     operation rounded. tensors: (q_weight, q_scale) as blocked.rows describes them; shape: (N, K)."""
     rows, columns = shape
     words, numbers = tensors
-    codes = unpack_codes(words.view(np.uint32), blocks.bits, columns // GROUP) - np.uint8(blocks.zero)
+    codes = unpack_codes(words.view(np.uint32), blocks.bits, -(-columns // GROUP)) - np.uint8(blocks.zero)
     value = codes.view(np.int8 if blocks.signed else np.uint8).astype(np.float32)
     value = value.reshape(rows, -1, blocks.group)
     scale, minimum = _scales(blocks, numbers.reshape(rows, -1))
-    value *= scale[:, :, None]
+    # With two-level scales the last block of a row may have groups beyond its columns.
+    value *= scale[:, : value.shape[1], None]
     if minimum is not None:
-        value += minimum[:, :, None]
-    return value.reshape(rows, -1)
+        value += minimum[:, : value.shape[1], None]
+    return value.reshape(rows, -1)[:, :columns]
 
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

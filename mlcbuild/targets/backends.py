@@ -122,11 +122,8 @@ def _cpu_layout(scheme: Scheme) -> str:
     return CPU_LAYOUTS[scheme.format]
 
 
-_TILES_ONLY = ("q4l", "q5l", "q6l")
 GPU_LAYOUTS: Mapping[str, str] = {
-    name: "plain" if layout == "plain" else "row"
-    for name, layout in CPU_LAYOUTS.items()
-    if name not in _TILES_ONLY
+    name: "plain" if layout == "plain" else "row" for name, layout in CPU_LAYOUTS.items()
 }
 """Name of a format -> the physical layout that GPU kernels read. If CPU kernels read the same, both share
 weights.

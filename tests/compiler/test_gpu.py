@@ -25,18 +25,17 @@ from mlcbuild.compiler.gpu.support import unsupported
 from mlcbuild.errors import CompileError
 from mlcbuild.models import Dense
 from mlcbuild.targets import presets
-from mlcbuild.targets.backends import GPU_LAYOUTS
 from tests import gpu_harness
 from tests.libharness import EVERY, golden, pack, unpacked
 from tests.opencl_program import through_opencl
-from tests.schemes import SCHEMES
+from tests.schemes import GPU_SCHEMES as SCHEMES
 
 # One process builds the program that most tests run, and software adapters compile its kernels for minutes.
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(1200)]
 GREEDY: SamplingRow = (0.0, -np.inf, 1.0, 0.0, 0.0)
-MIXED = ["q4f16_1"]
+MIXED = ["q4a8_2"]
 if EVERY:
-    MIXED = [name for name, scheme in SCHEMES.items() if scheme.layout == GPU_LAYOUTS.get(scheme.format)]
+    MIXED = list(SCHEMES)
 
 
 def worst(logits: Floats, expected: Floats) -> float:

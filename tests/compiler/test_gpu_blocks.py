@@ -20,7 +20,7 @@ from mlcbuild.models import ModelConfig, parameters
 from tests import experts_golden, gpu_harness, typegoldens
 from tests.libharness import EVERY, HERE, golden, pack, unpacked
 from tests.patchwork import patchwork, random_weights
-from tests.schemes import SCHEMES
+from tests.schemes import GPU_SCHEMES as SCHEMES
 
 # Software adapters compile kernels for minutes where other tests compute, too.
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(1200)]

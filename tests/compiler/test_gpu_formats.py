@@ -1,4 +1,4 @@
-"""Kernels of GPUs that read the values of quantized checkpoints, against float64 products of these values."""
+"""Kernels of GPUs that read quantized matrices, against float64 products of the values that these hold."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ from tests.runtime.test_page import Browser
 
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
 ROWS, COLUMNS = 50, 512
+NARROW = 328
+"""Number of columns of matrices with no whole groups of 32 and no whole blocks of 256."""
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
+RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q5l"]
 CASES = pytest.mark.parametrize("form", SAMPLE)
 LIMIT = 2e-6
 """Largest difference as a share of the sum of magnitudes: float32 sums of 512 products."""
@@ -56,26 +59,26 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @cache
-def matrix(form: str) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
-    """Returns the stored tensors of a matrix [ROWS, COLUMNS] by their names in kernels, and its values."""
+def matrix(form: str, columns: int = COLUMNS) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
+    """Returns the stored tensors of a matrix [ROWS, columns] by their names in kernels, and its values."""
     definition = load_format(form, "row")
-    if definition.blocks is None:
-        weights = np.random.default_rng(1).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+    if form not in TYPES:
+        weights = np.random.default_rng(1).standard_normal((ROWS, columns)).astype(np.float32)
         tensors = definition.pack(weights, Scratch(), "matrix")
     else:
         types = TYPES[form]
         rows = [
-            gguf_blocks.unpack(finite_rows(name, ROWS // len(types), COLUMNS, index), kind_of(name))
+            gguf_blocks.unpack(finite_rows(name, ROWS // len(types), columns, index), kind_of(name))
             for index, name in enumerate(types)
         ]
         assert definition.pack_blocks is not None
         tensors = definition.pack_blocks(rows, "matrix")
-    values = definition.unpack(tensors, (ROWS, COLUMNS)).astype(np.float64)
+    values = definition.unpack(tensors, (ROWS, columns)).astype(np.float64)
     return dict(zip("ws", tensors, strict=True)), values
 
 
-def activations(count: int) -> NDArray[np.float32]:
-    return np.random.default_rng(count).standard_normal((count, COLUMNS)).astype(np.float32)
+def activations(count: int, columns: int = COLUMNS) -> NDArray[np.float32]:
+    return np.random.default_rng(count).standard_normal((count, columns)).astype(np.float32)
 
 
 def check(actual: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float64]) -> None:
@@ -84,16 +87,18 @@ def check(actual: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float
     assert np.abs(actual.reshape(len(x), -1) - wide @ values.T).max() < limit
 
 
-@CASES
-def test_products_of_few_and_of_many_rows(form: str, run: Run) -> None:
-    tensors, values = matrix(form)
-    spec = ProductSpec(ROWS, COLUMNS, stored_as(form))
+@pytest.mark.parametrize(
+    ("form", "columns"), [*((form, COLUMNS) for form in SAMPLE), *((form, NARROW) for form in RAGGED)]
+)
+def test_products_of_few_and_of_many_rows(form: str, columns: int, run: Run) -> None:
+    tensors, values = matrix(form, columns)
+    spec = ProductSpec(ROWS, columns, stored_as(form))
     for make, arguments, count in (
         (product.gemv, (spec, 1), 1),
         (product.gemv, (spec, 4), 6),
         (tile_product.gemm, (spec,), 70),
     ):
-        x = activations(count)
+        x = activations(count, columns)
         buffers = {**tensors, "x": x, "y": np.zeros((count, ROWS), np.float32)}
         check(run(make, arguments, {"n": count}, buffers)["y"], x, values)
 

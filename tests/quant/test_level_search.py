@@ -10,10 +10,12 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.quant import Storage
 from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.level_search import quantize
-from tests.schemes import SCHEMES, normal, pack, unpack
+from tests.schemes import GPU_SCHEMES, SCHEMES, normal, pack, unpack
 
 LEVELED = [s for s in SCHEMES.values() if s.definition.blocks is not None]
 EVERY = pytest.mark.parametrize("scheme", LEVELED, ids=lambda scheme: scheme.format)
+ROWS = [s for s in GPU_SCHEMES.values() if s.definition.blocks is not None]
+LAYOUTS = pytest.mark.parametrize("scheme", [*LEVELED, *ROWS], ids=lambda s: f"{s.format}-{s.layout}")
 Floats = NDArray[np.float32]
 
 
@@ -29,7 +31,7 @@ def error(scheme: Storage, weight: Floats) -> float:
     return float(np.square(actual - weight).sum() / np.square(weight.astype(np.float64)).sum())
 
 
-@EVERY
+@LAYOUTS
 @pytest.mark.parametrize("shape", [(64, 576), (16, 256), (33, 100), (1, 1), (17, 512)])
 def test_stored_tensors_are_the_codes_and_numbers_of_the_search(
     scheme: Storage, shape: tuple[int, int]
@@ -108,7 +110,7 @@ def test_groups_of_equal_weights_are_kept(scheme: Storage, value: float) -> None
     np.testing.assert_allclose(actual, weight, rtol=5e-3, atol=0)
 
 
-@EVERY
+@LAYOUTS
 def test_bfloat16_and_float16_are_widened(scheme: Storage) -> None:
     weight = (normal(16, 256).view(np.uint32) & 0xFFFF0000).view(np.float32)
     halves = weight.astype(np.float16)
@@ -118,7 +120,7 @@ def test_bfloat16_and_float16_are_widened(scheme: Storage) -> None:
             np.testing.assert_array_equal(actual, expected)
 
 
-@EVERY
+@LAYOUTS
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_weights_that_are_no_numbers_are_refused(scheme: Storage, value: float) -> None:
     weight = normal(16, 256)

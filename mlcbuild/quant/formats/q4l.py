@@ -6,6 +6,6 @@ uint8. level_search.py quantizes.
 """
 
 from mlcbuild.quant.blocks import Blocks
-from mlcbuild.quant.leveled import tiles
+from mlcbuild.quant.leveled import both
 
-FORMATS = {"x16": tiles(Blocks(4, scale="levels", minimum=True, signed=False))}
+FORMATS = both(Blocks(4, scale="levels", minimum=True, signed=False))

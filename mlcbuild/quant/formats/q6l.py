@@ -4,6 +4,6 @@ A scale is a float16 of 256 weights times an int8 of the group. level_search.py 
 """
 
 from mlcbuild.quant.blocks import Blocks
-from mlcbuild.quant.leveled import tiles
+from mlcbuild.quant.leveled import both
 
-FORMATS = {"x16": tiles(Blocks(6, 16, "levels"))}
+FORMATS = both(Blocks(6, 16, "levels"))
