@@ -20,7 +20,7 @@ function tokenizer({ files, bos = null, eos = [] }) {
     const data = readFileSync(path);
     return [name, name.endsWith(".json") ? JSON.parse(data) : name.endsWith(".model") ? new Uint8Array(data) : data.toString()];
   });
-  return new Tokenizer(new Map(content), { bos, eos });
+  return Tokenizer.load(new Map(content), { bos, eos });
 }
 
 const CALLS = {
@@ -48,20 +48,23 @@ const CALLS = {
     return [...row];
   },
   logprobs: ({ logits, token, count }) => logprobs(Float32Array.from(logits), token, count),
-  encode: ({ texts, ...files }) => {
-    const own = tokenizer(files);
+  encode: async ({ texts, ...files }) => {
+    const own = await tokenizer(files);
     return texts.map((text) => [own.encode(text), own.vocabulary.encode(text, false)]);
   },
-  decode: ({ lists, stop, ...files }) => {
-    const own = tokenizer(files);
+  decode: async ({ lists, stop, ...files }) => {
+    const own = await tokenizer(files);
     return lists.map((tokens) => {
       const stream = own.stream(stop, true);
       return [...tokens.map((token) => stream.push(token)), stream.finish()];
     });
   },
-  prompt: ({ messages, options, ...files }) => tokenizer(files).prompt(messages, options),
+  prompt: async ({ messages, options, ...files }) => (await tokenizer(files)).prompt(messages, options),
   split: ({ pattern, texts }) => texts.map((text) => Array.from(text.matchAll(translated(pattern)), (match) => match[0])),
-  ends: (files) => [[...tokenizer(files).eos], tokenizer(files).bos],
+  ends: async (files) => {
+    const { eos, bos } = await tokenizer(files);
+    return [[...eos], bos];
+  },
   files: ({ names }) => tokenizerFiles((name) => names.includes(name)),
   programs: ({ documents, pages }) => documents.map((text) => {
     try {
@@ -79,8 +82,8 @@ const CALLS = {
     return formatGrammar({ type: "json_schema", json_schema: { schema } }, false).start.accepts;
   },
   // Returns the tokens of answers that are drawn at random from those that are allowed.
-  answers: ({ formats, vocab, ends, limit, ...files }) => {
-    const { vocabulary } = tokenizer(files), sorted = new SortedTokens(vocabulary, vocab, ends);
+  answers: async ({ formats, vocab, ends, limit, ...files }) => {
+    const { vocabulary } = await tokenizer(files), sorted = new SortedTokens(vocabulary, vocab, ends);
     const numbers = new RandomNumbers(1);
     return formats.map((format) => {
       const matcher = new TokenMatcher(formatGrammar(format, false), sorted, vocabulary), tokens = [];
@@ -94,8 +97,8 @@ const CALLS = {
     });
   },
   // Returns for each format its error, or for each walk the tokens that are allowed at each place.
-  masks: ({ formats, vocab, ends, space, ...files }) => {
-    const { vocabulary } = tokenizer(files), sorted = new SortedTokens(vocabulary, vocab, ends);
+  masks: async ({ formats, vocab, ends, space, ...files }) => {
+    const { vocabulary } = await tokenizer(files), sorted = new SortedTokens(vocabulary, vocab, ends);
     return formats.map(([format, walks]) => {
       try {
         return walks.map((tokens) => {

@@ -77,7 +77,7 @@ async function readTokenizer(bundle, paths) {
     const read = path.endsWith(".json") ? "json" : path.endsWith(".model") ? "bytes" : "text";
     files.set(path, await bundle[read](path));
   }
-  return new Tokenizer(files, bundle.manifest);
+  return Tokenizer.load(files, bundle.manifest);
 }
 
 async function readWeights(bundle, program, device) {

@@ -1,6 +1,6 @@
 /** The vocabulary in a tokenizer.json: what the library `tokenizers` of Hugging Face reads. */
 import { EngineError, shown } from "./errors.js";
-import { CharMap, Prefixes, bestPath, mergePairs } from "./merging.js";
+import { CharMap, Prefixes, bestPath, mergePairs, pieceBytes } from "./merging.js";
 import { literal, translated } from "./regex.js";
 
 const SPACE = "▁";
@@ -282,10 +282,4 @@ export class JsonVocabulary {
   tokenId(name) {
     return this.ids.get(name) ?? null;
   }
-}
-
-/** Returns the bytes of a piece of SentencePiece. @param {boolean} fallback whether <0x00> stands for a byte */
-export function pieceBytes(piece, fallback) {
-  const byte = fallback && /^<0x([0-9A-F]{2})>$/.exec(piece);
-  return byte ? Uint8Array.of(parseInt(byte[1], 16)) : encoder.encode(piece.replaceAll(SPACE, " "));
 }

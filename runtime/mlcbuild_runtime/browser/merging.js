@@ -132,3 +132,9 @@ export class CharMap {
     return new TextDecoder("utf-8", { ignoreBOM: true }).decode(this.texts.subarray(start, this.texts.indexOf(0, start)));
   }
 }
+
+/** Returns the bytes of a piece of SentencePiece. @param {boolean} fallback whether <0x00> stands for a byte */
+export function pieceBytes(piece, fallback) {
+  const byte = fallback && /^<0x([0-9A-F]{2})>$/.exec(piece);
+  return byte ? Uint8Array.of(parseInt(byte[1], 16)) : new TextEncoder().encode(piece.replaceAll("▁", " "));
+}

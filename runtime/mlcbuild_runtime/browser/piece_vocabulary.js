@@ -3,8 +3,7 @@
  * tokenizer_config.json adds. Scores are float32, as in that library, so that equal paths end equally.
  */
 import { EngineError } from "./errors.js";
-import { pieceBytes } from "./json_vocabulary.js";
-import { CharMap, Prefixes, bestPath, mergePairs } from "./merging.js";
+import { CharMap, Prefixes, bestPath, mergePairs, pieceBytes } from "./merging.js";
 import { literal } from "./regex.js";
 
 const NORMAL = 1, UNKNOWN = 2, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6;

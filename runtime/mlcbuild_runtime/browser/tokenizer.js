@@ -1,7 +1,5 @@
 /** Converts prompts to tokens, and the tokens of answers to text as they arrive. */
 import { EngineError } from "./errors.js";
-import { JsonVocabulary } from "./json_vocabulary.js";
-import { PieceVocabulary } from "./piece_vocabulary.js";
 import { Template } from "./vendor/jinja.js";
 
 const FILES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"];
@@ -27,19 +25,30 @@ function templateOf(files, config) {
 
 export class Tokenizer {
   /**
+   * Reads a tokenizer, and loads the module for its kind of vocabulary.
    * @param {Map<string, any>} files name -> content: objects for JSON, bytes for tokenizer.model, else text
    * @param {{bos: number | null, eos: number[]}} tokens special tokens that the manifest names
+   * @returns {Promise<Tokenizer>}
    */
-  constructor(files, { bos, eos }) {
+  static async load(files, tokens) {
     const config = files.get("tokenizer_config.json") ?? {};
-    this.special = specialTokens({ ...(files.get("special_tokens_map.json") ?? {}), ...config });
-    if (files.has("tokenizer.json")) this.vocabulary = new JsonVocabulary(files.get("tokenizer.json"));
-    else if (files.has("tokenizer.model")) this.vocabulary = new PieceVocabulary(files.get("tokenizer.model"), config, this.special);
-    else throw new EngineError("the bundle has neither tokenizer.json nor tokenizer.model", "bad_tokenizer");
+    const special = specialTokens({ ...(files.get("special_tokens_map.json") ?? {}), ...config });
+    let vocabulary;
+    if (files.has("tokenizer.json")) {
+      const { JsonVocabulary } = await import("./json_vocabulary.js");
+      vocabulary = new JsonVocabulary(files.get("tokenizer.json"));
+    } else if (files.has("tokenizer.model")) {
+      const { PieceVocabulary } = await import("./piece_vocabulary.js");
+      vocabulary = new PieceVocabulary(files.get("tokenizer.model"), config, special);
+    } else throw new EngineError("the bundle has neither tokenizer.json nor tokenizer.model", "bad_tokenizer");
+    return new Tokenizer(vocabulary, special, templateOf(files, config), tokens);
+  }
+
+  constructor(vocabulary, special, template, { bos, eos }) {
+    Object.assign(this, { vocabulary, special, template });
     const tokenId = (name) => this.vocabulary.tokenId(this.special.get(name) ?? "");
     this.eos = new Set([...eos, tokenId("eos_token")].filter((token) => token !== null));
     this.bos = bos ?? tokenId("bos_token");
-    this.template = templateOf(files, config);
   }
 
   /** Returns the tokens of a prompt, with BOS where the tokenizer adds one; it is not doubled. */
