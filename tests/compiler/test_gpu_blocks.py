@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from mlcbuild_format.limits import Limits
-from mlcbuild_format.program import evaluate, scalar_values
+from mlcbuild_format.program import BoundBuffer, Expression, Launch, evaluate, scalar_values
 from mlcbuild_runtime.executor.executor import score
 
 from mlcbuild import quant
 from mlcbuild.bundles import reference
+from mlcbuild.compiler.gpu.emitter import Emitter, Make
 from mlcbuild.compiler.gpu.launches import LaunchBuilder
 from mlcbuild.compiler.gpu.layer_launches import layer_launches
 from mlcbuild.compiler.gpu.support import unsupported
-from mlcbuild.models import ModelConfig, parameters
+from mlcbuild.models import Experts, LatentAttention, LayerNorm, LayerSpec, ModelConfig, parameters
 from tests import experts_golden, gpu_harness, typegoldens
 from tests.libharness import EVERY, HERE, golden, pack, unpacked
 from tests.patchwork import patchwork, random_weights
@@ -24,10 +26,11 @@ from tests.schemes import GPU_SCHEMES as SCHEMES
 
 # Software adapters compile kernels for minutes where other tests compute, too.
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(1200)]
+GOLDENS = sorted((HERE / "golden").glob("*/golden.safetensors"))
 TYPES = ["deepseek_v3"]
 if EVERY:
     TYPES = [*typegoldens.NAMES, *(f"experts-{name}" for name in experts_golden.VARIANTS)]
-    TYPES += [f"family-{path.parent.name}" for path in (HERE / "golden").glob("*/golden.safetensors")]
+    TYPES += [f"family-{path.parent.name}" for path in GOLDENS]
 LIMITS = {"context_window": 64, "prefill_chunk": 64, "max_batch": 4}
 
 
@@ -118,8 +121,43 @@ def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, 
     assert len(builder.settle()) <= 1, "at most one launch after all layers"
 
 
-def test_every_model_type_is_supported(tmp_path: Path) -> None:
+class CountedLaunches(Emitter):
+    """An emitter of launches whose kernels are never built."""
+
+    def kernel(self, make: Make, *arguments: object) -> str:
+        return make.__name__
+
+    def launch(
+        self, kernel: str, scalars: Mapping[str, Expression], buffers: Mapping[str, str | BoundBuffer]
+    ) -> Launch:
+        return Launch(kernel, (), ())
+
+
+def launches_of(layer: LayerSpec, is_first: bool) -> int:
+    """Returns the number of launches for a token of a layer, as targets/README.md lists it."""
+    mixer, block, count = layer.mixer, layer.feed_forward, 7
+    if isinstance(mixer, LatentAttention):
+        count += 5 if mixer.query_latent else 4
+    else:
+        count += isinstance(mixer.qk_norm, LayerNorm) and mixer.qk_norm.bias
+        count += not is_first and None not in (layer.norms.before, layer.norms.after) and mixer.qkv_bias
+    if isinstance(block, Experts):
+        count += 2 + 2 * (block.shared_size > 0) + block.shared_gate
+    return count
+
+
+def test_every_model_type_is_supported_and_takes_the_launches_of_the_guide(tmp_path: Path) -> None:
+    configs = {name: experts_golden.golden(name).config for name in experts_golden.VARIANTS}
+    configs |= {path.parent.name: golden(path.parent.name).config for path in GOLDENS}
     for name in typegoldens.NAMES:
         (tmp_path / name).mkdir()
-        config = typegoldens.load(name, tmp_path / name).config
+        configs[f"type {name}"] = typegoldens.load(name, tmp_path / name).config
+    assert len(configs) > 60
+    for name, config in configs.items():
         assert unsupported(config) == [], name
+        for rows in (1, 4):
+            builder = LaunchBuilder(config, SCHEMES["q4f16_1"], Limits(**LIMITS), emitter=CountedLaunches())
+            for index, layer in enumerate(config.layers):
+                launches = layer_launches(builder, index, layer, rows)
+                count = sum(launch.kernel != "fork" for launch in launches)
+                assert count == launches_of(layer, index == 0), (name, index)
