@@ -144,7 +144,7 @@ def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
 def measured(path: Path, **variables: str) -> dict[str, Any]:
     """Returns the document of ci/bench/gpu for a bundle."""
     script = shared.ROOT / "ci" / "bench" / "gpu"
-    result = shared.run(str(script), str(path), "--rounds", "1", extra=variables)
+    result = shared.run(str(script), "--bundle", str(path), "--rounds", "1", extra=variables)
     assert result.returncode == 0, result.stderr
     document: dict[str, Any] = json.loads(result.stdout)
     return document

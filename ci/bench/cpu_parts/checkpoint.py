@@ -36,6 +36,17 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     },
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
     "olmoe-1b-7b-4": {
         "model_type": "olmoe",
         "architectures": ["OlmoeForCausalLM"],
