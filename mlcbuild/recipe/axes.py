@@ -9,7 +9,7 @@ from mlcbuild.documents.document import Where
 from mlcbuild.errors import SetupError, UsageError, did_you_mean
 from mlcbuild.quant import Scheme, as_is
 from mlcbuild.quant.schemes import SCHEMES
-from mlcbuild.recipe.budgets import is_budget, read_budget
+from mlcbuild.recipe.budgets import is_budget, listed_name, read_budget
 from mlcbuild.recipe.reading import Reading
 from mlcbuild.targets import presets
 from mlcbuild.targets.target import Target
@@ -21,9 +21,16 @@ def read_schemes(reading: Reading) -> dict[str, Scheme]:
     """
     schemes: dict[str, Scheme] = {}
     for i in range(len(reading.items("quantizations"))):
-        name = reading.text("quantizations", i)
-        scheme = _builtin(reading, ("quantizations", i), name)
-        if name and scheme:
+        place: Where = ("quantizations", i)
+        text, name = reading.text(*place), listed_name(reading, place)
+        scheme = _builtin(reading, place, text) if text is not None else _listed_budget(reading, place)
+        if name in schemes and text is None:
+            message = (
+                f"an earlier budget is called '{name}', too: write quantizations as a mapping, which gives "
+                "each a name of its own"
+            )
+            reading.report(place, message)
+        elif name and scheme:
             schemes[name] = scheme
     for name, value in reading.mapping("quantizations").items():
         where: Where = ("quantizations", name)
@@ -35,6 +42,13 @@ def read_schemes(reading: Reading) -> dict[str, Scheme]:
         if scheme:
             schemes[name] = scheme
     return schemes
+
+
+def _listed_budget(reading: Reading, where: Where) -> Scheme | None:
+    """Reads an item of a list of quantizations that is no text. Returns None for an invalid one."""
+    if where in reading.bad or not is_budget(reading, where):
+        return None
+    return read_budget(reading, where)
 
 
 def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:

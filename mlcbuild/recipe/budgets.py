@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 from mlcbuild_format import sizes
@@ -27,6 +28,8 @@ def is_budget(reading: Reading, where: Where) -> bool:
     """
     keys = reading.mapping(*where).keys()
     kinds = [kind for kind in KINDS if kind in keys]
+    if isinstance(where[-1], int):
+        return _is_listed_budget(reading, where, kinds)
     listed = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
     if "scheme" in keys or "overrides" in keys:
         for key in (*kinds, *(["candidates"] if "candidates" in keys else [])):
@@ -37,9 +40,53 @@ def is_budget(reading: Reading, where: Where) -> bool:
         return False
     if not kinds:
         reading.report(where, f"'{where[-1]}' needs the key 'scheme', or a budget: {listed}")
+    _report_further(reading, where, kinds)
+    return True
+
+
+def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> bool:
+    """Returns True if an item of a list of quantizations states a budget; adds problems to `reading` for
+    what only a quantization with a name of its own may state. kinds: the item's keys that are budgets.
+    """
+    named = [key for key in ("scheme", "overrides") if key in reading.mapping(*where)]
+    for key in named:
+        message = (
+            f"'{key}' needs a name in place of the list: write quantizations as a mapping of names to schemes"
+        )
+        reading.report((*where, key), message, on_key=True)
+    if not kinds and not named:
+        listed = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        reading.report(where, f"a mapping in a list of quantizations needs a budget: {listed}")
+    _report_further(reading, where, kinds)
+    return bool(kinds)
+
+
+def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> None:
+    """Adds a problem to `reading` for each budget of a quantization after its first one."""
     for kind in kinds[1:]:
         message = f"'{kind}' and '{kinds[0]}' are two budgets; give each a quantization of its own"
         reading.report((*where, kind), message, on_key=True)
+
+
+def listed_name(reading: Reading, where: Where) -> str | None:
+    """Returns the name of a quantization in a list: the item itself if it is text, or for a budget its first
+    key and value, such as max_size-800MB. Returns None for an item without a valid one.
+    """
+    text = reading.text(*where)
+    if text is not None:
+        return text
+    kind = next((kind for kind in KINDS if kind in reading.mapping(*where)), None)
+    value = None if kind is None else reading.get(*where, kind)
+    if isinstance(value, str):
+        return f"{kind}-{value.replace(' ', '')}" if _is_size(value) else None
+    return f"{kind}-{value:g}" if isinstance(value, int | float) else None
+
+
+def _is_size(text: str) -> bool:
+    try:
+        sizes.parse(text)
+    except ValueError:
+        return False
     return True
 
 

@@ -7,6 +7,7 @@ from math import prod
 
 from mlcbuild.documents.document import Where
 from mlcbuild.errors import did_you_mean
+from mlcbuild.recipe.budgets import listed_name
 from mlcbuild.recipe.matrix import AXES, MOST_SETTINGS, Cell, Expansion, MatrixEntry, Names, expand
 from mlcbuild.recipe.reading import Reading
 
@@ -56,7 +57,7 @@ def _places(reading: Reading, section: str) -> dict[str, Where]:
     """Returns name -> position in the file, for the names that a section of the recipe defines."""
     places: dict[str, Where] = {}
     for i in range(len(reading.items(section))):
-        name = reading.text(section, i)
+        name = listed_name(reading, (section, i))
         if name is not None:
             places[name] = (section, i)
     for name in reading.mapping(section):

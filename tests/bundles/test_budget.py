@@ -104,6 +104,26 @@ def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
     assert files == {name: (bundle / name).read_bytes() for name in files}
 
 
+def test_the_recipe_of_the_guide_with_budgets_in_a_list(tmp_path: Path, common_store: Path) -> None:
+    """Plans, bundles, reports and fragments name a budget of a list after its key and value."""
+    (text,) = (block for block in readme_recipes() if "[q8a8_1, {max_size" in block)
+    recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
+    planned = checked(mlcbuild("plan", recipe, store=common_store))
+    assert "budget/tiny/max_size-700kB" in planned and "budget/tiny/max_kl-0.02" in planned
+    ran = checked(mlcbuild("run", recipe, "--only", "tiny-max_size-700kB-host", store=common_store))
+    assert "tiny-max_size-700kB-host" in ran
+    bundle = tmp_path / "dist" / "tiny-max_size-700kB-host"
+    report = json.loads((bundle / "budget.json").read_bytes())
+    assert report["bytes"] <= 700_000 and report["kind"] == "max_size"
+    manifest = json.loads((bundle / "bundle.json").read_bytes())
+    assert manifest["scheme"]["name"] == report["scheme"] and manifest["scheme"]["overrides"]
+    checked(mlcbuild("report", recipe, "-o", tmp_path / "report.html", store=common_store))
+    assert "tiny, max_size-700kB" in (tmp_path / "report.html").read_text()
+    fragment = (bundle / "quantization.yaml").read_text()
+    recipe.write_text(f"version: 1\nmodels: {{tiny: ./tiny}}\ntargets: [host]\n{fragment}")
+    assert load(recipe).schemes["max_size-700kB"].name == report["scheme"]
+
+
 PLAN = """\
 version: 1
 models: {{tiny: ./tiny}}

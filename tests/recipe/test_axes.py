@@ -59,32 +59,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "3:117: 'y' is in an earlier override, which has precedence",
         ],
     ),
-    "budgets": (
-        changed(
-            quantizations="{a: {}, b: {target_bits: 5, max_kl: 0.1}, c: {max_size: 8 apples}, "
-            "d: {scheme: q4a8_1, max_kl: 0.1, candidates: [q0f32, q0f16]}}"
-        ),
-        [
-            "3:20: 'a' needs the key 'scheme', or a budget: target_bits, max_size or max_kl",
-            "3:44: 'max_kl' and 'target_bits' are two budgets; give each a quantization of its own",
-            "3:72: 'max_size' must be a size such as 8GB or 512MiB, found '8 apples'",
-            "3:103: 'max_kl' belongs to a budget, which chooses scheme and overrides itself; remove either",
-            "3:116: 'candidates' belongs to a budget, which chooses scheme and overrides itself; remove "
-            "either",
-        ],
-    ),
-    "candidates of budgets": (
-        changed(
-            quantizations="{a: {target_bits: 0}, b: {max_kl: 0.1, candidates: [q4a8_1]}, "
-            "c: {max_kl: 0.1, candidates: [q4a8_1, as-is, q4a81]}}"
-        ),
-        [
-            "3:34: 'target_bits' must be at least 1, not 0",
-            "3:67: a budget chooses among at least two candidates, found 1",
-            "3:116: candidate 'as-is' is no built-in scheme; known: " + ", ".join(sorted(SCHEMES)),
-            "3:123: candidate 'q4a81' is no built-in scheme; did you mean 'q4a8_1'?",
-        ],
-    ),
     "unknown target": (
         changed(targets="[x86-64-v3, aarch64]"),
         ["4:22: target 'aarch64' is unknown; did you mean 'aarch64-linux'?"],
