@@ -26,7 +26,9 @@ AVX512, AMX, OLD, ARM = (
         (OLD, SMALL, 16 * GIB, "q4f16_1"),
         (AVX512, 600_000_000, GIB, "q6a8_2"),
         (OLD, 600_000_000, GIB, "q4f16_1"),
-        (AVX512, 600_000_000, 800 << 20, "q4a8_2"),
+        (AVX512, 600_000_000, 900 << 20, "q5a8_2"),
+        (OLD, 600_000_000, 900 << 20, "q4f16_1"),
+        (AVX512, 600_000_000, 700 << 20, "q4a8_2"),
     ],
 )
 def test_the_scheme_fits_model_and_machine(words: str, count: int, memory: int, scheme: str) -> None:
