@@ -122,11 +122,15 @@ def _cpu_layout(scheme: Scheme) -> str:
     return CPU_LAYOUTS[scheme.format]
 
 
-GPU_LAYOUTS: Mapping[str, str] = {
-    name: "plain" if layout == "plain" else "row" for name, layout in CPU_LAYOUTS.items()
-}
-"""Name of a format -> the physical layout that GPU kernels read. If CPU kernels read the same, both share
-weights.
+_GPU_ROWS = (
+    *("q4f32", "q4f16", "q8f32", "q8f16", "q4s", "q5s", "q8s", "q4l", "q5l", "q6l"),
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4"),
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_xs"),
+)
+GPU_LAYOUTS: Mapping[str, str] = {"f32": "plain", "f16": "plain", **dict.fromkeys(_GPU_ROWS, "row")}
+"""Name of a format -> the physical layout that GPU kernels read: `stored_as` in
+mlcbuild/compiler/gpu/kernels/storage.py describes those that are stored by rows. If CPU kernels read the same
+layout, both share weights.
 """
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from mlcbuild.errors import InputError
 from mlcbuild.models import ModelConfig, action
 from mlcbuild.quant import Scheme, Storage, format, formats
 from mlcbuild.quant.schemes import SCHEMES
-from mlcbuild.targets.backends import BACKENDS
+from mlcbuild.targets.backends import BACKENDS, CPU_LAYOUTS
 from tests import schemes
 from tests.conftest import TINY, project
 from tests.guide import example
@@ -156,6 +157,17 @@ def test_the_cpu_refuses_a_format_without_kernels_before_work(toy: None, tmp_pat
         r"have no kernels for format 'toy'; they have some for f32, .*: choose a scheme with one of these",
     ):
         pipeline.build(recipe.load(path), Lock())
+
+
+def test_a_kernel_for_cpus_does_not_promise_one_for_gpus(
+    toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast("dict[str, str]", CPU_LAYOUTS), "toy", "row")
+    text = RECIPE.replace("[q4f16_1, q4a8_1]", "[q4m]").replace("x86-64-v3", "webgpu")
+    with pytest.raises(
+        InputError, match=r"scheme q4m: GPUs have no kernels for format 'toy'; they have some"
+    ):
+        pipeline.build(recipe.load(project(tmp_path, text)), Lock())
 
 
 def test_a_backend_that_reads_the_format_builds_with_it(toy: None, tmp_path: Path) -> None:
