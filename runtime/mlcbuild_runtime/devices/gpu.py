@@ -84,7 +84,8 @@ def _check_rows(file: Path, program: Program, manifest: Manifest) -> None:
     than the model of the manifest: the executor would read another buffer's bytes, or none. file: the
     program's path, for the message."""
     one_row = {**program.sizes, "pages": 1, "q": 1}
-    hidden = manifest.hidden_size if "hidden_size" in manifest.model.config else 0
+    # A model without a hidden size has no hidden states to read, and one word in their place.
+    hidden = manifest.hidden_size if "hidden_size" in manifest.model.config else 1
     for name, width in (("logits", manifest.vocab_size), ("selected", hidden)):
         size = evaluate(program.buffers[name].size, one_row)
         if size != 4 * width:
