@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,18 +48,6 @@ SHARDS = {
         {"weight_map": {f"t{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
     ).encode(),
 }
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with Client(tmp_path_factory.mktemp("home"), hub.address) as process:
-        yield process
 
 
 def test_the_text_of_a_lock_is_fixed(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +10,12 @@ import pytest
 from mlcbuild.compiler.cpu.isa import isa_for
 from mlcbuild.compiler.cpu.kernels.attention import attention
 from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
-from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, size_var
 from mlcbuild.compiler.cpu.kernels.linear import kernel as product
 from mlcbuild.compiler.cpu.kernels.linear import linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given
 from mlcbuild.targets import presets
 from tests import kernelbench
-from tests.compiler.attention_batches import Array, Case, World, compiled, device, shape, share
+from tests.compiler.attention_batches import Array, Case, World, device, shape, share
 from tests.libharness import EVERY, aligned
 from tests.schemes import SCHEMES, pack
 
@@ -108,32 +106,3 @@ def test_results_are_handed_on_as_tiles() -> None:
                 library[name](share(x), *stored, prompt, share(by_name[name]))
             assert np.isfinite(by_name["plain"]).all()
             np.testing.assert_array_equal(by_name["packed"], by_name["plain"])
-
-
-@cache
-def functions(target: str) -> Callable[[Array], Array]:
-    """Returns exp, tanh and rounding to float16 of a vector of 256 values, one row each."""
-    machine = presets.resolve(target)
-    floats = Floats.dividing(isa_for(machine), 256)
-    with kernel("functions") as created:
-        rows = size_var("n")
-        x = created.tensor("x", (rows, 256))
-        wide = created.tensor("wide", (rows, 2, 256))
-        half = created.tensor("half", (rows, 256), "float16")
-        with created.body():
-            from tvm.script.ir_builder import tirx as T
-
-            with T.serial(rows) as row, T.serial(256 // floats.lanes) as k:
-                value = T.bind(floats.load(x, row, k * floats.lanes))
-                floats.store(wide, floats.exp(value), row, 0, k * floats.lanes)
-                floats.store(wide, floats.tanh(value), row, 1, k * floats.lanes)
-                floats.store(half, value, row, k * floats.lanes)
-    run = compiled(created.func, target)
-
-    def call(values: Array) -> Array:
-        wide = aligned(np.zeros((len(values), 2, 256), np.float32))
-        half = aligned(np.zeros((len(values), 256), np.float16))
-        run(device(values), share(wide), share(half))
-        return np.concatenate([wide, half[:, None].astype(np.float32)], 1)
-
-    return call

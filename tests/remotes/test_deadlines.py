@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from mlcbuild.remotes.background import within
 from mlcbuild.remotes.transport import SLOWEST, Attempts, Pace, SlowError
 from tests.caches import Cache, Handler, serving
 from tests.remotes.endless import ENDLESS, LONG, TIMEOUT, Endless, endless
+from tests.remotes.test_patience import full_backlog, mute
 from tests.remotes.users import BIG, BUILT, User, statuses
 
 
@@ -132,31 +132,6 @@ def test_a_request_is_not_repeated_after_its_time(tmp_path: Path) -> None:
         user.timeout = 0.4 * TIMEOUT + 0.2
         assert statuses(user.run()) == BUILT
         assert len({path for _, path in cache.requests}) == 1 and len(cache.requests) <= 3
-
-
-@contextmanager
-def mute() -> Iterator[str]:
-    """Yields the address of a listener that accepts connections and never says a word."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(100)
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-@contextmanager
-def full_backlog() -> Iterator[str]:
-    """Yields the address of a listener that takes no connection: further ones are neither made nor
-    refused."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        waiting = [socket.socket() for _ in range(8)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(listener.getsockname())
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        for one in waiting:
-            one.close()
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
