@@ -9,11 +9,10 @@ from mlcbuild.models.rounding import bf16, f32
 
 
 def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
-    """Returns the slope of each query head, as a float32, or as a bfloat16 for the kind "bfloat16"; () if
-    `kind` is None.
+    """Returns the ALiBi slope of each query head, rounded to float32, or to bfloat16 for the kind "bfloat16".
 
-    For 2^k heads they are 2^(-8 i / 2^k) for i = 1, 2, ...; other counts take those of the next smaller power
-    of two, then every other one of twice as many heads.
+    For 2^k heads the slopes are 2^(-8 i / 2^k) for i = 1, 2, ... Another number of heads gets the slopes of
+    the next smaller power of two, then every second slope for twice as many heads.
     """
     power_of_two = 1 << (heads.bit_length() - 1)
     values = [_slope(power_of_two, i) for i in range(1, power_of_two + 1)]

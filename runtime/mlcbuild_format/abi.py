@@ -54,8 +54,8 @@ sampled, INVALID_TOKEN for a row whose largest logit is NaN."""
 
 class LoopState(NamedTuple):
     """The progress of a decode loop: the argument `state`, int32 [3], of the library's functions for decode
-    loops. Its elements are the number of steps done, which each step increments, and two limits of that
-    number."""
+    loops. Its elements are the number of steps done so far, the number of steps after which the loop pauses,
+    and the maximum number of steps."""
 
     steps_done: int
     pause_after: int
@@ -131,8 +131,8 @@ BATCH = (
 its slot (page * PAGE + offset); where each sequence's tokens and pages begin in the concatenated lists; the
 page table; and the length of each sequence including its new tokens."""
 FORKS = Argument("forks", "int32", ("f", 3))
-"""Copies of the first tokens of pages, as rows (source page, destination page, tokens), made in this order
-after all new keys and values are in the cache."""
+"""Copies of the first tokens of KV cache pages, as rows (source page, destination page, number of tokens).
+The copies are made in this order, after the keys and values of all new tokens are in the cache."""
 
 _TOKENS = Argument("tokens", "int32", ("n",))
 _ROWS = Argument("logit_positions", "int32", ("q",))
@@ -153,7 +153,8 @@ _LOOP = (
     Argument("state", "int32", (len(STATE_COLUMNS),), in_place=True),
     Argument("continues", "bool", in_place=True),
 )
-"""The arguments of a decode loop, except for a batch with one token per sequence.
+"""The arguments of the library functions that run a loop of decode steps with one token per sequence, except
+those that describe the batch.
 
 Each step replaces `tokens` by the tokens that it samples; step i reads row i of `random_numbers` and writes
 row i of `sampled_tokens`. The loop stops when a sequence with `stops_at_eos` samples one of `eos_tokens`, or

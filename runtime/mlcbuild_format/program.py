@@ -183,8 +183,8 @@ class Program:
     suffice."""
 
     def variant(self, function: str, sizes: Sizes) -> CallVariant:
-        """Returns the first variant of a function for a call of these sizes. Raises ValueError if none is
-        large enough."""
+        """Returns the first variant of one function of a GPU program that can compute a call of these sizes.
+        Raises ValueError if all variants are too small."""
         for variant in self.functions[function]:
             if all(sizes.get(name, 0) <= largest for name, largest in variant.sizes.items()):
                 return variant

@@ -41,8 +41,9 @@ SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂
 EVERY_LETTER = "".join(map(chr, range(0x20, 0x3000)))
 """A text in which each letter up to the symbols of Chinese occurs once."""
 TOKENS_PER_BYTE, MORE_TOKENS = 16, 1000
-"""Maximum tokens for each byte of a text, and for the whole text besides. A tokenizer that makes much more of
-a letter than usual could take all memory for a prompt of allowed length."""
+"""TOKENS_PER_BYTE is the maximum number of tokens for each byte of a text, MORE_TOKENS the number that any
+text may have in addition. A tokenizer that makes far more tokens of a letter could use up all memory for a
+prompt of allowed length."""
 _START = "from mlcbuild_runtime.untrusted import work; work()"
 _FEW_THREADS = {"TVM_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment variables that limit thread pools: each thread takes address space, and there may be hundreds

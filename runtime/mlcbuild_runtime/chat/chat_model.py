@@ -9,8 +9,8 @@ from typing import Protocol
 from mlcbuild_format.fields import Json
 
 FEWEST = 16
-"""Minimum number of tokens of an answer whose rate is shown: tokens that one call of the library decodes
-arrive together, and are too few to measure a rate."""
+"""Minimum number of tokens of an answer for which a rate in tokens per second is shown. One call of the
+library returns several tokens together, so the rate of a few tokens would mean nothing."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ clients send the same ones repeatedly."""
 MAX_SOURCE = 1 << 18
 """Maximum length of a constraint in characters."""
 _WORTH = 2
-"""Minimum number of next bytes for which a constraint must allow no alternative, so that the tokens which
-spell them are computed: a single byte is hardly ever a token, since it may begin a longer one."""
+"""Minimum number of bytes that a constraint must force next in an answer before the tokens that spell them
+are computed. One byte hardly ever determines a token, because longer tokens may begin with it."""
 
 
 class Matcher:
@@ -58,8 +58,8 @@ class Matcher:
         self._spelled: int | None = None
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None
-        """A sampled token that llguidance's matcher has already consumed, but that is not counted in the
-        answer yet: the next call of `take` must pass the same token. None if there is no such token."""
+        """A sampled token that `tries` has passed to llguidance's matcher already, and that the next call of
+        `take` must append to the answer; None if there is no such token."""
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
@@ -159,7 +159,7 @@ class Matcher:
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Returns a copy of this matcher of a constraint after it has consumed `tokens`."""
+        """Returns a copy of this matcher of a constraint, which has consumed `tokens` in addition."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._time, other._count = replace(self._time), self._count
         for token in tokens:

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STEP_SECONDS = 0.25
-"""Maximum CPU seconds for computing one logit mask, except the slowest one of an answer: all requests of a
-step wait for it."""
+"""Maximum CPU seconds for computing one logit mask, because all requests of a decode step wait for it. The
+slowest mask of each answer is exempt."""
 TOKEN_SECONDS = 0.02
-"""Maximum CPU seconds for computing logit masks per token of an answer, on average after the first
-STEP_SECONDS. With a vocabulary of 150,000 tokens, masks of ordinary schemas take less than one millisecond.
-"""
+"""Maximum CPU seconds, per token of an answer, for computing logit masks; each answer may use STEP_SECONDS
+(0.25 s) in addition. With a vocabulary of 150,000 tokens, a mask of an ordinary schema takes less than one
+millisecond."""
 EXPRESSIONS, FUEL, STATES = 100_000, 50_000, 10_000
-"""Limits of llguidance's lexer: expressions that it may build for one constraint, work for one token, and
-states. With llguidance's defaults a matcher may grow to 400 MB; with these, to GROWTH."""
+"""Limits of llguidance's lexer: the number of expressions that it may build for one constraint, the work that
+it may do for one token (llguidance's fuel), and the number of its states. With llguidance's defaults a
+matcher may grow to 400 MB; with these limits, to 34 MB."""
 GROWTH = 34 << 20
 """Maximum bytes by which a compiled constraint grows while answers follow it: 21 MB of expressions and 12 MB
 of states were measured with llguidance 1.9."""

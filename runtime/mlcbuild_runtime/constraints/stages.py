@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stage:
-    """The limits for trying a constraint, such as a JSON schema, in a child process before the server accepts
-    it: CPU seconds, number of constraints and seconds that may wait for the child, and its niceness."""
+    """The limits for one stage of trying constraints, such as JSON schemas, in a child process before the
+    server accepts them: CPU seconds, length of the queue, seconds of waiting, and niceness."""
 
     seconds: float
     """CPU seconds that trying a constraint may take."""
@@ -37,8 +37,8 @@ class Stage:
     patience: float
     """Maximum seconds that a constraint waits to be tried."""
     multiple: float | None = None
-    """Limits the time to that of so many plain JSON schemas with the model's vocabulary, if this is less than
-    `seconds`; None for no such limit."""
+    """A second limit of CPU time for trying a constraint: this number times the CPU time that a plain JSON
+    schema takes with the model's vocabulary. The smaller limit counts; None: `seconds` is the only one."""
     niceness: int = 0
     """Niceness of the process that tries the constraint."""
     compile_niceness: int = 0
@@ -51,15 +51,17 @@ STAGES = (
     Stage(0.1, places=64, patience=10, niceness=5),
     Stage(2.0, places=64, patience=20, niceness=10, compile_niceness=5),
 )
-"""The limits of the stages in which constraints are tried, shortest first: a constraint that exceeds the CPU
-time of one stage is tried again in the next. A plain schema takes 5 ms with 500 tokens and 8 ms with 150,000
-(AMD EPYC, quiet), of which a fork's page faults are the larger part, and more if many processes share the
-caches (12 ms at most in `ci/bench/hostile` with a load of 8): 40 slow constraints that come at once delay it
-by 0.9 CPU seconds. Later stages yield the cores to earlier ones, for which more clients wait. With a short
-queue in the last stage, clients with slow constraints would be refused at once and return to the first stage,
-again and again; the longer they wait in the last queue, the later they return."""
+"""The stages in which constraints are tried, shortest first: a constraint that exceeds the CPU time of one
+stage is tried again in the next one.
+
+A plain schema takes 5 ms with a vocabulary of 500 tokens and 8 ms with one of 150,000 (AMD EPYC, idle),
+mostly for page faults after a fork, and up to 12 ms on a busy machine (`ci/bench/hostile`, load 8). 40 slow
+constraints that arrive at once delay it by 0.9 CPU seconds. Later stages have a higher niceness, because more
+clients wait for the earlier ones. The queue of the last stage is long, because a client that it refused would
+return to the first stage at once.
+"""
 KEPT = 256
-"""Maximum number of short constraints for which it is cached how trying them in a child process ended: the
+"""Maximum number of short constraints for which the outcome of the trial in a child process is cached: the
 memory that they need, or the reason why they are refused."""
 SHORT = 1 << 12
 """Maximum characters of a constraint that counts as short."""
@@ -82,8 +84,8 @@ class Trials(Generic[T]):
         self.tries = tuple(_Try(stage, tokens) for stage in stages)
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[Hashable, tuple[int, TrialOutcome]] = OrderedDict()
-        """Key of a short constraint -> (index in STAGES of the time limit with which its trial ended, the
-        result: the memory that it needs, or the reason why it is refused)."""
+        """Key of a short constraint -> (index in STAGES of the stage in which its trial ended, the outcome:
+        the memory that it needs, or the reason why it is refused)."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
         """Tries the constraint `grammar` (in Lark) in a child process, with one stage's limit of CPU time

@@ -37,7 +37,8 @@ PLAIN = (
     'start: %json {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}'
     ', "required": ["name", "count"], "additionalProperties": false}'
 )
-"""A plain JSON schema, as a Lark grammar. Its cost with a vocabulary is the unit of short time limits."""
+"""A plain JSON schema as a Lark grammar. The CPU time that it takes with a vocabulary is the unit for limits
+of short trials."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Trial:
     ) -> None:
         """Sets the limits; the child process that compiles and follows constraints starts on first use.
         tokens: the model's vocabulary; seconds: CPU time that one constraint may take; niceness: niceness of
-        the process; multiple: limits the time to that of so many plain JSON schemas, if this is less; None
-        for no such limit."""
+        the process; multiple: a second limit of CPU time, in units of the time that a plain JSON schema
+        takes, of which the smaller one counts; None for no second limit."""
         self._seconds = seconds
         # Latin-1 can represent every byte, such as the 255 in tokens that are not text.
         self._child = Child(

@@ -34,9 +34,8 @@ os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
 EXACT_ROWS = 16
-"""Maximum number of rows in a batch for which the decode kernels compute each row with exactly the bits that
-a batch of this row alone gives.
-"""
+"""Maximum number of rows in a batch for which the decode kernels give each row the same bits as in a batch of
+its own."""
 _MASKS = abi.STEP_ON.index("masks")
 _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 
@@ -102,9 +101,9 @@ class CpuExecutor:
         return cache
 
     def prepare_pages(self, used: int) -> Iterator[None]:
-        """Allocates memory for the KV cache in small parts while the engine is idle, until as many pages
-        again as were ever in use have memory; yields after each part. used: number of pages that were ever in
-        use."""
+        """Allocates memory for pages of the KV cache in small parts while the engine is idle, until twice as
+        many pages have memory as were ever in use; yields after each part. used: number of pages that were
+        ever in use."""
         first, last = max(used, self._prepared), min(2 * used, self.pages)
         for ready in tensors.back(np.from_dlpack(self._cache), first, last):
             self._prepared = ready
@@ -127,7 +126,8 @@ class CpuExecutor:
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
         """Executes a decode step and the steps that follow it. Returns one list for each executed step, with
-        the token of each sequence. Only one step is executed while another number of threads is on trial."""
+        the token of each sequence. Executes a single step while another number of threads is being tried out.
+        """
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))

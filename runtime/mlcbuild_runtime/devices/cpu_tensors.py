@@ -25,8 +25,8 @@ os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
 BURST = 16
-"""Maximum number of decode steps in one call of the library. `ci/bench/step` prints what a call costs beside
-the model."""
+"""Maximum number of decode steps in one call of the library. `ci/bench/step` measures the overhead of a call.
+"""
 _TABLE = 64
 """Page tables are padded to a multiple of this many entries, so that their shape rarely changes."""
 _LINE = tensors.ALIGNMENT // 4

@@ -27,9 +27,7 @@ from mlcbuild_runtime.executor.loading import Loader
 from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 BURST = 16
-"""Maximum number of decode steps in one call, which is the number of rows in the program's history
-of tokens.
-"""
+"""Maximum number of decode steps in one call: the GPU program stores the tokens of so many steps."""
 _SUBMIT = 4
 """Number of decode steps in one submit to the GPU; an interrupt is noticed between submits."""
 _TOP_WORDS = 2 + 2 * 64
@@ -81,8 +79,8 @@ def _check_interface(file: Path, program: Program) -> None:
 
 def _check_rows(file: Path, program: Program, manifest: Manifest) -> None:
     """Raises BundleError if rows of logits or hidden states in the GPU program's buffers have other sizes
-    than the model of the manifest: the executor would read another buffer's bytes, or none. file: the
-    program's path, for the message."""
+    than the model of the manifest: the executor would read bytes of another buffer, or beyond the last one.
+    file: the program's path, for the message."""
     one_row = {**program.sizes, "pages": 1, "q": 1}
     # A model without a hidden size has no hidden states to read, and one word in their place.
     hidden = manifest.hidden_size if "hidden_size" in manifest.model.config else 1

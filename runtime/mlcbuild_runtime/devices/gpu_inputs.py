@@ -51,9 +51,9 @@ class InputBlock:
         return self._words[: self._starts["page_table"] + len(step.page_table)]
 
     def rows(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the int32 words to upload so that the GPU program computes the logits of other tokens among
-        those that the last call of `fill` laid out. rows: indices of these tokens, counted from the first
-        token of that call."""
+        """Returns the int32 words to upload so that the GPU program computes the logits of other tokens of
+        the part of a step for which `fill` was called last. rows: indices of these tokens, counted from the
+        first token of that part."""
         self._set("rows", rows)
         return self._words[: self._starts["rows"] + len(rows)]
 

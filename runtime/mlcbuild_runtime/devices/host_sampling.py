@@ -12,7 +12,7 @@ from mlcbuild_runtime.executor.batch import Masks
 from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 _MARGIN = 1e-4
-"""Assumed relative error of a sum of float32 exponentials, which is larger than the real one."""
+"""Assumed relative error of a sum of float32 exponentials; the real error is smaller."""
 
 
 def apply_masks(logits: Floats, masks: Masks) -> None:
@@ -40,8 +40,9 @@ def draw(logits: Floats, row: SamplingRow) -> int:
 
 
 def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float | None) -> int:
-    """Returns the index of a token sampled from a row of logits. below: each logit minus the largest one;
-    total: the sum of the weights of all tokens if the row lacks some, else None."""
+    """Returns the index of a token sampled from a row of logits, or from the largest logits of a row. below:
+    each logit minus the largest one; total: the sum of the weights of the whole vocabulary if `below` has
+    only some of its tokens, else None."""
     allowed = below >= params.logit_drop
     if 0 < params.top_k < len(below):
         allowed &= below >= np.partition(below, -int(params.top_k))[-int(params.top_k)]

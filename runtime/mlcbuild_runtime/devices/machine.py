@@ -88,8 +88,9 @@ def free_cores(enough: int, root: Path = Path("/")) -> int | None:
     """Returns the number of logical processors on which nothing else computes; None if the system does not
     report it.
 
-    Samples up to 12 times, 1 ms apart, and keeps the best, until `enough` are free: a client on this machine
-    also runs for a moment. root: where /proc is, for tests.
+    Samples up to 12 times, 1 ms apart, and returns the largest number, because a client on this machine also
+    runs for a moment. Stops sampling once `enough` processors are free. root: the directory that contains
+    /proc, for tests.
     """
     fewest, cores = None, os.cpu_count() or 1
     for look in range(_LOOKS):

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 ALIGNMENT = 64
 """Required alignment of tensors in bytes: kernels use aligned vector loads, which fault elsewhere."""
 BACKED = 64
-"""Number of KV cache pages for which memory is allocated at a time while the engine is idle. Requests had
-waited 0.1 s for it on a virtual machine (`ci/bench/serve`)."""
+"""Number of KV cache pages for which memory is allocated at a time while the engine is idle. Allocation
+during requests delayed them by 0.1 s on a virtual machine (`ci/bench/serve`)."""
 
 Array = NDArray[np.generic]
 Scalar = TypeVar("Scalar", bound=np.generic)

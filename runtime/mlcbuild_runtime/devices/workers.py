@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
-"""WINDOW is the number of seconds of computing between two measurements of the CPU time that the threads got;
+"""WINDOW is the number of seconds of computing between two measurements of the CPU time that the threads got.
 SHORTEST and LONGEST are the minimum and maximum pause, in seconds, before more threads are tried again. A
-failed attempt costs one step, which may take a second."""
+failed attempt costs one slow step, which may take a second."""
 SHARE = 0.7
 """Minimum ratio of the CPU time that the computing threads got to the time that they could have had. Below it
-the process competes for cores and uses fewer threads. `ci/bench/busy` shows what this and the constants below
-are worth beside others."""
+the process competes for cores and uses fewer threads. `ci/bench/busy` measures the effect of this constant
+and of those below."""
 REST = 8.0
 """Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""
 IDLE = 0.5

@@ -16,7 +16,8 @@ from mlcbuild_runtime.engine.trace import Trace
 log = logging.getLogger(__name__)
 
 Part = tuple[Sequence, int]
-"""The part of a sequence that one step computes: (sequence, number of its tokens in the step)."""
+"""The part of one sequence in a step of the model: (sequence, number of its tokens that the step computes).
+"""
 
 
 class Delivery:

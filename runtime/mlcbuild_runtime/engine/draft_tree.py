@@ -78,8 +78,9 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path of a draft tree, the number to add to a token's depth to get its row, for the tokens that
-    the path does not share with its parent. Depth: number of draft tokens up to and including the token."""
+    """For each path of a draft tree, the number to add to the depth of a token to get its row, for tokens
+    that the path does not share with the path that it leaves. The depth of a token is the number of draft
+    tokens up to it, itself included."""
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]

@@ -36,9 +36,8 @@ class Speculate:
 
     @classmethod
     def of(cls, how: str | Path, tokens: int | None = None) -> Speculate:
-        """Returns the settings of speculative decoding for `how`: "lookup" for prompt lookup, or the
-        directory of a draft bundle.
-        """
+        """Returns the settings of speculative decoding. how: "lookup" for prompt lookup, or the directory of
+        a draft bundle; tokens: maximum number of tokens in a draft, None for the default."""
         return cls(None if how == "lookup" else Path(how), tokens or TOKENS)
 
 

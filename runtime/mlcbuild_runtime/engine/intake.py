@@ -82,8 +82,8 @@ class Intake:
         return sequence
 
     def received(self) -> None:
-        """Stops counting the request that `get` returned last as pending, because it is now among the running
-        and waiting requests that the engine counts."""
+        """Records that the request which `get` returned last no longer waits in the queue: the engine now
+        counts it among its running and waiting requests."""
         self._received += 1
 
     def _put(self, item: Sequence | None) -> None:

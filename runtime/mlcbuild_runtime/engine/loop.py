@@ -1,10 +1,10 @@
 """The loop of the engine's thread.
 
-Each iteration admits requests, computes one turn of prompts (`prompt_turns`), and then one decode step for
-all sequences whose prompt is computed: a long prompt delays the others by one turn at a time. A step is all
-prefill or all decode, so that a sequence uses the same kernels, and gets the same tokens, whatever else is in
-its batch. Mixing both would save one reading of the weights per turn of hundreds of tokens, which is little,
-and would make answers depend on other requests.
+Each iteration admits requests, computes a limited number of prompt tokens (a turn; see `prompt_turns`), and
+then one decode step for all sequences whose prompt is computed. So a long prompt delays other requests by one
+turn at a time. A step is all prefill or all decode, so that a sequence uses the same kernels, and gets the
+same tokens, whatever else is in its batch. Mixing both would save one reading of the weights per turn of
+hundreds of tokens, which is little, and would make answers depend on other requests.
 """
 
 from __future__ import annotations

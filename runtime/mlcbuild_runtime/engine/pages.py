@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 GONE = -1
-"""Entry of a sequence's list of pages that replaces a page which was released because it is outside the
-attention window.
-"""
+"""Entry in a sequence's list of page numbers for a page that was released, because it is outside of the
+attention window."""
 Key = tuple[int, ...]
 """The key that identifies the content of one KV cache page: its tokens, with a number in front where equal
 tokens must not be shared."""

@@ -1,12 +1,13 @@
-"""Decides how many prompt tokens one turn computes, and of which prompts.
+"""Decides how many prompt tokens the engine computes between two decode steps (a turn), and of which prompts.
 
-Running answers get their next tokens between two turns, and prompts that arrive wait for the turn that is
-being computed. The policy has three rules, whose effect on slow, middling and fast machines `ci/bench/turns`
+Running answers get their next tokens between two turns, and prompts that arrive wait for the end of the
+current turn. The policy has three rules, whose effect on slow, medium and fast machines `ci/bench/turns`
 simulates:
 
-- While more than one request runs, a turn takes about `TURN_SECONDS` by the speed of the turn before it. A
-  fixed number of tokens that is right for a fast machine stops answers for a third of a second on a slow one.
-- The oldest prompt gets half of each turn, so whatever arrives, it takes at most twice its time.
+- While more than one request runs, a turn takes about `TURN_SECONDS`, estimated from the speed of the turn
+  before it. A fixed number of tokens that suits a fast machine would stall answers for a third of a second on
+  a slow one.
+- The oldest prompt gets half of each turn, so it takes at most twice as long as alone, whatever else arrives.
 - The other half goes to the prompts with the fewest tokens left: a short prompt overtakes long ones, which
   minimizes the mean time to the first token (shortest remaining processing time first; Schrage, 1968).
 """
@@ -32,8 +33,8 @@ class TurnLength:
     the speed of the last turn."""
 
     def __init__(self, limit: int) -> None:
-        """Sets the next turn to `limit`, the maximum number of prompt tokens that are computed between two
-        decode steps, because no speed is measured yet."""
+        """Begins with a turn of `limit` tokens, the maximum number of prompt tokens between two decode steps,
+        because no speed has been measured yet."""
         self._limit = limit
         self._token_seconds = 0.0
 

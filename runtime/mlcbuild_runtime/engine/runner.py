@@ -152,8 +152,9 @@ class Runner:
         return ModelStep.of(inputs, counts, prompt), inputs
 
     def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
-        """Calls `compute` while this engine may use the cores, and returns the result. If it raises an
-        exception, ends the requests of `parts` with an error and returns None."""
+        """Calls `compute` while this engine holds the lock under which one engine computes at a time, and
+        returns the result. If it raises an exception, ends the requests of `parts` with an error and returns
+        None."""
         try:
             with self._turns:
                 return compute()

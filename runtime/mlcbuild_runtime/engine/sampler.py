@@ -106,10 +106,9 @@ class Sampler:
         return self._mask_numbers.at(position)
 
     def next_number(self, position: int) -> float | None:
-        """Returns the random number, in [0, 1), for the token at index `position` of the answer, if the token
-        is sampled in a decode step that follows another one before tokens are delivered; sets `mask` to the
-        logit mask to use, or None. Returns None if the host must sample the token, or if the constraint
-        allows a single one."""
+        """Returns the random number, in [0, 1), with which the device samples the token at index `position`
+        of the answer before the tokens in front of it are delivered; sets `mask` to the logit mask to use, or
+        None. Returns None if the host must sample the token, or if the constraint allows only one token."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)

@@ -33,8 +33,7 @@ MAX_FORCED = 15
 """Maximum number of tokens forced by a constraint that are appended between two sampled tokens."""
 STOP_STEPS = 4
 """Maximum number of decode steps that are executed before tokens are delivered, if a stop string may end the
-answer, since steps after the end would be wasted. `ci/bench/step` prints what a call for several steps costs
-beside the model."""
+answer: steps after its end are wasted. `ci/bench/step` measures what several steps in one call save."""
 
 
 class SequenceRows(NamedTuple):
@@ -180,19 +179,20 @@ class Sequence:
         return [SKIP] * (rows - row_count) + params + [SKIP] * (row_count - len(params))
 
     def random_numbers(self, count: int) -> list[float]:
-        """Returns the random numbers with which the `count` tokens after the next one are sampled."""
+        """Returns the random numbers, in [0, 1), for sampling `count` tokens of the answer, of which the
+        first is the one after the next token."""
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:
-        """Returns (last token, random number for sampling the next one, logit mask or None), the sequence's
-        input for a decode step that follows another one before tokens are delivered; None if tokens must be
-        delivered first."""
+        """Returns the sequence's input for one more decode step before tokens are delivered: (last token,
+        random number for sampling the next one, logit mask or None). Returns None if tokens must be delivered
+        first."""
         number = self.sampler.next_number(self.answered)
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
     def advance(self, rows: SequenceRows) -> bool:
-        """Appends the token of a decode step to the sequence, without its event. Returns False if events must
-        be delivered before the next step."""
+        """Appends the token that a decode step has sampled to the sequence, without creating its event.
+        Returns False if events must be delivered before the next step."""
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))

@@ -44,8 +44,8 @@ class ModelSource:
         return cls(Path(text))
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns one source for each bundle if this source's path is a directory of bundles; for any other
-        path, a list of this source alone."""
+        """Returns a ModelSource for each bundle if this path is a directory of bundles; otherwise a list of
+        this source alone."""
         if self.name is not None:
             return [self]
         return [ModelSource(path) for path in directories(self.path)] or [self]
@@ -158,9 +158,9 @@ class Models:
             return None if entry.engine is None else self._lend(entry, entry.engine)
 
     def use(self, name: Json) -> Use:
-        """Returns a reference to the engine of the model called `name`, after loading it if necessary. null
-        is the first model. Raises RequestError if there is no model of that name (404), no memory for it now
-        (503), or an error in its bundle (500)."""
+        """Returns a reference to the engine of the model called `name`, after loading it if necessary. None
+        stands for the first model. Raises RequestError if there is no model of that name (404), no memory for
+        it now (503), or an error in its bundle (500)."""
         entry = self.find(name)
         if self._draining:
             raise RequestError("the server is stopping: use another server", code="stopping", status=503)
@@ -181,8 +181,8 @@ class Models:
                 return self._lend(entry, entry.engine)
 
     def find(self, name: Json) -> ServedModel:
-        """Returns the entry of the served model called `name`; null is the first model. Raises RequestError
-        (404) if there is no model of that name."""
+        """Returns the entry of the served model called `name`; None stands for the first model. Raises
+        RequestError (404) if there is no model of that name."""
         if name is None:
             return self.entries[0]
         if not isinstance(name, str) or name not in self._by_name:

@@ -32,8 +32,8 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BRANCHED = 4
-"""Maximum number of draft tokens on branches of one sequence; `ci/bench/speculation --set
-mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` tries another."""
+"""Maximum number of draft tokens on branches of one sequence. `ci/bench/speculation --set
+mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` measures the speed with another maximum."""
 
 
 class DraftOutcome(NamedTuple):
@@ -188,7 +188,8 @@ class Speculation:
 
 
 def _predicted(sequence: Sequence, count: int) -> list[int]:
-    """Returns up to `count` tokens, as a draft, that the client's prediction has after the answer so far."""
+    """Returns up to `count` draft tokens: the part of the client's prediction that may follow the answer so
+    far, or none."""
     request = sequence.request
     if not request.prediction:
         return []
@@ -268,8 +269,8 @@ class Drafter:
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Returns those of `parts`, (sequence, number of draft tokens), for which one step of the draft model
-        can compute all tokens that it lacks. For the first of the others it computes a chunk of these tokens.
-        """
+        can compute all tokens that are not in its KV cache yet. For the first of the others, computes a chunk
+        of these tokens."""
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
         for sequence, count in parts:

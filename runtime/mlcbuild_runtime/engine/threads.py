@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def _ignore() -> None:
-    """Does nothing. It is the callback of an engine whose work cannot be ended early."""
+    """Does nothing. It is the interrupt callback of an engine whose work cannot be ended early."""
 
 
 class Turns:

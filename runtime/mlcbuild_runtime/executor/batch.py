@@ -81,8 +81,9 @@ class ModelStep(NamedTuple):
 
 
 class FollowingSteps(NamedTuple):
-    """The random numbers and end conditions of decode steps that follow another one in the same call. In each
-    of these steps a sequence continues with the token that was sampled for it."""
+    """The inputs of those decode steps that follow the first step of a call: random numbers, and the tokens
+    that end a sequence. In each of these steps the input of a sequence is the token that the step before has
+    sampled for it."""
 
     random_numbers: Sequence[Sequence[float]]
     """The random numbers, in [0, 1), with which tokens are sampled in the decode steps after the first one:

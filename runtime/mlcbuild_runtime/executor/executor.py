@@ -65,8 +65,8 @@ class Executor(Protocol):
 
     @property
     def exact_rows(self) -> int:
-        """Returns the maximum number of rows of a decode step for which each row still has exactly the bits
-        that it has alone. Verifying drafts with more rows could change answers."""
+        """Returns the maximum number of rows of a decode step for which each row has the same bits as in a
+        step of its own. Verifying drafts with more rows could change answers."""
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -113,7 +113,7 @@ class Executor(Protocol):
         after one step, too. Any thread may call it."""
 
     def resume(self) -> None:
-        """Ends the effect of `interrupt`: calls of `steps` execute several steps again."""
+        """Ends the effect of `interrupt`, so that calls of `steps` execute several steps again."""
 
     @property
     def interrupted(self) -> bool: ...

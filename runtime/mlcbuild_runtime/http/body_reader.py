@@ -20,8 +20,9 @@ SMALL = 32 << 10
 """Maximum bytes of a body that is parsed in the event loop, which takes 10 ms at worst. Larger bodies are
 parsed on a thread, one at a time: 8 MiB may take a second and 150 MB of memory."""
 FEW_VALUES = 1 << 13
-"""Maximum number of JSON values in a large request body that may be processed while others are; they take up
-to 0.6 MB of memory besides their texts. Request bodies with more values are processed one at a time."""
+"""Maximum number of JSON values in a large request body that is processed at the same time as others; so many
+values take up to 0.6 MB of memory besides their texts. Bodies with more values are processed one at a time.
+"""
 TURN_SECONDS = 30.0
 """Maximum seconds that a request body with more than FEW_VALUES JSON values waits for other such bodies,
 which are processed one at a time: compiling their constraints may take long."""

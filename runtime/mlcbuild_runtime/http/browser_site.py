@@ -54,7 +54,8 @@ _MEDIA_TYPES = {
 }
 _OTHER = "application/octet-stream"
 _PAGE = (".html", ".css", ".js", ".LICENSE")
-"""Endings of the names of the package's files that belong to the web site which runs a bundle in browsers."""
+"""File name suffixes of those files of this package that belong to the web site which runs a bundle in
+browsers."""
 
 
 def site_files(bundle: Path) -> dict[str, Path]:

@@ -36,10 +36,10 @@ SENDING_SECONDS = 0.05
 """Seconds between two checks whether the last answer is sent, while the client reads slowly."""
 
 _BUFFER = memoryview(bytearray(1 << 14))
-"""The receive buffer of all connections, which limits what is parsed for one client before the next one. With
-chunks of one byte, 16 KB take 1 to 2 ms. It is in use only between a call of `get_buffer` and the following
-`buffer_updated`, which an event loop never interleaves, and a process has one server.
-"""
+"""The buffer into which all connections receive. Its size limits how much is parsed for one client before the
+next one: 16 KiB take 1 to 2 ms in the worst case, a body in chunks of one byte. It is used only between a
+call of `get_buffer` and the following `buffer_updated`, which an event loop never interleaves, and a process
+has one server."""
 _BEGINNING = b"HTTP/1.1 "
 """The first bytes of every HTTP answer."""
 

@@ -33,7 +33,8 @@ class EventStream(StreamingResponse):
         media_type: str = "text/event-stream",
     ) -> None:
         """Creates the response. answers: the submitted requests, which are cancelled when the stream ends;
-        lines: the events as text; use: keeps the model loaded, and is closed when the stream ends."""
+        lines: the events as text; use: the context that keeps the model loaded, closed when the stream ends.
+        """
         super().__init__(lines, media_type=media_type)
         self.headers["cache-control"] = "no-cache"
         self._answers, self._use = answers, use

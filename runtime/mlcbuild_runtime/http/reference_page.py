@@ -47,7 +47,8 @@ def _operations(document: _Mapping) -> Iterator[str]:
 
 
 def _fields(document: _Mapping, operation: _Mapping) -> str:
-    """Returns a table of the fields of an operation's request body, and a sentence if it has none."""
+    """Returns an HTML table of the fields of an operation's request body, or a sentence if the operation has
+    no body."""
     body = cast("Mapping[str, Mapping[str, _Mapping]]", operation.get("requestBody") or {})
     if not body:
         return "<p>The request has no body.</p>"

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable
 
 HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
-"""HEAD_BYTES is the maximum number of bytes of an HTTP request's head, HEAD_FIELDS of its header fields. In a
-chunked body they limit the framing (beyond 8 bytes per byte of content) and the trailers."""
+"""HEAD_BYTES is the maximum number of bytes of an HTTP request's head, and HEAD_FIELDS the maximum number of
+its header fields. In a chunked body they also limit the trailers, and the bytes of framing beyond 8 for each
+byte of content."""
 
 _END = re.compile(rb"\n\r?\n")
 """Regular expression that matches the end of a request's head or of a chunked body; the data of a chunk may
@@ -29,9 +30,8 @@ class RequestInput:
         self.has_line = False
         """True once the first line of the HTTP request has arrived completely."""
         self.framing = 0
-        """Number of bytes parsed of the current request head or, in a body, of those that are not its
-        content.
-        """
+        """Number of bytes parsed so far of the request's head or, in a chunked body, of its framing: chunk
+        sizes, line ends and trailers."""
         self._ahead, self._at = b"", 0
         """The received bytes of the connection, and the index among them of the first byte that has not been
         parsed.

@@ -87,7 +87,8 @@ def create_app(
 
 
 def _others(server: _Server) -> list[Route]:
-    """Returns the routes of other servers' APIs: Ollama's, llama.cpp's, and OpenAI's without /v1."""
+    """Returns the routes of other servers' APIs: Ollama's, llama.cpp's, and OpenAI's paths without their
+    prefix /v1."""
     without_prefix = [
         Route(route.path.removeprefix("/v1"), route.endpoint, methods=[*(route.methods or ())])
         for route in _routes(server, keys=False)

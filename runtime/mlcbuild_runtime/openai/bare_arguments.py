@@ -1,6 +1,5 @@
-"""Reads and writes arguments of tool calls as Gemma's models write them: bare keys, and a mark around each
-string.
-"""
+"""Reads and writes the arguments of tool calls in the syntax of Gemma's models: keys without quotation marks,
+and a special mark on both sides of each string."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class BareReader:
 
     def read(self, text: str) -> tuple[str, int]:
         """Reads more text of the object. Returns (JSON text of the parts that are complete, number of
-        characters read): the caller passes the characters that were not read again, with more. Reading stops
-        after the end of the object."""
+        characters read). The next call must begin with the characters that were not read. Reading stops after
+        the end of the object."""
         written, at = "", 0
         while at < len(text):
             letter, word = text[at], _WORD.match(text, at)
@@ -132,9 +131,9 @@ class BareRules:
         return "object" if kind == "object" else "any"
 
     def _object(self, properties: Mapping[str, Json], required: list[Json]) -> str:
-        """Returns the Lark expression of an object with these properties, in this order; an optional property
-        may be left out together with its comma. required: names of the others. properties: name -> JSON
-        schema."""
+        """Returns a Lark expression that matches an object with these properties, in this order; an optional
+        property may be left out together with its comma. properties: name -> JSON schema; required: names of
+        the properties that are not optional."""
         later, first = "", ""
         for key, schema in reversed(list(properties.items())):
             name = f"p{len(self.listed)}"

@@ -1,6 +1,5 @@
-"""Lists the syntaxes of tool calls by chat template. The reader and the constraint both follow from this
-table.
-"""
+"""Lists the syntaxes of tool calls, each with the chat templates that imply it. The parser of answers and the
+grammar that constrains them are both made from this table."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class Form:
     by_name: NamedCall | None = None
     """The syntax of calls that begin with the tool's name; None: calls are JSON objects."""
     optional: bool = False
-    """True if the text `first` may be absent before the tool calls. The syntax then has no such text for
-    vocabularies in which it is not a special token."""
+    """True if the text `first` may be absent before the tool calls. For a vocabulary in which `first` is not
+    a special token, the syntax has no such text at all."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Text -> token, for the special tokens that occur in the texts of this syntax of tool calls."""
     short_ids: bool = False

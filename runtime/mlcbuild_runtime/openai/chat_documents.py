@@ -27,8 +27,8 @@ def error_document(error: ServingError) -> dict[str, Json]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The properties of an answer's prompt that the response documents need: its number and length, the text
-    to repeat with its tokens, and the parser of the answer."""
+    """The properties of an answer's prompt that the response documents need: its index among the prompts, its
+    length, the text to repeat with its tokens, and the parser of the answer."""
 
     number: int
     size: int

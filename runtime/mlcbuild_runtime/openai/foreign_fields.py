@@ -22,7 +22,8 @@ RENAMED: Mapping[str, str] = {
 }
 """Field of another server -> this server's field of the same meaning."""
 UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1, "max_tokens": -1}
-"""Field name -> number by which other servers mean all, any or no limit."""
+"""Field name -> the value by which clients of other servers leave the field unset, such as a seed of -1 for
+any seed."""
 NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "add_generation_prompt": (True,),
     "cache_prompt": (True, False),

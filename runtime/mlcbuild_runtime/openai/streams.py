@@ -92,9 +92,9 @@ class AsyncAnswers:
     def __init__(
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
-        """Submits requests to an engine. watch: returns a function for events that observes each and passes
-        it to the sink that `watch` receives. Raises RequestError if the queue is full or a request does not
-        fit the model, EngineError if the engine is stopped."""
+        """Submits requests to an engine. watch: function that receives a sink for events and returns one that
+        also observes each event. Raises RequestError if the queue is full or a request does not fit the
+        model, EngineError if the engine is stopped."""
         self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         post = _posts.setdefault(loop, _Post())

@@ -98,8 +98,8 @@ class Toolbox:
     parallel: bool
     """True if an answer may contain several calls."""
     described: tuple[Tool, ...] = ()
-    """The tools that the prompt describes; () means `tools`. They are separate so that `allowed_tools` may
-    change while the prompt, and with it the prefix cache, stays the same."""
+    """The tools that the prompt describes; () means the same as `tools`. The two differ if `allowed_tools`
+    restricts the calls: the prompt, and with it the prefix cache, stays the same."""
 
 
 def toolbox(body: RequestBody) -> Toolbox | None:
@@ -224,8 +224,8 @@ def constraint(
 
 def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
     """Returns a Lark expression that matches the arguments of a call of `tool`: JSON, an object with bare
-    keys, or tags in the order of the schema's properties. It refers to a rule `value`, which matches a text
-    and the tag after it."""
+    keys, or tags in the order of the schema's properties. With tags it refers to a rule `value`, which
+    matches a text and the tag after it."""
     if bare is not None:
         return bare.value({**tool.parameters})
     if form.tags is None:

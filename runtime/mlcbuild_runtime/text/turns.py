@@ -1,9 +1,8 @@
-"""Defines a lock for work that only one thread may do at a time, which serves clients in turn.
+"""Defines a lock that one thread holds at a time, and for which clients are served in turn.
 
 The threads of one client are served in order of arrival, and a thread waits for at most one thread of each
-other client at a time. Where cheap work and expensive work have separate locks, the queue for expensive work
-should be long: clients that it refuses come back at once, and fill the queue for cheap work in which they
-start.
+other client at a time. Where cheap and expensive work have separate locks, the queue for expensive work
+should be long: a client that is refused there tries again at once, and joins the queue for cheap work first.
 """
 
 from __future__ import annotations
