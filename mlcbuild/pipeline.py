@@ -57,7 +57,7 @@ from mlcbuild.weight_steps import (
 )
 
 UNVERIFIED = "verification was not requested"
-"""The reason why the bundles of `Pipeline.unverified` are not verified."""
+"""The reason that is reported for bundles that are not verified because the caller did not request it."""
 COMPILER_MEMORY = 600 << 20
 """Bytes of memory of a compiling process: 0.27 GB were measured for 30 layers, with any scheme."""
 _COMPILING = 10.0

@@ -31,7 +31,7 @@ class InputFetcher:
         self._transfers = transfers
         self._staging = staging
         self._requests: dict[int, tuple[str, str]] = {}
-        """Number of a download -> (step whose files are downloaded, step that waits for them)."""
+        """Identifier of a running download -> (step whose files are downloaded, step that waits for them)."""
 
     def job(self, running: Running, area: Path, *, again: bool) -> Job:
         """Returns the job that a worker needs to run a step in the directory `area`. again: True if the
@@ -79,8 +79,8 @@ class InputFetcher:
         return StepFetching(name, remote.origin, sum(entry.size for entry in files))
 
     def fetch_all(self, name: str) -> StepFetching:
-        """Starts the download of all files of a step, which itself waits for them, and returns the event to
-        report.
+        """Starts the download of all files of a step's result, which lie on a remote, and returns the event
+        that announces it. The step's state changes once the files have arrived.
         """
         remote = self._steps[name].remote
         assert remote is not None and remote.record is not None

@@ -60,11 +60,11 @@ class TrackedStep:
     missing: frozenset[str] = frozenset()
     """Names of the inputs that have no result yet, for a step that waits for them."""
     remote: Planned | None = None
-    """The plan that names a remote and its record of the step's result; None if no remote has them, so that
-    the files must be in this store.
+    """The step's plan if a remote has its result: it names the remote and the record. None if no remote has
+    it, so that the result's files must be in this store.
     """
     requests: frozenset[int] = frozenset()
-    """Numbers of the running downloads for which the step waits."""
+    """Identifiers of the running downloads for which the step waits."""
     lock_wait: LockWait | None = None
     running: Running | None = None
     """The cores and memory that the step holds while it runs; None for a step that does not run."""
@@ -82,9 +82,8 @@ class TrackedStep:
 
 
 class Tracker:
-    """The states of all steps of one run.
-
-    fetch_all: function that starts the download of all files of a step, whose state is ARRIVING by then.
+    """The states of all steps of one run. fetch_all: function that starts the download of all files of a
+    step's result; it is called once the step's state is ARRIVING.
     """
 
     def __init__(
@@ -254,8 +253,9 @@ class Tracker:
             self.settle(item.built_elsewhere or _reused(item.remote))
 
     def demote(self, item: TrackedStep, why: str) -> None:
-        """Makes a step run whose result was to be reused, because its files could not be downloaded. why:
-        the reason of that. Steps that wait for the files then wait for the run.
+        """Makes a step run after all although its result was to be reused, because the result's files could
+        not be downloaded. why: the reason, for messages. Steps that waited for the files then wait for the
+        run.
         """
         planned, item.remote = item.remote, None
         if planned is None:

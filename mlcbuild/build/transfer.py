@@ -74,7 +74,7 @@ class Transfers:
         self._threads: list[threading.Thread] = []
 
     def fetch(self, step: str, files: Sequence[Entry]) -> int:
-        """Starts to download files of a step into the store, and returns the number of the request."""
+        """Starts to download files of a step into the store, and returns an identifier of the download."""
         self._count += 1
         distinct = {entry.digest: entry for entry in files}
         total = sum(entry.size for entry in distinct.values())

@@ -314,7 +314,7 @@ def _cpu_seconds() -> float:
 
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes in a unit of getrusage's ru_maxrss."""
+"""Number of bytes in one unit of getrusage's ru_maxrss, which differs between systems."""
 
 
 def _child_peak() -> int:

@@ -32,8 +32,8 @@ LIBRARY = "library.json"
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: copies the tokenizer's files and derives the serving defaults from the checkpoint.
-    `inputs["checkpoint"]` holds TOKENIZER_FILES, POOLING and config.json. Raises CheckpointError for files
-    that are missing or invalid.
+    `inputs["checkpoint"]` is a directory with config.json, tokenizer files and perhaps a file that states how
+    embeddings are pooled. Raises CheckpointError for files that are missing or invalid.
     """
     checkpoint = inputs["checkpoint"]
     names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]

@@ -65,12 +65,11 @@ class Pinned:
 
 
 def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str, ...]:
-    """Returns the sorted names of the checkpoint files that steps read.
-
-    From `names` it selects the configuration, tokenizer, template and weights files at the top level, and the
-    file POOLING. `shards` are the weights files that the checkpoint's index lists. PyTorch files count only
-    without safetensors files. Raises SourceError (without naming the source) when the files are not a usable
-    checkpoint.
+    """Returns the sorted names of those of a checkpoint's files that steps read: at the top level, the files
+    with configuration, tokenizer, template and weights, and in a subdirectory the file that states how
+    embeddings are pooled. names: all files of the checkpoint; shards: the weights files that the checkpoint's
+    index lists. PyTorch files count only without safetensors files. Raises SourceError, which does not name
+    the source, if the files are not a usable checkpoint.
     """
     names = set(names)
     top = {name for name in names if "/" not in name}

@@ -127,7 +127,8 @@ _STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
 """Matches the name of a tensor that stacks the matrices of all experts of a layer."""
 _STACK_BIAS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.bias")
 _DRAFT = re.compile(r"blk\.(\d+)\.(nextn\..+)")
-"""Matches the name of a tensor that only layers for drafts have."""
+"""Matches the name of a tensor of a layer that computes draft tokens (multi-token prediction), which the
+model itself does not use."""
 _SPECIAL = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -225,7 +226,8 @@ def _experts(stack: PackedTensor, layer: str, kind: str) -> Iterator[PackedTenso
 
 
 def _joined_biases(biases: Mapping[str, PackedTensor]) -> dict[str, PackedTensor | ComputedTensor]:
-    """Returns the biases of experts, by name, with those of gate and up joined: each row is an expert."""
+    """Returns transformers' tensor name -> biases of experts, one row for each expert. The biases of gate and
+    up are joined side by side under the name of gate_up."""
     joined: dict[str, PackedTensor | ComputedTensor] = {}
     for name, gate in biases.items():
         up = biases.get(name.replace(".gate_proj.", ".up_proj."))

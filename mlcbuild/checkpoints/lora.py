@@ -37,7 +37,8 @@ _PREFIXES = (
     ("language_model.", ""),
     ("", "model."),
 )
-"""(prefix of tensor names in a model of several parts, prefix of the same names in its text model)."""
+"""Prefixes of tensor names, as pairs: (prefix in a checkpoint with several parts, such as a vision tower;
+prefix of the same tensors in a checkpoint of the text model alone)."""
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
 """Number of elements of a matrix product that are computed at once; they stay in a core's cache."""

@@ -96,8 +96,8 @@ def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
 
 
 def runner(target: Target, labels: Mapping[str, str]) -> str:
-    """Returns the label of the CI runner for a target: the entry of `labels` for it, or that for all targets,
-    or that of LABELS.
+    """Returns the label of the CI runner for a target: the entry of `labels` for the target or for all
+    targets, else that of a hosted runner with the target's system and architecture.
     """
     usual = LABELS.get((target.system, target.architecture), OTHER)
     return labels.get(target.name) or labels.get(ANY) or usual

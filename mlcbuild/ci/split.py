@@ -123,7 +123,7 @@ def _early(
     costs: Mapping[str, int],
 ) -> bool:
     """Returns True if a shard can run a step before other shards have results: repeating the dependencies
-    that others build takes at most TRIFLE ms, or not longer than the step itself. index: the shard; owners:
+    that others build takes at most two seconds, or not longer than the step itself. index: the shard; owners:
     step -> shard; closures: step -> its dependencies; costs: step -> milliseconds.
     """
     theirs = sum(costs[need] for need in closures[name] if owners[need] != index)
@@ -151,8 +151,8 @@ def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
 
 
 def step_costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
-    """Returns step name -> milliseconds: those in `durations`, else the median of its kind of step there,
-    else those of WEIGHTS.
+    """Returns step name -> milliseconds: the recorded duration in `durations`, else the median duration there
+    of steps of the same kind, else a constant of that kind.
     """
     kinds: dict[str, list[int]] = {}
     for name, value in durations.items():

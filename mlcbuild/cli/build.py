@@ -33,7 +33,7 @@ def print_warnings(event: Event) -> None:
 
 def selection(arguments: argparse.Namespace) -> Selection:
     """Returns the Selection of variants and steps that the options --only, --affected-by, --shard and --force
-    state; a verb without one of these options limits or forces nothing by it.
+    describe. A verb without one of these options does not restrict the selection by it.
     """
     return Selection(
         tuple(getattr(arguments, "only", ())),

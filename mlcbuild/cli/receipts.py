@@ -96,9 +96,9 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directories of bundles, and those around them, whose stats will show later changes, and adds
-    the bundles' files to `blobs`; what other directories hold is added to `listed`. looked: time of the run,
-    in ns since 1970.
+    """Yields those directories, of bundles and around them, whose stat will change with any later change of
+    the names in them. The contents of all other directories are added to `listed`, and the bundles' files to
+    `blobs`. looked: time of the run, in ns since 1970.
     """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
@@ -182,9 +182,9 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directories of one bundle whose stats will show later changes, adds what its other
-    directories hold to `listed`, and adds its files that are no blobs of the store to `blobs`, as copies.
-    looked: time of the run, in ns since 1970.
+    """Yields those directories of one bundle whose stat will change with any later change of the names in
+    them. Adds the contents of its other directories to `listed`, and those of its files that are not blobs of
+    the store to `blobs`, as copies. looked: time of the run, in ns since 1970.
     """
     if output.is_symlink():
         raise _DoubtError(output)
@@ -198,8 +198,8 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
     """Yields `directory` if its mtime is old enough that any later change of the names in it will change its
-    stat. Otherwise adds to `listed` the directory, the number of its entries, and their names and inodes, for
-    a later run to compare. looked: time of the run, in ns since 1970.
+    stat. Otherwise adds it to `listed` with the number, names and inodes of its entries, which a later run
+    compares. looked: time of the run, in ns since 1970.
     """
     if not is_racy(_latest(receipt.stats([directory])), looked):
         yield directory

@@ -37,8 +37,7 @@ class LibraryCode:
     """The properties of compiled code that the metadata of a library describes."""
 
     format: str
-    """Name and version of the metadata's format: LIBRARY in mlcbuild_format/versions.py for CPUs, another one
-    for GPU programs.
+    """Name and version of the metadata's format, which differs between libraries for CPUs and GPU programs.
     """
     params: Sequence[Tensor]
     """The parameter tensors that the compiled library takes, in the order of its arguments."""

@@ -26,7 +26,8 @@ _BYTES = {8: 1.07, 6: 0.83, 5: 0.71, 4: 0.58}
 _MARKS = {"F32": 32.0, "F16": 16.0, "Q8": 8.5, "Q6": 6.6, "Q3": 3.9, "Q2": 3.2}
 """Part of the name of a GGUF file -> bits of its weights, scales included."""
 _USUAL_BITS = 5.0
-"""Bits of the weights of a GGUF file whose name has none of these parts: most have types of 4 or 5 bits."""
+"""Assumed bits per weight, scales included, of a GGUF file whose name states no type: most such files have
+types of 4 or 5 bits."""
 
 
 @dataclass(frozen=True)

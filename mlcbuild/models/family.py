@@ -283,8 +283,8 @@ def _whole(family: Family, param: Param, tensor: str) -> Piece:
 def _reordered(
     family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Returns `pieces`, the tensors that hold an attention parameter, with the ranges of their rows in the
-    order of the parameter's rows. mixer: the layer's attention."""
+    """Returns the checkpoint's tensors `pieces` that hold an attention parameter, each with the ranges of
+    rows that belong to the parameter, in the parameter's order. mixer: the layer's attention."""
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
     if is_qkv and family.tensors.fused_heads:
@@ -305,11 +305,9 @@ def _reordered(
 def latent_pieces(
     mixer: LatentAttention, kind: str, pieces: tuple[Piece, ...], interleaved: bool
 ) -> tuple[Piece, ...]:
-    """Returns `pieces`, the tensors that hold a parameter of latent attention, with the ranges of their rows
-    in the order of the parameter's rows.
-
-    kind: name of the parameter in its layer. interleaved: True if rotated dimensions form pairs of neighbours
-    in the tensors."""
+    """Returns the checkpoint's tensors `pieces` that hold a parameter of latent attention, each with the
+    ranges of rows that belong to the parameter, in the parameter's order. kind: name of the parameter in its
+    layer. interleaved: True if rotated dimensions form pairs of neighbours in the tensors."""
     both = mixer.head_dim + mixer.value_dim
     if kind == "attn.k_b.weight":
         rows, take = mixer.heads * mixer.latent, ((0, mixer.head_dim, 1),)

@@ -8,8 +8,8 @@ from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.rotary import yarn_attention
 
 SPELLINGS = {"qk_rope_head_dim": "head_dim"}
-"""Field of config.json -> name of the field that code for rotary embeddings reads instead: to it, the rotated
-part of a head is the whole head.
+"""Field of config.json -> name under which the code that reads rotary embeddings looks it up. In latent
+attention that code sees only the rotated part of each head, as if it were the whole head.
 """
 
 

@@ -15,8 +15,8 @@ from mlcbuild.quant.scheme import Scheme, matches
 
 NAME = "as-is"
 AS_IS = Scheme(NAME, NAME, activation_bits=8)
-"""The scheme `as-is` of a recipe. Its format does not exist: `resolved` replaces the scheme once the types of
-a checkpoint's tensors are known.
+"""The scheme `as-is` of a recipe. Its format is a placeholder: `resolved` replaces the scheme once the types
+of a checkpoint's tensors are known.
 """
 
 FORMATS: Mapping[str, str] = {

@@ -57,6 +57,6 @@ class Groups:
     dtype: Literal["float32", "float16"]
     """The type in which scales are stored."""
     signed: bool = False
-    """True if scales may be negative. The weight of largest magnitude then always gets the code 0, the end of
-    the range with one more level.
+    """True if scales may be negative. The sign is chosen such that the weight of largest magnitude always
+    gets the code 0: with the codes centred on zero, there is one more negative than positive code.
     """

@@ -154,8 +154,9 @@ def _like(old: Scalar, text: str) -> Scalar:
 
 
 def _faults(text: str, variables: Mapping[str, Variable], used: set[str]) -> Iterator[str]:
-    """Yields an error message for each invalid reference to a variable in a text. A variable whose name a
-    misspelt one resembles is added to `used`.
+    """Yields an error message for each invalid reference to a variable in a text. If an unknown name is
+    probably a misspelling, the variable that it resembles is added to `used`, so that it is not also reported
+    as unused.
     """
     for match in _REFERENCE.finditer(text):
         name, closed = match[1], match[2]

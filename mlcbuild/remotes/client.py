@@ -35,7 +35,7 @@ _BUSY = {429, 500, 502, 503, 504}
 _FULL = {413, 507}
 _SENT = 1 << 17
 """Number of bytes of a request body that must be sent within the timeout. A larger number would require a
-higher rate than SLOWEST.
+higher rate than the slowest one that transfers may have.
 """
 _SHORT = 1 << 16
 """Maximum bytes that are read of an HTTP response of which only the status, or the beginning of the body,

@@ -139,7 +139,7 @@ class S3:
             client.close()
 
     def sign(self, method: Literal["GET", "HEAD", "PUT"], name: str) -> str:
-        """Returns a signed URL of an object for one method, valid for EXPIRY. The URL is a secret."""
+        """Returns a signed URL of an object for one method, valid for 20 minutes. The URL is a secret."""
         import obstore
 
         async def sign() -> str:

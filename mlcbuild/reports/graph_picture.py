@@ -279,9 +279,9 @@ def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[
 
 
 def _spread(wish: list[float], pitch: float) -> list[float]:
-    """Returns the positions nearest to the wishes, in the same order, at least `pitch` apart.
-
-    With the pitch subtracted this is isotonic least squares, solved by pooling adjacent violators.
+    """Returns positions in the order of `wish`, at least `pitch` apart, with the smallest sum of squared
+    distances from the wished positions. With the pitch subtracted this is isotonic regression, solved by
+    pooling adjacent violators.
     """
     blocks: list[tuple[float, int]] = []  # pairs (mean, count)
     for index, value in enumerate(wish):

@@ -64,8 +64,8 @@ for (const graph of document.querySelectorAll('.graph')) {
 
 
 def view(svg: str) -> str:
-    """Returns the HTML of a graph's picture with controls. svg: a result of `graph_picture.drawing`. The
-    page needs STYLE.
+    """Returns the HTML of a graph's picture with controls. svg: a result of `graph_picture.drawing`. The page
+    that holds it must include the style sheet STYLE.
     """
     return (
         '<div class="graph">'

@@ -16,7 +16,8 @@ from mlcbuild.canon import Json
 Output = Literal["shared", "object", "program"]
 
 CPU = "cpu"
-"""Name of the device for which LLVM compiles libraries. The libraries of all other devices are programs."""
+"""Name of the device for which LLVM compiles libraries. For all other devices, the compiled result is a
+program of GPU kernels."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class Cluster:
         self._ring()
 
     def _event(self, event: tuple[float, Any]) -> None:
-        """Handles an event (time, message) of a cluster worker's job. dask calls this in another thread."""
+        """Passes an event (time, details) about a job on to the main loop. A thread of dask calls it."""
         details = event[1]
         if isinstance(details, dict) and details.get("run") == self._staging.directory.name:
             self._heard.put((str(details["kind"]), str(details["step"]), details))

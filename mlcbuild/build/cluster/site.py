@@ -92,7 +92,7 @@ class Site:
 
 
 sites: list[Site] = []
-"""The Site of this process, a cluster worker: its store and the rest that all jobs share; empty in other
+"""The state that all jobs of this cluster worker share: a list with one Site, which is empty in other
 processes. It is global because dask calls `work` with the encoded job as the only argument.
 """
 

@@ -192,8 +192,8 @@ _ANSWER: _Kinds = {
 
 
 def _parsed(text: str, message: str) -> dict[str, Any]:
-    """Parses the text of a message as a JSON object and returns its fields. message: what errors call it.
-    Raises ValueError for anything else.
+    """Parses the text of a message as a JSON object and returns its fields. message: the kind of message,
+    which errors name. Raises ValueError for anything else.
     """
     fields = strict_json.parse(text)
     if not isinstance(fields, dict):
@@ -202,8 +202,8 @@ def _parsed(text: str, message: str) -> dict[str, Any]:
 
 
 def _check(fields: dict[str, Any], kinds: _Kinds, message: str) -> dict[str, Any]:
-    """Returns the fields of a message if they are exactly those of `kinds` (name -> allowed types).
-    message: what errors call it. Raises ValueError that names a wrong field otherwise.
+    """Returns the fields of a message if they are exactly those of `kinds` (name -> allowed types). message:
+    the kind of message, which errors name. Raises ValueError that names a wrong field otherwise.
     """
     wrong = sorted(fields.keys() ^ kinds.keys())
     if wrong:
@@ -243,8 +243,8 @@ def _order_input(name: str, value: object) -> OrderInput:
 
 
 def _error(kind: str, message: str) -> MlcbuildError:
-    """Returns an error of mlcbuild's exception class named `kind`; a StepError if that class is unknown or
-    an InputError, which consists of problems.
+    """Returns an error of the class of mlcbuild.errors called `kind`; a StepError if there is no such class,
+    or for InputError, which cannot be created from a message.
     """
     error_class = getattr(mlcbuild.errors, kind, None)
     if (

@@ -39,7 +39,8 @@ _AT_ONCE = 4
 """Number of a bundle's files that are transferred at the same time."""
 
 Uploaded = dict[tuple[str, str], tuple[str, str]]
-"""(registry, BLAKE3) -> (SHA-256, a repository of the registry that has the file)."""
+"""Files that registries are known to have: (registry, BLAKE3 of a file) -> (SHA-256 of the file, a repository
+of the registry that has it)."""
 
 
 def push(

@@ -19,7 +19,8 @@ from mlcbuild.remotes.transport import border, quoted
 _OWN = (form.MANIFEST, STATEMENT, ENVELOPE)
 """Names of files in a bundle's directory that its manifest does not list."""
 Uploaded: TypeAlias = dict[tuple[str, str], tuple[str, str]]
-"""(registry, BLAKE3) -> (SHA-256, a repository of the registry that has the file)."""
+"""Files that registries are known to have: (registry, BLAKE3 of a file) -> (SHA-256 of the file, a repository
+of the registry that has it)."""
 
 
 @dataclass(frozen=True)

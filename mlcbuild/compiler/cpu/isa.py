@@ -14,7 +14,7 @@ from mlcbuild.targets.target import Target
 
 Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
 """Name of the instruction by which kernels sum products of unsigned 4-bit weights and signed 8-bit
-activations. Other widths may need another one: see dot.Products.way.
+activations. Weights of more bits may need another one, which dot.Products.way chooses.
 
 vpdpbusd   x86 VNNI: adds four byte products to each int32 lane.
 pmaddubsw  x86: adds pairs of byte products to int16 lanes, which hold a group of 32 and are widened once.
@@ -40,7 +40,8 @@ class ISA:
     """
     dot: Dot
     tile_rows: int
-    """Number of rows of x in the register tile of a float32 product; the tile is four weight rows wide."""
+    """Number of rows of activations x in the register tile of a float32 product x @ W.T; the tile is four
+    weight rows wide."""
     stream_rows: int
     """Number of weight rows that a matrix-vector product reads in parallel."""
     batch: int

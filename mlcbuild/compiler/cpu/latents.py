@@ -100,9 +100,10 @@ class Latents:
         return self.product("attn.q_b", Fusion(normed), [first, *norm], out)
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """Emits the product of each head's row of x with the head's matrix in the stack `name`, into `out`,
-        and returns `out`. source: the prologue that reads rows of x [n * heads, ..]; choices: float32 [n, 2 *
-        heads], in each row the numbers of all heads, then as many weights of 1.
+        """Emits the products of each head's rows of x with the head's matrix of the parameter `name`, into
+        `out`, and returns `out`. The kernel of mixtures of experts computes them, with heads in place of
+        experts. source: prologue that reads rows of x [n * heads, ..]; choices: float32 [n, 2 * heads], in
+        each row the numbers of all heads, then as many weights of 1.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None
@@ -112,11 +113,10 @@ class Latents:
         return into(func, [choices, x, *weights], out)
 
     def _append(self, head_queries: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits the kernel that rotates queries and keys and writes new tokens to the KV cache, and returns
-        (queries to multiply with cached rows, the cache).
-
-        head_queries: queries before rotation; absorbed: the queries times the matrices of keys, in the space
-        of latents; tokens: the rows to cache, one for each token.
+        """Emits the kernel of latent attention that rotates queries and keys and writes the rows of new
+        tokens to the KV cache. Returns (queries that attention multiplies with cached rows, the cache).
+        head_queries: queries before rotation; absorbed: the queries times the key matrices, so that they can
+        be multiplied with latents; tokens: the rows to cache, one for each token.
         """
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")

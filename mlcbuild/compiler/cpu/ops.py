@@ -246,9 +246,9 @@ class _Halves:
         return is_fusible and not self.optional(f"{name}.bias")
 
     def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
-        """Emits copies of the rows of x and of `attended`, the result of attention, with the indices `rows`,
-        int32 [q], into the scratch tensors "qkv" and "pair". Returns (an object like this one with scratch
-        tensors of q rows, selected rows of x, selected rows of `attended`).
+        """Emits copies of the rows of x and of `attended`, the result of attention, whose indices are in
+        `rows`, int32 [q]. The scratch tensors "qkv" and "pair" hold the copies. Returns (a copy of self with
+        scratch tensors of q rows, selected rows of x, selected rows of `attended`).
         """
         count, gather = rows.shape[0], self.parts.gather
         x = gather(x, rows, self.view("qkv", count, int(x.shape[1])))

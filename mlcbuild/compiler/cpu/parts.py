@@ -234,9 +234,9 @@ class Parts:
         return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
-        """Returns the number of columns of the scratch tensor "pair", which later holds gates and ups, if
-        attention can store prompt rows in it packed for AMX, as the product `output` reads them; 0 if it
-        cannot.
+        """Returns the number of columns of the scratch tensor "pair" if attention can store the results of
+        prompt rows in it, packed as AMX tiles for the product `output`; 0 if it cannot. The tensor later
+        holds gates and ups.
         """
         columns = self.pair_columns(spec.feed_forward)
         able = (

@@ -205,7 +205,7 @@ class _Mixture:
         return launches, [build.multiply(f"{base}.down.weight", spec, rows, buffers)]
 
     def after(self) -> list[Launch]:
-        """Returns the launch of the norm after the experts; an empty list if the layer has none."""
+        """Returns a list with the launch of the norm after the experts; it is empty if there is no norm."""
         if self._layer.norms.after is None:
             return []
         return self._build.add_normed(f"{self._base}_post_norm", self._layer, self._rows)

@@ -36,7 +36,8 @@ def _needs_nothing(target: Target) -> None:
 
 def _place(files: Sequence[Path], library: Path, target: Target) -> None:
     """Copies program.json and the kernels' source files into the output directory of a build step. files: the
-    files to copy; library: the path at which a CPU's library would be, whose directory is used.
+    files to copy; library: a path in the output directory (for CPUs it is the library's; a GPU program has
+    none); target: unused.
     """
     base = next(path.parent for path in files if path.name == PROGRAM)
     for path in files:

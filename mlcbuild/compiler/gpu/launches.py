@@ -177,10 +177,10 @@ class LaunchBuilder:
     def normed_product(
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
     ) -> list[Launch]:
-        """Returns the launches for out = norm(x) W^T of the residual stream x. In decoding they first add the
-        sum that self.stream still lacks, in the same kernel if possible. name: the matrix W; rows: rows of x
-        per workgroup, None for prompts, whose norm has been launched by `normed`; options: fields of the
-        ProductSpec.
+        """Returns the launches for out = norm(x) W^T of the residual stream x. In decoding, a sum that is
+        still to be added to x is added first, by the same kernel if possible. name: the matrix W; rows: rows
+        of x per workgroup; None: for prompts, whose norm `normed` has launched already; options: fields of
+        the ProductSpec.
         """
         _, norm, _ = self.normed_source(norm_name, layer, rows)
         spec, first = self.product(name, norm=norm, **options), list[Launch]()
@@ -226,8 +226,8 @@ class LaunchBuilder:
         return [self._add(pending, self.stream.buffer, self.stream.buffer)]
 
     def settle(self) -> list[Launch]:
-        """Returns the launches that add to the residual stream the sum that self.stream still lacks, if any,
-        and leave the stream in the buffer `x`; [] if it is there already.
+        """Returns the launches that add a pending sum to the residual stream, if there is one, and that leave
+        the stream in the buffer `x`; [] if nothing is to be done.
         """
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None

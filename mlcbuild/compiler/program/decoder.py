@@ -65,7 +65,7 @@ class Decoder:
 
     def layer_params(self, layer: int) -> dict[str, Param]:
         """Returns the parameters of the layer with the index `layer`: name without the prefix `layers.N.` ->
-        parameter, whose own name has that prefix.
+        description of the parameter, whose field `name` has the prefix.
         """
         layer_params = layer_parameters(self.config.layers[layer], self.config.hidden_size)
         return {param.name: replace(param, name=f"layers.{layer}.{param.name}") for param in layer_params}

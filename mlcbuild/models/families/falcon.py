@@ -1,4 +1,4 @@
-"""The model family Falcon, old and new."""
+"""The model family Falcon: LayerNorm, a plain MLP, rotary embedding or ALiBi; both decoder architectures."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ def biased(isa: ISA, width: int, dtype: str) -> PrimFunc:
 
 
 def shifted(shift: int) -> PrimFunc:
-    """Returns the kernel (positions int32 [n], out int32 [n]) that writes positions + shift."""
+    """Returns the kernel (positions int32 [n], out int32 [n]) that adds the constant `shift` to each position
+    and writes the sums to `out`."""
     with kernel("shift") as emitter:
         rows = size_var("n")
         positions = emitter.tensor("positions", (rows,), "int32")

@@ -53,10 +53,11 @@ X_EXPONENT = 104
 factor 2**-104 of the weights in tiles, whose float16 bits are shifted into bfloat16."""
 
 Ready = Callable[[Expr], tuple[Buffer, Expr]]
-"""Function that emits one row of x and returns (buffer that holds it as float32, index of its row there)."""
+"""Function that emits the code which computes one row of activations x, and returns (buffer that holds the
+row as float32, index of the row in that buffer)."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
-"""Function of (buffer, place, tile, step) that emits stores of a weight tile for the 32 values of k from 32 *
-step on to buffer[place], int32 [16, 16]: pairs of bfloat16 weights times 2**-104, for 16 columns."""
+"""Function (buffer, place, tile, step) that emits the conversion of one tile of weights: 16 columns, and 32
+values of k from 32 * step on. buffer[place], int32 [16, 16], gets pairs of bfloat16 weights times 2**-104."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,14 @@ class Shape:
 
     @property
     def lines(self) -> int:
-        """Returns the number of rows of a finished block of 32 x 32 results that are written while one step
-        of the next block (32 values of k) is multiplied, so that all are written within the shortest pass."""
+        """Returns the number of rows of a finished 32 x 32 block of results that are written in each step (32
+        values of k) of the next block's computation, so that the shortest pass writes all of them."""
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
-        """Returns the minimum number of adjacent columns in a task: 32, one block of results, or 64 of a
-        matrix of gates and ups, which make 32 columns of act(gate) * up, a step of the next product along
-        k."""
+        """Returns the minimum number of adjacent result columns in a task: 32, or 64 for a matrix of gate and
+        up projections, whose 64 columns become 32 columns of act(gate) * up."""
         return 2 * STEP if self.gated else BLOCK
 
     @property
@@ -114,9 +114,9 @@ class Shape:
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
-        """Returns the first row, in a task's buffer of sums float32 [.., 32], for two weight tiles (`pair`)
-        and a block of 32 rows of x. With a single pass over k, two blocks take turns: one is written out
-        while the next is computed."""
+        """Returns the row, in a task's buffer float32 [.., 32], at which a result block's sums start. pair:
+        index of the block's two weight tiles; block: index of its 32 rows of x. With a single pass over k,
+        blocks alternate between two places: one is written out while the next is computed."""
         if self.passes == 1:
             return T.truncmod(block, i64(2)) * BLOCK
         return (pair * (CHUNK // BLOCK) + block) * BLOCK
@@ -127,8 +127,8 @@ class Shape:
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """Returns the index, in the matrix, of tile `number` (from 0) of 16 columns, counted from column
-        `column` on. In a matrix of gates and ups, tiles of gates and of ups alternate."""
+        """Returns the index, in the weight matrix, of tile `number`, from 0, of the tiles of 16 columns from
+        `column` on. In a matrix of gate and up projections, even numbers are gates, odd ones ups."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -148,17 +148,17 @@ class Packed:
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns a Packed for act(gate) * up at the start of the tensor float32 [m, 2 * k] that otherwise
-        holds gates and ups. If m < 8, whole tiles do not fit: the m lines of one step of k follow those of
-        the step before."""
+        """Returns the description of act(gate) * up as packed AMX tiles, stored at the start of the float32
+        tensor [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles do not fit, and each step
+        along k takes m lines of 64 bytes."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
 
     @staticmethod
     def fits(k: int) -> bool:
-        """Returns True if rows of k values, packed as bfloat16 tiles, fit into the tensor float32 [m, 2 * k]
-        of gates and ups for any m, even if a block of rows is read from the last row on."""
+        """Returns True if act(gate) * up with k columns, packed as AMX tiles, fits into the float32 tensor
+        [m, 2 * k] of its gates and ups for any number of rows m."""
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
@@ -182,8 +182,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """The output of a product with a matrix of gate and up projections: `gate` computes act(gate) * up, which
-    `out` stores as rows of x for the next product."""
+    """Turns the results of a product with gate and up projections into the input of the next product: `gate`
+    computes act(gate) * up, and `out` stores the rows as packed AMX tiles."""
 
     gate: Callable[[Expr, Expr], Expr]
     out: Packed
@@ -257,7 +257,7 @@ class _Pair:
     """Condition that is true in the last pass of a matrix product over k, after which the sums are
     complete."""
     tiles: tuple[Expr, Expr]
-    """Indices, in the matrix, of two weight tiles that meet the same activations."""
+    """Indices, in the weight matrix, of two tiles that are multiplied with the same activations."""
 
     def bring(self, step: Expr) -> None:
         """Emits code that converts the weights of one step along k to bfloat16 tiles for AMX registers."""
@@ -282,9 +282,9 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 
 
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
-    """Emits sums += x . weights for a block of 32 rows of x and two tiles of weights. Sums start at zero if
-    `fresh`, or always if it is None. During the first block, weights are also converted to tiles; during
-    every other block, the 32 rows of results of the previous block are also written."""
+    """Emits code that adds the products of 32 rows of x with two tiles of weights to the stored sums. fresh:
+    condition under which sums start at zero; None: they always do. The code for the first 32 rows also
+    converts the weights to tiles; that for all others also writes the results of the 32 rows before."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
@@ -352,9 +352,9 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into bfloat16 tiles, and returns the Packed that describes them.
-    ready: function of a row's index that emits the row. Rows that pad the last block of 32 repeat the last
-    row; their results are dropped."""
+    """Emits code that packs x float32 [m, k] into bfloat16 tiles, and returns the description of the packed
+    rows. ready: function of a row's index that emits the row. The last row is repeated until the number of
+    rows is a multiple of 32; results of repeated rows are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:

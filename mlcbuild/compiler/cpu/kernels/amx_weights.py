@@ -18,8 +18,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, moved, sp
 
 SCALE_EXPONENT = 8
 _CUT = 1.0 + 0.7213 * (7 / 16) / 128
-"""Correction of the scales: cutting a float16 to bfloat16 drops three bits of each weight, 7/16 of the last
-kept place on average. That place is 1 / (2 ln 2) times 2**-7 of the value, averaged over logarithms.
+"""Factor of the scales that compensates a rounding error: weights are truncated from float16 to bfloat16,
+which drops three bits and makes them too small by 0.25 % on average.
 """
 
 
@@ -34,9 +34,9 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of an AMX weight tile, a float16x32: for each of 16 columns the codes 4 * j + byte and
-    16 + 4 * j + byte of a group of 32, minus 2**(bits - 1). j, byte: 0 to 3; lines: the int32x16 vectors that
-    hold the group's codes of `bits` bits.
+    """Returns one line of an AMX weight tile, a float16x32, for 16 columns of results: from a group of 32
+    weights of each column, the codes with the indices 4 * j + byte and 16 + 4 * j + byte, minus 2**(bits -
+    1). j, byte: 0 to 3; lines: the int32x16 vectors that hold the codes of `bits` bits.
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)

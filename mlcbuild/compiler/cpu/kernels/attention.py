@@ -45,9 +45,9 @@ SHORT = 4
 """Largest number of rows of a sequence for which reading keys and values takes longer than computing."""
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
-"""The location of keys or values in the cache: (pages, layer, page, kv head)."""
+"""The location of keys or values in the KV cache: (buffer of all pages, layer, page's index, KV head)."""
 _Ahead = tuple[Expr, Expr]
-"""A page to prefetch: (condition under which it is prefetched, page)."""
+"""A KV cache page to prefetch: (condition under which it is prefetched, index of the page)."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (row of the table call.plan, kv head) of attention task `index`. If sequences have few new rows
-    and many tasks, the tasks of all kv heads for the same pages follow each other, as their keys and values
-    do in a page. Otherwise the tasks of a kv head follow each other, early and late blocks of rows in turn.
-    total: number of tasks per kv head."""
+    """Returns (row of the table of tasks, KV head) of the attention task with the number `index`. If
+    sequences have few new rows and many tasks, the KV heads of a page follow each other, because a page
+    stores their keys and values together. Otherwise one KV head follows the other, with tasks of early and
+    late rows in turn. total: number of tasks per KV head."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -147,9 +147,9 @@ def _folded(index: Expr, blocks: Expr) -> Expr:
 
 
 def _task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows of a sequence, for one kv head, over the pages that a row of the
-    table call.plan states: a part of those that the rows attend to, or all if there are many rows. number:
-    row of the table; head: kv head."""
+    """Emits attention of one block of rows of a sequence, for one KV head, over all pages that the rows
+    attend to, or over a part of them if there are few rows. number: row of the task table `call.plan`, which
+    states sequence, rows and pages; head: KV head."""
     spec = call.spec
     sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
     task = _start(call, (first, count, head))
@@ -262,8 +262,8 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
 
 
 def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits the products query . key of a register tile of query vectors with a page whose keys are
-    latents."""
+    """Emits the dot products of a register tile of query vectors with the 16 keys of a page in latent
+    attention, whose keys are latent vectors."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     dim, rows = spec.heads.dim, [tile * spec.tile + row for row in range(spec.tile)]
     sums = [registers(1, floats.lanes)[0] for _ in rows]

@@ -123,8 +123,9 @@ class _Step:
 
 
 def task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over all pages that they attend to. number: row of the table
-    call.plan that states the sequence, rows and pages; head: kv head."""
+    """Emits attention of one block of rows of a sequence, for one KV head, over all pages that the rows
+    attend to. number: row of the task table `call.plan`, which states sequence, rows and pages; head: KV
+    head."""
     sequence, first, count, begin, stop, end = (T.bind(call.plan[number, i]) for i in range(6))
     entries = T.bind(call.page_indptr[sequence])
     task_state = _start(call, (first, count, head))
@@ -230,7 +231,8 @@ def _read_values(task: _Task, step: _Step) -> None:
 
 
 def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
-    """Returns 16 numbers of a token's value. at: index of the first of them in the page."""
+    """Returns 16 consecutive elements of one token's value vector. page: index of the KV cache page; token:
+    position in the page; at: index of the first element in the page."""
     call, floats = task.call, task.floats
     cache = call.pages, (call.layer, page, 1, task.head)
     heads = call.spec.heads
@@ -239,9 +241,9 @@ def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
 
 
 def _paired(task: _Task, halves: list[Expr], written: list[Expr] | None) -> Expr:
-    """Returns int32 lanes whose low and high halves hold two vectors of the KV cache in 16 bits. written: a
-    condition for each, and a vector is zero where it is false; None: both vectors are used.
-    """
+    """Returns 16 int32 lanes that hold two vectors of the KV cache in 16 bits, the first of `halves` in the
+    low bits and the second in the high bits. written: for each vector, a condition without which zeros
+    replace it; None: both are used as they are."""
     low, high = halves
     if not task.shifted:
         if written is not None:
@@ -325,10 +327,9 @@ def _weigh(task: _Task, pair: Expr) -> None:
 
 
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
-    """Emits code that raises the running maximum of those of 16 query vectors whose scores exceed it by far,
-    and rescales their sums. Sums allow weights up to 2**SLACK, so this is rare; it depends only on a vector's
-    own scores. half: 0 or 1, the half of 32 vectors; first: index of the first vector.
-    """
+    """Emits code that raises the running maximum of those of 16 query vectors with a score that exceeds it by
+    more than SLACK, in powers of two, and rescales their sums. It depends only on a vector's own scores.
+    half: 0 or 1, the half of 32 vectors; first: index of the first vector."""
     floats = task.floats
     tops = []
     for row in range(LANES):

@@ -178,7 +178,7 @@ class Call:
     @property
     def block(self) -> Expr:
         """Returns an int32 expression of the kernel: the maximum number of rows of one sequence in an
-        attention task, which is larger if AMX computes the rows, as of prompts.
+        attention task. It is larger for prompt rows that AMX computes.
         """
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
@@ -252,9 +252,9 @@ def join(call: Call, sequence: Expr) -> None:
 
 
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
-    """Emits code that combines the partial attention results of one row and query head, and stores its
-    output. lines: (index of the row's first partial results, distance of its indices from part to part,
-    number of parts), each index for all query heads; place: (row, query head).
+    """Emits code that combines the partial attention results of one row and query head, and stores the
+    output. lines: (index of the row's first partial result, distance from one partial result to the next,
+    number of partial results), counted in groups of one result per query head; place: (row, query head).
     """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar

@@ -61,8 +61,8 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns a DenseRows that reads a stack of `count` matrices [n, k] of the same type, stored as one
-        matrix [count * n, k].
+        """Returns the description of reads from a stack of `count` unquantized matrices [n, k] of the same
+        type, stored as one matrix [count * n, k].
         """
         return replace(self, n=count * self.n)
 

@@ -86,15 +86,16 @@ class Products:
 
     @property
     def high_lines(self) -> int:
-        """Returns the number of runs of 4 * lanes bytes that hold the bits of weights above the low four, in
-        a group of 32 columns of a tile of 16 rows.
+        """Returns, for a group of 32 columns of a tile of 16 weight rows, the number of byte vectors that
+        hold only the bits of codes above the low four: 1 for 5 bits, 2 for 6, 0 for 4 or 8. A byte vector has
+        4 * lanes bytes.
         """
         return self.bits - 4 if self.bits < 8 else 0
 
     @property
     def fields(self) -> int:
-        """Returns the number of quads (four consecutive weights) of each row in a run of 4 * lanes bytes of
-        the x16 layout: two (j and 4 + j, in the low and high half of each byte), or one with 8 bits.
+        """Returns the number of weights in one byte of the codes of a tile: 2 with 4 to 6 bits, where a byte
+        holds the low four bits of two weights, or 1 with 8 bits.
         """
         return 1 if self.bits == 8 else 2
 

@@ -33,7 +33,7 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the prefix of the kernel's name that stands for this prologue."""
+        """Returns the prefix that the names of kernels with this prologue have."""
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 

@@ -249,8 +249,8 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of a loop's iterations that are assigned to cores statically: 100 if no more
-    experts are used than one row chooses, else FIXED.
+    """Returns the percentage of a loop's iterations that are assigned to cores statically: 100 if the batch
+    uses no more experts than one row chooses, else the default of all kernels.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 
@@ -277,7 +277,8 @@ def _scatter(
 
 
 def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
-    """Emits zeros in columns columns[0] .. columns[1] - 1 of the first `rows` rows of `out`."""
+    """Emits code that sets a range of columns, (first, after the last), of the first `rows` rows of `out` to
+    zero."""
     with T.serial(0, rows) as row, T.serial(0, columns[1] - columns[0]) as column:
         T.buffer_store(out, T.float32(0), [row, columns[0] + column])
 

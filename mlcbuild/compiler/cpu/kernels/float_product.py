@@ -68,8 +68,8 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Returns the number of vectors in a block of a weight row; lane l of vector p is k = start + l *
-        lane_step + p * plane_step."""
+        """Returns the number of vectors in a block of a weight row. Lane l of vector p holds the weight with
+        index start + l * lane_step + p * plane_step along k, where start is the block's first index."""
 
     @property
     def lane_step(self) -> int: ...
@@ -81,19 +81,19 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the number that must be subtracted from streamed weights before they are multiplied by
-        their scale; 0 if none."""
+        """Returns the number that must be subtracted from the weights, as `streamed` returns them, before
+        they are multiplied by their scale; 0 if none."""
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two by which `streamed` and `unpacked` return vector `plane` of a block of
-        weights too large, to save instructions; x is divided by it beforehand."""
+        """Returns a power of two: vector `plane` of a block of weights is read too large by this factor,
+        which saves shifts. The activations x are divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares and returns the stored tensors as the next arguments of the kernel."""
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns a RowFormat that reads a stack of `count` matrices [n, k] of the same format, stored as one
-        matrix [count * n, k]."""
+        """Returns the description of reads from a stack of `count` matrices [n, k] of the same format, stored
+        as one matrix [count * n, k]."""
 
     def start(self, block: Expr) -> Expr:
         """Returns the index along k, the summed dimension, at which a block of a weight row starts."""

@@ -248,8 +248,8 @@ class Floats:
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))
 
     def whole(self, value: Expr) -> Expr:
-        """Converts a vector of int32 values below 2^22 to float32 and returns it, through the bits of a sum
-        with 1.5 * 2^23: TVM's analysis of ranges fails for a cast of counted lanes.
+        """Converts a vector of int32 values from 0 to 2^22 to float32 and returns it. It adds the bits of 1.5
+        * 2^23 and subtracts that number, because TVM's range analysis fails for a direct cast.
         """
         bits = T.reinterpret(vectors.typed("float32", self.lanes), value + self._int(0x4B400000))
         return bits - self.constant(1.5 * 2.0**23)

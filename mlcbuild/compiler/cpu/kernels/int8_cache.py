@@ -29,15 +29,16 @@ Place = tuple[Expr | int, ...]
 
 
 def scaled(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Expr | int, value: Expr) -> Expr:
-    """Returns a vector with one element for each token of a page, from `token` on, multiplied by the scales
-    of these tokens; `value` itself if the cache has no scales. cache: (pages, place of the page).
+    """Returns `value`, a vector with one element for each token of a KV cache page from `token` on,
+    multiplied by the scales of these tokens; `value` itself if the cache has no scales. cache: (buffer of all
+    pages, location of the keys or values).
     """
     return value * scales(floats, heads, cache, token) if heads.has_scales else value
 
 
 def scales(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Expr | int) -> Expr:
-    """Emits the load of the scales of `floats.lanes` tokens of a page, from `token` on, and returns them.
-    cache: (pages, place of the page).
+    """Emits the load of the int8 cache's scales of `floats.lanes` tokens of a page, from `token` on, and
+    returns them. cache: (buffer of all pages, location of the keys or values).
     """
     pages, place = cache
     stored = pages[(*place, span(_column(heads, token), SCALE_BYTES * floats.lanes))]
@@ -45,8 +46,9 @@ def scales(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Exp
 
 
 def stored(floats: Floats, cache: tuple[Buffer, Place], at: Expr, factors: Expr | None) -> Expr:
-    """Returns a vector of numbers of a page, from index `at` on: in float32 and times the vector `factors`,
-    or in their stored type if that is None.
+    """Returns consecutive numbers of a KV cache page, from index `at` on, as float32 multiplied by the vector
+    `factors`; if `factors` is None, in their stored type. cache: (buffer of all pages, location of the keys
+    or values).
     """
     pages, place = cache
     if factors is None:

@@ -97,9 +97,9 @@ class Int8Call:
         return form.paired(quads) if paired else quads
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """Emits a load of the j-th line of a group of weights, and returns int32 lanes: one quad (four codes)
-        for each row of the vector `vector` of a tile.
-        """
+        """Emits a load of the codes of a group of weights, and returns them as int32 lanes, one for each row
+        of the vector of rows `vector` in a tile. A lane holds the bytes at 4 * j to 4 * j + 3 of its row's
+        codes."""
         lanes = self.isa.lanes
         raw = self.weights[0][
             self.stored(tile), group, span(j * QUAD * TILE_ROWS + vector * lanes * QUAD, QUAD * lanes)
@@ -255,9 +255,9 @@ def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile:
 
 
 def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
-    """Emits prefetches of the weights that follow a group of a tile. alone: True if x has one row;
-    prefetching into the first-level cache would then only delay the row.
-    """
+    """Emits prefetches of the weights that are read after the given group of a tile. alone: True if x has one
+    row; weights then go to the second-level cache only, because prefetches into the first level would delay
+    the row."""
     for line in range(0, call.matrix.tile_bytes, 64):
         place = (call.stored(tile), group, line + FETCH_BYTES)
         prefetch(call.weights[0], place, locality=2 if alone else 3)

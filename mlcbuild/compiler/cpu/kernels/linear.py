@@ -95,9 +95,9 @@ def row_format(of: Linear) -> float_product.RowFormat | None:
 
 
 def tiles(of: Linear) -> TiledMatrix:
-    """Returns the TiledMatrix that reads the product's matrix in tiles of 16 rows and 32 columns, the x16
-    layout. AMX is used only for formats with one plain scale per group of 32, since it would round other
-    weights to bfloat16.
+    """Returns the description of the product's matrix in the x16 layout, tiles of 16 rows and 32 columns. AMX
+    is used only for formats with a single scale per group of 32 weights and no minima, since it would round
+    other weights to bfloat16.
     """
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)

@@ -42,7 +42,8 @@ class RowSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Returns the prefix of the kernel's name that stands for this prologue; "" if x is simply read."""
+        """Returns the prefix that the names of kernels with this prologue have; "" if the prologue only reads
+        x."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:

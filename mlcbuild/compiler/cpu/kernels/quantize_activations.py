@@ -41,8 +41,8 @@ _ROUNDER = 12582912.0
 _ROUNDER_BITS = 0x4B400000
 _ONE, _FRACTION = 0x3F800000, 0x007FFFFF
 _LEAST, _MOST = -100, 112
-"""Smallest and largest exponent of power-of-two scales of activations: their products with any float16 scale
-of weights, from 2**-24 to 65504, are normal float32 numbers."""
+"""Smallest and largest base-2 exponent of the power-of-two scales of activations. A scale in this range,
+times any float16 scale of weights (2**-24 to 65504), is a normal float32 number."""
 _TOO_LARGE = 0x7AFE0000
 """The bits of 127 * 2**112 as a float32, the largest activation that int8 codes with power-of-two scales
 represent.
@@ -60,8 +60,8 @@ class Records:
     dot: dot.Products
     k: int
     blocks: Blocks | None = None
-    """Description of the codes, scales and minima of the weights that are multiplied; None for formats with
-    one plain scale per group of 32.
+    """Description of the codes, scales and minima of the weights that are multiplied; None for formats with a
+    single scale per group of 32 weights and no minima.
     """
 
     @property
@@ -139,9 +139,9 @@ class Records:
         return records[row, self.place(group, 1 + half)]
 
     def place(self, group: Expr, number: int) -> Expr:
-        """Returns the index of a number in a row of int32 words that holds quantized activations: one of
-        those that follow the int8 values of a group of 32. number: 0 for the scale, then the corrections for
-        unsigned weights, then the sums for weights with minima.
+        """Returns the index, in a row of int32 words that holds quantized activations, of one of the numbers
+        that follow the int8 values of a group of 32. number: 0 for the scale; the next ones are the
+        corrections for unsigned weights; the last ones are the sums for weights with minima.
         """
         return group * self.step + self.step - (self.numbers - number)
 

@@ -259,9 +259,9 @@ def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
 
 
 def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
-    """Emits code that adds the bias to `size` values of a token's queries or keys, from column `start` of qkv
-    on, and clips the sums if norms do not come first, in place. Each of both is left out if the model lacks
-    it.
+    """Emits code that adds the bias to `size` values of a token's queries or keys in place, from column
+    `start` of qkv on, and clips the results if the model clips before norms. Both parts are optional: a model
+    may have no bias, and no clipping.
     """
     clip = None if spec.clips_norms else spec.clip
     if token.bias is None and clip is None:

@@ -66,9 +66,9 @@ class _Picks:
     """
 
     def __init__(self, spec: Experts, floats: Floats, left: Buffer, picked: Buffer) -> None:
-        """Stores the buffers. left: scratch float32 [experts], the scores by which the next expert is chosen,
-        -inf for an expert that has been chosen. picked: scratch float32 [2 * chosen], numbers of the chosen
-        experts, then their weights.
+        """Keeps the scratch buffers in which one row's experts are chosen. left: float32 [experts], the
+        scores by which the next expert is chosen, -inf for an expert that has been chosen. picked: float32 [2
+        * chosen], numbers of the chosen experts, then their weights.
         """
         self.spec = spec
         self.floats = floats

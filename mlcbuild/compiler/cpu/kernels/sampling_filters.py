@@ -119,8 +119,8 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
 
 
 def _restrict(row: Row, least: Expr, room: Buffer) -> None:
-    """Emits code that recomputes the sum of weights of each block without logits below `least`. room: buffer
-    with the weights of all tokens of the row.
+    """Emits code that recomputes the sum of sampling weights of each block of a row, leaving out tokens whose
+    logits are below `least`. room: buffer with the weights of all tokens of the row.
     """
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
@@ -174,10 +174,10 @@ def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, g
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Emits code that chooses the two thresholds between `bounds` that the bisection tries next, and writes
-    them to `tried`. They lie on either side of the point where linear interpolation expects the goal; in
-    every third iteration, at one and two thirds, in case kept tokens are far from linear in the threshold.
-    share: that point, from 0 at the lower bound to 1 at the upper one; turn: number of the iteration.
+    """Emits code that chooses the two thresholds that a bisection between `bounds` tries next, and writes
+    them to `tried`. They lie just below and above the point that linear interpolation expects; in every third
+    iteration they lie at 1/3 and 2/3, since interpolation may be far off. share: the expected point, from 0
+    at the lower bound to 1 at the upper one; turn: number of the iteration.
     """
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
@@ -262,10 +262,10 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """Emits a bisection over the first `count` logits of a buffer, which it pads to full vectors; afterwards
-    bounds.low is the largest threshold that keeps the goal. values: (buffer, index of its row); weights:
-    [buffer with the logits' weights], or empty to count tokens; aim: (bounds, number or weight of tokens to
-    keep).
+    """Emits a bisection for a threshold on the first `count` logits of a buffer, which is padded to whole
+    vectors. Afterwards bounds.low is the largest threshold that keeps the requested number of tokens, or the
+    requested sum of weights. values: (buffer, index of its row); weights: [buffer with the logits' weights],
+    or empty to count tokens; aim: (bounds, requested number or sum).
     """
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)

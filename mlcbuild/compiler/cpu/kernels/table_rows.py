@@ -74,9 +74,10 @@ def copy_grouped_row(lookup: TableRow) -> None:
 
 
 def copy_tiled_row(lookup: TableRow) -> None:
-    """Emits the copy of a row of an embedding table in the x16 layout, four bytes of a group at a time. With
-    8 bits these are values 4j to 4j + 3. With fewer bits the low halves are values from 4j on, the high
-    halves values from 16 + 4j on, and the bits above four are in the bytes that follow.
+    """Emits the copy of a row of an embedding table in the x16 layout, four bytes of a group of 32 values at
+    a time. With 8 bits, the four bytes with index j are the values 4j to 4j + 3. With fewer bits, their low
+    halves belong to the values from 4j on, their high halves to those from 16 + 4j on, and further bytes hold
+    the bits above four.
     """
     bits, matrix = lookup.bits, TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
     width, halves = (8, 1) if bits == 8 else (4, 2)
@@ -112,9 +113,9 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
 
 def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
-    """Returns the scale or minimum of one half of a group of 32 values. numbers: those of both halves, or the
-    only one of the group; half: 0 or 1; None: the half in which the quad (four consecutive values) with index
-    `quad` lies.
+    """Returns the scale or minimum of one half of a group of 32 values. numbers: the scales or minima of both
+    halves, or the only one of the group; half: 0 or 1; None: the half that contains the four consecutive
+    values with the index `quad`.
     """
     return numbers[half] if half is not None else T.Select(quad < QUADS // 2, numbers[0], numbers[1])
 

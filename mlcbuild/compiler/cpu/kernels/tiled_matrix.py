@@ -39,8 +39,8 @@ class TiledMatrix:
 
     @property
     def blocks(self) -> Blocks | None:
-        """Returns the description of the format's codes, scales and minima; None for formats with one plain
-        scale per group of 32.
+        """Returns the description of the format's codes, scales and minima; None for formats with a single
+        scale per group of 32 weights and no minima.
         """
         return self.scheme.definition.blocks
 

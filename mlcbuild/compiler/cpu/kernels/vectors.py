@@ -142,11 +142,9 @@ def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
 
 
 def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], Expr] = operator.add) -> Expr:
-    """Returns the sum of the elements of each vector (or another reduction by `join`) as one vector, with a
-    tree of halvings that all inputs share.
-
-    The number of vectors is a power of two. Each round joins pairs of vectors (or folds the last one), so
-    that every input's partial sums take half the lanes.
+    """Returns one vector whose lane i is the sum of all elements of vectors[i], or another reduction by the
+    function `join`. The number of vectors is a power of two. Halves of two vectors are combined in one
+    operation, which takes fewer operations than one reduction per vector.
     """
     room = lanes
     current = list(vectors)

@@ -48,7 +48,8 @@ class HeadsSpec:
 
     @property
     def clips_norms(self) -> bool:
-        """Returns True if queries and keys are clipped after their norms, False if before all."""
+        """Returns True if queries and keys are clipped after they are normalized, False if they are clipped
+        before or not at all."""
         return self.clip is not None and self.norm is not None and not self.norm_last
 
 

@@ -283,8 +283,9 @@ class _Line:
                 put(low, probe, 0)
 
     def gather(self, top: Value, low: Value) -> None:
-        """Emits code that writes (bits of the logit, token) of up to CANDIDATES logits to the row's line of
-        `top`: first logits above the threshold `low`, an int32 key in the order of logits, then those at it.
+        """Emits code that writes (bits of the logit, token) of up to 64 logits of a row to `top`: first the
+        logits above the threshold `low`, then those equal to it. low: array of one int32, compared with the
+        keys of logits, integers that have the order of logits.
         """
         thread_count, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)

@@ -157,8 +157,8 @@ def copy_rows(name: str, columns: int) -> KernelBuilder:
 
 
 Columns: TypeAlias = tuple[Callable[[Value], Value], Callable[[Value, Value], None]]
-"""A pair of functions: (column -> value that is read from a row; (column, value) that stores a value in a
-row).
+"""How a function accesses a row: (function from a column to the value read there, function of (column, value)
+that stores a value).
 """
 
 

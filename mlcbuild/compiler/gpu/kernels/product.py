@@ -199,9 +199,9 @@ class GemvShape:
         return [row + half * self.spec.outputs for half in range(halves) for row in bounded]
 
     def sums(self, matrix: StoredMatrix, rows: list[Value], factors: Factors, tx: Value) -> Value:
-        """Emits one thread's share of the products of rows of x with rows of W, and returns its sums, an
-        array [row of x, row of W]. rows: indices of rows of W; factors: emits reads of x; tx: index of the
-        thread.
+        """Emits one thread's part of the products of rows of x with rows of W, and returns its sums, an array
+        [row of x, row of W]. rows: indices of the rows of W; factors: the reader of rows of x; tx: index of
+        the thread.
         """
         count = len(rows) * factors.block.count
         sums, part = local(count), local(count)
@@ -239,8 +239,9 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
 def _group_sums(
     matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: Factors
 ) -> None:
-    """Emits code that adds the products of 32 columns to sums [row of x, row of W]. group: index of the 32
-    columns; out: (scratch array of the same size, the sums).
+    """Emits code that adds the products of one group of 32 columns to the sums [row of x, row of W]. group:
+    index of the group; out: (scratch array of the same size as the sums, the sums); factors: the reader of
+    rows of x.
     """
     part, sums = out
     count, width, runs = factors.block.count, len(matrix_rows), matrix.runs

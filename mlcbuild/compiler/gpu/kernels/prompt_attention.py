@@ -106,9 +106,7 @@ class _QueryTile:
     left: Value
     right: Value
     weights: Value
-    """Shared memory of the attention weights of a tile, [row, key]. That of `left` holds queries [row,
-    dimension] while scores are computed, that of `right` first keys, then values [key, dimension].
-    """
+    """Array in shared memory that holds the attention weights of a tile, [row, key]."""
     reduced: Value
     thread_scores: Value
     sums: Value

@@ -180,8 +180,8 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - 4) + index) for index in range(bits % 4)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns the word `index` of those that hold the high bits of a row's codes; they follow the low
-        bits of all groups.
+        """Returns a 32-bit word with those bits of a row's codes that exceed the low four; such words follow
+        the words with the low bits. index: number of the word, from 0.
         """
         vector = bind(self.words[row, self.groups + index // 4])
         return bind(select_lane(vector, index % 4))
