@@ -1,4 +1,4 @@
-"""Rows of every quantized type of GGUF with random codes and finite scales."""
+"""Creates rows of every quantized GGUF type, with random codes and finite scales, for tests."""
 
 from __future__ import annotations
 

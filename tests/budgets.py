@@ -1,5 +1,5 @@
-"""The measured losses of each of the embedded model's matrices in each scheme, and choices of a budget from
-them."""
+"""Inputs of budget steps for tests: the loss that each scheme causes in each matrix of the embedded model,
+and the formats that a budget chooses from these losses."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ TEXT = "tests.actions:text"
 
 
 def chain(note: str) -> list[Node]:
-    """Returns twelve short steps in three layers, each leaving a line in the file `note`."""
+    """Returns twelve short steps in three layers. Each step appends a line to the file `note` when it
+    runs."""
     nodes: list[Node] = []
     for layer in range(3):
         for index in range(4):
@@ -36,15 +37,15 @@ def chain(note: str) -> list[Node]:
 
 
 def shared(note: str) -> list[Node]:
-    """Returns two steps that wait for the file `<note>.gate`, so that two processes surely meet, and one
-    more."""
+    """Returns two steps that wait until the file `<note>.gate` exists, so that two builders are certain to
+    run at the same time, and a step that depends on both."""
     params: dict[str, Json] = {"count": note, "gate": f"{note}.gate"}
     first: list[Node] = [Step(f"a{n}", TEXT, {"text": f"a{n}", **params}, {}) for n in range(2)]
     return [*first, Step("b", TEXT, {"text": "b", "count": note}, {"x": Input("a0"), "y": Input("a1")})]
 
 
 def holding(note: str) -> list[Node]:
-    """Returns one step that is kept, then one that is busy until it is killed."""
+    """Returns a step that ends at once, and one after it that runs until it is killed."""
     return [
         Step("quick", TEXT, {"text": "quick"}, {}),
         Step("held", "tests.actions:hold", {"note": note}, {"x": Input("quick")}),
@@ -52,8 +53,8 @@ def holding(note: str) -> list[Node]:
 
 
 def heavy(directory: str) -> list[Node]:
-    """Returns nine steps in three layers on the file `data` of a directory, with files that take a moment to
-    send."""
+    """Returns nine steps in three layers, which begin with the file `data` of a directory and write files so
+    large that sending them takes time."""
     nodes: list[Node] = [Source("data", Path(directory), ("data",))]
     for layer in range(3):
         for index in range(3):

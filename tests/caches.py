@@ -1,4 +1,5 @@
-"""Servers for shared caches: nginx with WebDAV, and one of our own that fails and lies on request."""
+"""Starts servers of shared caches for tests: nginx with WebDAV, and a server of our own that fails or sends
+wrong answers on request."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 Fault = Callable[["Handler"], bool]
-"""Function that answers a request itself and returns True, or returns False for the usual answer."""
+"""Function that may answer a request in place of the server: it returns True if it has answered, False for
+the usual answer."""
 
 
 def usual(handler: Handler) -> bool:

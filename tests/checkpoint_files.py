@@ -1,4 +1,4 @@
-"""Small checkpoints for tests, written by the format's description."""
+"""Writes small checkpoints for tests, by the description of the safetensors format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PIECES = {3: (40, 8, 8), 2: (72, 72)}
 
 Entry = tuple[str, NDArray[np.generic]]
 Tensors = dict[str, Entry]
-"""name -> (dtype as safetensors calls it, array; uint16 for BF16)."""
+"""A tensor to be written: (dtype as safetensors names it, array). Values of BF16 are the bits as uint16."""
 
 
 def entry(values: NDArray[np.float32], code: str) -> Entry:
@@ -55,7 +55,8 @@ def wide(stored: Entry) -> NDArray[np.float32]:
 
 
 def tensors(code: str = "BF16", config: models.ModelConfig = CONFIG) -> Tensors:
-    """Returns a checkpoint of normal values, named and shaped as transformers would."""
+    """Returns the tensors of a checkpoint, with normally distributed values and with the names and shapes
+    that transformers writes."""
     random = np.random.default_rng(0)
     by_name: Tensors = {}
     for param in models.parameters(config):
@@ -86,7 +87,7 @@ def single(root: Path, content: Tensors) -> Path:
 
 
 def sharded(root: Path, content: Tensors) -> Path:
-    """Returns the tensors dealt to three files in turn, with an index."""
+    """Writes a checkpoint whose tensors are distributed over three files, with an index."""
     root.mkdir(exist_ok=True)
     place = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(content)}
     for file in set(place.values()):

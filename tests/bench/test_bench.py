@@ -1,4 +1,5 @@
-"""`mlcbuild bench`: load on real servers, good and bad ones; figures against NumPy; a bundle's speed."""
+"""Tests of `mlcbuild bench`: load on real servers, healthy and faulty ones; the statistics that it prints,
+compared with NumPy; and the speed of a bundle."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_a_closed_loop(url: str, capsys: Out, tmp_path: Path) -> None:
 def test_an_open_loop_does_not_wait_for_answers(
     url: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here no request gets to the server before all of them have begun."""
+    """Checks that an open-loop load sends requests without waiting for answers: here no request reaches the
+    server before all of them have begun."""
     ask, begun = generator._ask, 0
 
     async def together(*arguments: Any) -> Any:
@@ -92,7 +94,8 @@ def test_an_open_loop_does_not_wait_for_answers(
 
 
 def test_the_seconds_of_a_load(url: str, capsys: Out) -> None:
-    """The last request begins before they have passed; without them, neither load would end."""
+    """Checks the option `--seconds` of a load: requests begin until the time has passed. Without the option
+    neither of these loads would end."""
     for load in (("--clients", "2"), ("--rate", "20", "--arrivals", "constant")):
         stdout, _ = bench(capsys, 0, url, *SHORT, *load, "--seconds", "0.32", "--json")
         (actual,) = json.loads(stdout)["loads"]
@@ -130,8 +133,8 @@ def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[str]:
-    """Yields a server that sends each connection the next of these answers (then the last), and closes it;
-    None says nothing for a while."""
+    """Yields the URL of a server that sends one of these answers to each connection, in order and then the
+    last one again, and closes it. For None it sends nothing for a while."""
     turn = iter(answers)
 
     class Talk(socketserver.StreamRequestHandler):
@@ -305,9 +308,8 @@ ON_THE_FRONT_PAGE = ("cpu", "serve", "accuracy", "weights", "build")
     sorted(path.name for path in (ROOT / "ci" / "bench").iterdir() if path.is_file() and not path.suffix),
 )
 def test_the_scripts_for_long_measurements_start(script: str) -> None:
-    """The scripts for long measurements, which are run by hand, can at least be imported and print their
-    help. Those of the front page keep their figures.
-    """
+    """Checks that each script for long measurements, which people run by hand, can be imported and prints its
+    help, and that those for the front page have the option --json."""
     command = [sys.executable, str(ROOT / "ci" / "bench" / script), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr

@@ -1,4 +1,4 @@
-"""Addresses of servers, and answers that arrive in pieces."""
+"""Tests of the benchmark's HTTP client: URLs of servers, and answers that arrive in pieces of any size."""
 
 from __future__ import annotations
 

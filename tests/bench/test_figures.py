@@ -1,4 +1,5 @@
-"""Percentiles and times of requests, as they follow from arrivals."""
+"""Tests of the benchmark's statistics: percentiles, and the times of a request, computed from the arrival
+times of its tokens."""
 
 from __future__ import annotations
 

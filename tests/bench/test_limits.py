@@ -34,7 +34,8 @@ PRODUCT = {
     "neon": r"sdot\s+v\d+\.4s",
     "portable": r"pmullw\s+",
 }
-"""Instruction set -> the instruction that `int8` counts."""
+"""Instruction set -> regular expression of the instruction whose rate the loop for int8 dot products
+measures."""
 FUSED = {
     "avx2": r"vfmadd\w+ps\s.*%ymm",
     "avx512": r"vfmadd\w+ps\s.*%zmm",
@@ -44,7 +45,8 @@ FUSED = {
     "neon": r"fmla\s+v\d+\.4s",
     "portable": r"mulps\s+",
 }
-"""Instruction set -> the multiplication that `float32` counts."""
+"""Instruction set -> regular expression of the multiplication whose rate the loop for float32 products
+measures."""
 
 JUMP = r"\s+(j\w+|b\.?\w*|cbn?z)\s"
 """Matches a branch instruction of x86 or Arm."""
@@ -82,7 +84,8 @@ def counted(assembly: str, instruction: str) -> int:
 
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_every_counted_product_is_in_the_timed_loop(limits: ModuleType, name: str) -> None:
-    """A product whose operands never change would be computed before the loop."""
+    """Checks that every counted multiplication is in the loop whose time is measured: the compiler would move
+    a product of operands that never change out of the loop."""
     target = TARGETS[name]
     isa = isa_for(target)
     assert isa.name == name

@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers, arrivals, and seeds."""
+"""Tests of the benchmark's random workloads: lengths of prompts and answers, arrival times, and seeds."""
 
 from __future__ import annotations
 

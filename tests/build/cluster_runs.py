@@ -1,4 +1,4 @@
-"""Runs of graphs on a cluster, and what their stores hold."""
+"""Helper class for tests that runs graphs on a cluster and looks at the contents of its stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store for runs of small graphs."""
+"""Fixture of the build engine's tests: an empty store."""
 
 from __future__ import annotations
 

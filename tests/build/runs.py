@@ -1,4 +1,4 @@
-"""Runs of small graphs in this process."""
+"""Helpers for tests of the build engine, which run small graphs of steps in the test's own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose steps share the cores and the memory of this machine."""
+"""Tests that steps which run at the same time share the cores and the memory of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between two pre-images of a key, in words."""
+"""Tests of the messages that state how the inputs of two keys (their pre-images) differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run that uses a cluster: addresses, certificates, and schedulers that do not answer."""
+"""Tests of a build that uses a cluster: addresses and certificates of schedulers, and schedulers that do not
+answer."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("cluster")
 
 
 def test_encryption(tmp_path: Path) -> None:
-    """With TLS a run needs the certificate, and a connection without is turned away."""
+    """Checks that a cluster with TLS runs steps for a client with its certificate and refuses an unencrypted
+    connection."""
     certificates(tmp_path / "cluster" / "tls")
     tls = str(tmp_path / "cluster" / "tls")
     with started(tmp_path / "cluster", "--tls", tls) as actual:

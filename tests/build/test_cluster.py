@@ -164,7 +164,8 @@ def lose(two: Cluster, run: Run, place: Path, do: Callable[[Process], None]) -> 
 
 
 def test_lost_workers(two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed, told to stop, declared dead though it lives, and one too many: each with a worker left over."""
+    """Checks that a step runs again on another worker after its worker was killed, was told to stop, or was
+    declared dead though it is alive; and that the step fails when too many workers die of it."""
     two.worker("five", "--labels", "mortal")
     killed, left, frozen, doomed = ((tmp_path / name) for name in ("killed", "left", "frozen", "doomed"))
     for place in (killed, left, frozen, doomed):

@@ -1,4 +1,4 @@
-"""A real recipe on a cluster: fetched, converted, compiled, bundled and verified by workers."""
+"""Tests that workers of a cluster build a real recipe: they fetch, convert, compile, bundle and verify."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.xdist_group("cluster")
 def test_a_recipe_is_built_by_a_cluster_and_used_without_it(
     tiny_bundles: Path, common_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each store is one machine's; between them is a shared directory. The same bytes as from one machine."""
+    """Checks that a cluster builds the same bytes as one machine, where every worker has a separate store and
+    a shared directory transports results."""
     text = QUICKSTART.replace("[q0f32, q4f16_1, q4a8_1]", "[q4f16_1]").replace("./tiny", "hf://org/tiny@main")
     recipe = project(
         tmp_path / "recipe", f"{text}cache: {{remotes: [{{url: '{tmp_path.as_uri()}/cache'}}]}}\n"

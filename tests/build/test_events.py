@@ -1,4 +1,4 @@
-"""The outcome of a run, as its steps add up to it."""
+"""Tests of how the outcome of a run follows from the outcomes of its steps."""
 
 from __future__ import annotations
 

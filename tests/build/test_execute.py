@@ -1,4 +1,5 @@
-"""Running plans: early cut-off, failures, workers that die, budgets, signals, several processes."""
+"""Tests of the execution of plans: early cut-off, failing steps, crashing workers, budgets of memory,
+signals, and several processes."""
 
 from __future__ import annotations
 

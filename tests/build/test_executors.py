@@ -1,4 +1,5 @@
-"""Where jobs run: workers that are kept, replaced when they die, and ended with what they started."""
+"""Tests of the pools in which jobs run: worker processes are reused, replaced when they die, and ended
+together with their child processes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def job(store: Store, area: StagingArea, name: str, function: str = "text", **pa
 
 
 def heard(executor: Pool | Inline, count: int) -> list[Outcome]:
-    """Returns the next outcomes; other messages are dropped."""
+    """Returns the next `count` outcomes of jobs, and drops other messages. Fails after PATIENCE seconds."""
     outcomes: list[Outcome] = []
     end = time.monotonic() + PATIENCE
     with Bell() as bell:

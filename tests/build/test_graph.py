@@ -1,4 +1,5 @@
-"""Graphs: checks with their messages, order, merging, selection."""
+"""Tests of graphs of steps: validation with its messages, topological order, merging of equal steps, and
+selection by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files of inputs: which are requested from remotes, for whom, and what a job reads."""
+"""Tests of how a step gets its input files: which files are requested from remotes, which steps wait for
+them, and where a job reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ INLINE = Options(executor="inline")
 
 
 class Requests:
-    """A stand-in for `Transfers`, which records the requested downloads."""
+    """A replacement for `Transfers` that records the requested downloads and downloads nothing."""
 
     def __init__(self) -> None:
         self.started: list[tuple[str, list[str]]] = []
@@ -34,7 +35,8 @@ class Requests:
 
 
 class Place:
-    """Two steps; the first is known from a remote, and this store has none of its files."""
+    """A graph of two steps for tests. A remote has the record of the first step, but the local store has none
+    of its files."""
 
     def __init__(self, root: Path) -> None:
         (root / "data").mkdir(parents=True)
@@ -68,7 +70,8 @@ class Place:
         return record
 
     def bring(self, *paths: str) -> None:
-        """Has files of `a` arrive in the store."""
+        """Copies those files of step `a` that have the names `paths` into the store, as a finished download
+        would."""
         for entry in self.record("a").files:
             if entry.path in paths:
                 part = self.session.subdirectory() / "part"

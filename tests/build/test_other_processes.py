@@ -1,4 +1,4 @@
-"""Runs beside other processes: signals, killed parents, locks, full disks."""
+"""Tests of builds beside other processes: signals, killed parent processes, locks, full disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: keys, states, reasons in words."""
+"""Tests of build plans: keys of steps, their states, and the reasons that a plan states for them."""
 
 from __future__ import annotations
 

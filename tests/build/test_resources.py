@@ -1,4 +1,4 @@
-"""Cores and memory of an executor, less what running steps hold."""
+"""Tests of how an executor counts its free cores and memory while steps run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Costs grow with the size of a recipe and no faster: calls of functions are counted, not seconds.
+"""Tests that the cost of a build grows linearly with the size of its recipe. They count function calls
+instead of seconds.
 
-What is called twice as often for twice as much is linear, whatever the machine does besides. A count grows
-by the same for each model that is added, or by less where something is bounded, such as a picture; a
-quadratic part would grow by more each time.
+For each model that is added, the number of calls may grow by the same amount, or by less where something is
+bounded, such as a picture. A quadratic algorithm would add more calls each time. The count does not depend on
+the machine's load.
 """
 
 from __future__ import annotations

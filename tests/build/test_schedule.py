@@ -1,5 +1,5 @@
-"""Tests of what a run does first: chains by earlier durations, and when a locked step is looked at and
-reported."""
+"""Tests of the order in which a run starts steps (the longest chain of earlier durations first), and of when
+it looks again at a step that another process has locked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRAPH = Graph([step("a"), step("b", "a"), step("c", "a"), step("d", "b")])
 
 
 def planned(name: str, milliseconds: int | None) -> Planned:
-    """Returns a step that took so long when it was last built; None: it never was."""
+    """Returns a planned step whose last build took so many milliseconds; None: it was never built."""
     if milliseconds is None:
         return Planned(name, "run", None, "never built")
     info = BuildInfo(name, Preimage("m:f", {}, {}, {}, {}), Measured(milliseconds))
@@ -75,7 +75,8 @@ def test_a_lock_is_reported_once_and_not_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_with_long_chains_start_first(tmp_path: Path) -> None:
-    """`b` took long last time and `a` did not, so `b` goes first though it comes later in the plan."""
+    """Checks that a step which took long when it was built last starts before a faster one that the plan
+    lists first."""
     log = tmp_path / "log"
     nodes = [
         Step(name, "tests.actions:text", {"text": name, "count": str(log), "sleep_ms": spent}, {})

@@ -1,4 +1,4 @@
-"""A worker: its exit codes, its labels, and the orders that it refuses."""
+"""Tests of the worker program of a cluster: its exit codes, its labels, and the jobs that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shards of a graph: each step owned once, by a rule that all machines share."""
+"""Tests of sharding a graph over several machines: each step belongs to exactly one shard, by a rule that all
+machines share."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def step(name: str, *needs: str) -> Step:
 
 
 def product(models: int, schemes: int) -> list[Node]:
-    """Returns models x schemes, with a dear step shared by each model's variants."""
+    """Returns the steps of models x schemes. All variants of a model share one expensive step."""
     nodes: list[Node] = []
     for m in range(models):
         nodes += [step(f"config/{m}"), step(f"reference/{m}", f"config/{m}")]
@@ -61,7 +62,8 @@ def test_every_step_is_owned_once_whatever_the_order(
 @settings(deadline=None)
 @given(graphs(), st.integers(1, 4))
 def test_a_shard_s_load_is_the_work_it_needs(nodes: list[Node], count: int) -> None:
-    """Against networkx: what a shard owns, with everything before it, costs no more than it says."""
+    """Checks that the stated cost of a shard covers its steps and all steps before them; networkx computes
+    the expected set."""
     graph = Graph(nodes)
     costs = {s.name: splits.WEIGHTS.get(s.name.split("/")[0], splits.OTHER) for s in graph.steps()}
     for shard in splits.split(graph, (), count, {}).shards:

@@ -1,4 +1,5 @@
-"""The states of steps: what may follow what, and what a result means for the steps behind it."""
+"""Tests of the state machine of steps: the allowed transitions, and what the result of a step changes for the
+steps that depend on it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ GRAPH = Graph([step("a"), step("b", "a"), step("c", "a"), step("d", "b", "c"), s
 
 
 class Run:
-    """A tracker without workers: the test says how steps end."""
+    """A tracker of steps without workers: the test itself decides how each step ends."""
 
     def __init__(self, store: Store, options: Options = INLINE) -> None:
         self.events: list[Event] = []
@@ -43,7 +44,7 @@ class Run:
         return {name: item.state.name for name, item in self.tracker.steps.items()}
 
     def start(self) -> list[str]:
-        """Starts everything that is ready; the names, in order."""
+        """Starts all steps that are ready, and returns their names in order."""
         started: list[str] = []
 
         def start(item: TrackedStep) -> bool:
@@ -62,7 +63,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def records(tmp_path: Path) -> dict[str, Record]:
-    """Returns what each step makes."""
+    """Returns step name -> record of its result, from a build in another store."""
     result = execute(GRAPH, Store(tmp_path / "other"), INLINE)
     return {item.name: item.record for item in result.steps if item.record is not None}
 
@@ -144,7 +145,8 @@ def test_a_step_that_does_not_fit_stays_ready(store: Store) -> None:
 
 
 def test_a_step_is_demoted_once_and_its_users_wait_for_it(store: Store, records: dict[str, Record]) -> None:
-    """A remote had the record of `a`, and then could not send a file that `b` and `c` read."""
+    """Checks the case of a step `a` whose record a remote has, but one of whose files it cannot send: `a` is
+    built once, and the steps that read the file wait for it."""
     run = Run(store)
     run.start()
     run.tracker.settle(built("a", records))
@@ -167,7 +169,8 @@ def test_a_step_is_demoted_once_and_its_users_wait_for_it(store: Store, records:
 def test_a_step_whose_own_files_are_on_their_way_can_be_demoted(
     store: Store, records: dict[str, Record]
 ) -> None:
-    """Another step's download of its files failed first: it is queued when its own download ends."""
+    """Checks the case of a step that waits for its own download while the download of its files for another
+    step fails: it is built after its own download has ended."""
     run = Run(store)
     e = run.tracker.steps["e"]
     run.start()

@@ -1,4 +1,5 @@
-"""Downloads and uploads beside a run: one answer for each request, whatever becomes of its files."""
+"""Tests of downloads and uploads during a run: each request gets exactly one answer, whether or not its files
+arrive."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ def record(key: str = KEYS[0]) -> Record:
 
 @dataclass
 class Remotes:
-    """A stand-in for `Sharing`; the test decides what it sends and fetches."""
+    """A replacement for `Sharing` with which a test decides which files can be sent and fetched."""
 
     missing: dict[str, str] = field(default_factory=dict)
     """Digest of a file -> the reason why it cannot be fetched."""
     refused: tuple[str, ...] = ()
     """Names of remotes that accept no uploads."""
     gate: threading.Event = field(default_factory=threading.Event)
-    """An event that transfers wait for."""
+    """The event for which every transfer waits before it begins."""
     fetched: list[str] = field(default_factory=list)
     kept_keys: list[str] = field(default_factory=list)
     promises: frozenset[str] = frozenset()
@@ -75,7 +76,7 @@ class Remotes:
 
 
 class _Whole:
-    """A store that has all files."""
+    """A replacement for a store that claims to have the files of every record."""
 
     def lost(self, record: Record) -> str:
         return ""
@@ -94,7 +95,8 @@ def transfers(remotes: Remotes) -> Iterator[Transfers]:
 
 
 def messages(transfers: Transfers, count: int) -> list[Message]:
-    """Returns messages up to the given number of ended requests."""
+    """Returns all messages of the transfers until `count` requests have ended. Fails after PATIENCE
+    seconds."""
     heard: list[Message] = []
     end = time.monotonic() + PATIENCE
     while sum(isinstance(item, Fetched) for item in heard) < count:

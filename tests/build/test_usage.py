@@ -1,4 +1,5 @@
-"""Tests of what a run notes in its store: recent keys, and that records are used."""
+"""Tests of what a run writes to its store beside results: recent keys, and the time at which a record was
+last used."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ HOUR = 3600
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Returns a store with the result of `a`, used for the last time an hour ago."""
+    """Returns a store that has the result of step `a`, whose record claims to have been used last an hour
+    ago."""
     store = Store(tmp_path / "store")
     assert execute(GRAPH, store, Options(executor="inline")).ok
     path = record_path(store)

@@ -1,4 +1,5 @@
-"""Messages between a run and its workers: what is sent is read back, and nothing else is accepted."""
+"""Tests of the messages between a run and its workers: a message is read back as it was written, and anything
+else is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One step's work in one process: what is staged, published, logged, and refused."""
+"""Tests of executing one step in one process: how inputs are provided, and what is published, logged and
+refused."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def job(
 
 
 def source(path: Path) -> JobInput:
-    """Returns a file of the user as an argument."""
+    """Returns a job's input that consists of one file outside of the store."""
     file_stat = path.stat()
     entry = Entry(path.name, bytes_digest(path.read_bytes()), file_stat.st_size)
     return JobInput("in", (entry,), path.parent, {path.name: (file_stat.st_size, file_stat.st_mtime_ns)})

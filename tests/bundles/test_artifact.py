@@ -1,4 +1,4 @@
-"""Bundles in a registry whose manifests and layers are odd."""
+"""Tests of pulling bundles from a registry whose manifests and layers are malformed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_a_bundle_is_not_published_to_odd_places(
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_odd_manifests_of_a_bundle(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`mlcbuild pull`: one sentence, exit code 1, never a defect, and nothing is left."""
+    """Checks that `mlcbuild pull` reports a malformed manifest in one sentence, with exit code 1 and without
+    a traceback, and leaves no file behind."""
     from mlcbuild.cli import main
 
     data = b""

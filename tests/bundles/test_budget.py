@@ -1,4 +1,4 @@
-"""The choices that budgets make from a table of losses."""
+"""Tests of how a budget of size or of loss chooses a scheme for each matrix."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_the_fragment_is_the_same_scheme_in_a_recipe(inputs: dict[str, Path], tm
 
 
 def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
-    """A choice is part of the bundle and of the report; the fragment gives the same weights and library."""
+    """Checks that the chosen schemes are recorded in the bundle and in its report, and that the recipe text
+    which the report suggests gives the same weights and library."""
     (text,) = (block for block in readme_recipes() if "target_bits" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
     planned = checked(mlcbuild("plan", recipe, store=common_store))
@@ -105,7 +106,8 @@ def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
 
 
 def test_the_recipe_of_the_guide_with_budgets_in_a_list(tmp_path: Path, common_store: Path) -> None:
-    """Plans, bundles, reports and fragments name a budget of a list after its key and value."""
+    """Checks that budgets in a list of quantizations are named after their key and value in plans, bundles,
+    reports and suggested recipe texts."""
     (text,) = (block for block in readme_recipes() if "[q8a8_1, {max_size" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
     planned = checked(mlcbuild("plan", recipe, store=common_store))

@@ -1,4 +1,4 @@
-"""Laying out bundles: tokenizer files, serving defaults, provenance."""
+"""Tests of the step that assembles a bundle: tokenizer files, default sampling parameters, provenance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The KL divergence of next-token distributions, beside sums over probabilities in Python."""
+"""Tests of the KL divergence between next-token distributions, compared with sums over probabilities in plain
+Python."""
 
 from __future__ import annotations
 

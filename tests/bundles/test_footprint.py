@@ -1,4 +1,4 @@
-"""The memory estimate against the measured peak."""
+"""Tests that compare the estimate of a bundle's memory with the peak that is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A bundle in a process of its own: what comes back, and what is said of a process that fails."""
+"""Tests of running a bundle in a separate process: its result, its output, and the error message for a
+process that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle from a GGUF file is the bundle from the checkpoint that the file was made of."""
+"""Tests that a GGUF file gives the same bundle as the checkpoint from which it was written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def answer(bundle: Path, question: str) -> str:
 def test_a_gguf_file_gives_the_bundle_of_its_checkpoint(
     tmp_path: Path, tiny_bundles: Path, common_store: Path
 ) -> None:
-    """The library is the one of `tiny_bundles`, which it has in common."""
+    """Checks that the bundle of a GGUF file equals that of its checkpoint. The library comes from the store
+    that the fixture `tiny_bundles` has filled."""
     write_gguf(TINY, tmp_path / "tiny.gguf", metadata=tiny_metadata(TINY))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     built = session.open(tmp_path / "recipe.yaml", store=common_store, allow_outside=True).run()

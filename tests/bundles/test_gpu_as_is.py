@@ -1,4 +1,4 @@
-"""A GGUF file whose values are kept, from a recipe to a verified bundle for GPUs."""
+"""Tests that a GGUF file whose quantized values are kept becomes a verified bundle for GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ verify: {prompts: ["What is 20 + 11?"], max_kl: 0.001}
 
 
 def test_a_file_of_mixed_types_keeps_its_values_on_gpus(tmp_path: Path) -> None:
-    """`verify` compares the program's logits with float64 ones of the file's own values."""
+    """Checks a GGUF file of mixed quantization types on a GPU: `verify` compares the GPU program's logits
+    with float64 logits of the file's own values."""
     gpu_harness.needs_adapter()
     types = {"attn_output.weight": "Q8_0", "ffn_down.weight": "MXFP4", "token_embd.weight": "F16"}
     write_gguf(TINY, tmp_path / "m.gguf", "Q4_1", metadata=tiny_metadata(TINY), types=types)

@@ -1,4 +1,4 @@
-"""Names of the files of a published bundle form one tree."""
+"""Tests of the check of file names in a published bundle: together they must form one directory tree."""
 
 from __future__ import annotations
 

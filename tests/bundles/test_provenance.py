@@ -1,4 +1,4 @@
-"""Statements about bundles: their signatures, and every way in which they can be wrong."""
+"""Tests of provenance statements of bundles: their signatures, and the reasons for which they are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bundles in a registry: published from a recipe, read by other tools, pulled again, and what is refused."""
+"""Tests of bundles in an OCI registry: publishing from a recipe, pulling with mlcbuild and with other tools,
+and refused bundles."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_the_artifact_is_what_the_format_says(
 def test_another_client_pulls_a_bundle_that_can_be_served(
     tiny_bundles: Path, registry_server: Server, repository: str, tmp_path: Path
 ) -> None:
-    """`oras`, or the Python package of that name in an interpreter that MLCBUILD_TEST_ORAS names."""
+    """Checks that the program `oras`, or the Python package of that name in the interpreter
+    MLCBUILD_TEST_ORAS, pulls a bundle that can be served."""
     program = shutil.which("oras")
     python = os.environ.get("MLCBUILD_TEST_ORAS")
     if program is None and python is None:
@@ -157,7 +159,8 @@ def layers(data: bytes) -> tuple[dict[str, object], list[dict[str, object]]]:
 
 
 def swapped(data: bytes) -> bytes:
-    """Returns two files under each other's names: each right by its digest, the bundle wrong."""
+    """Returns a manifest in which two files have exchanged their names, so that each digest is right but the
+    bundle is wrong."""
     manifest, actual = layers(data)
     one, two = [layer for layer in actual if str(layer["annotations"]).find("tokenizer") > 0][:2]
     one["annotations"], two["annotations"] = two["annotations"], one["annotations"]
@@ -177,7 +180,7 @@ def lacking(data: bytes) -> bytes:
 
 
 def resized(change: Callable[[int], object]) -> Callable[[bytes], bytes]:
-    """Returns the function that changes the size which a manifest states for its last file."""
+    """Returns a function that applies `change` to the size that a manifest states for its last file."""
 
     def lie(data: bytes) -> bytes:
         manifest, actual = layers(data)

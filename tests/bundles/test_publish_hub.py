@@ -1,4 +1,5 @@
-"""Bundles as repositories of a model hub, with the real huggingface_hub against a hub of ours."""
+"""Tests of bundles as repositories of a model hub; the real huggingface_hub package talks to a simulated
+hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The NumPy forward pass against transformers' logits, and against itself in pieces."""
+"""Tests of the NumPy forward pass: its logits are compared with those of transformers, and computing a text
+in pieces with computing it at once."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ STORY = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "model
 
 
 def tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """Returns all tensors of a safetensors file as the format's text describes it, and its metadata."""
+    """Returns (tensor name -> array, metadata) of a safetensors file, read by the description of the format
+    only."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
@@ -64,7 +66,8 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Array]]:
 
 @cache
 def golden(variant: str) -> tuple[Reference, Array, Array]:
-    """Returns the model in float32, tokens [n], transformers' logits [n, vocab]."""
+    """Returns (model with float32 weights, token ids [n], logits that transformers computes [n, vocab]) of a
+    golden checkpoint."""
     config, weights = load(GOLDEN / variant)
     expected, metadata = tensors(GOLDEN / variant / "golden.safetensors")
     model = Reference(config, weights, context_window=int(metadata["context_window"]))
@@ -108,7 +111,7 @@ def with_rope(config: ModelConfig, rope: Rope) -> ModelConfig:
 
 
 def without_offset(config: ModelConfig) -> ModelConfig:
-    """Returns the config with norms, all of one kind, that add nothing to their weights."""
+    """Returns a config in which all norms are plain RMS norms, which add nothing to their weights."""
     norm = RmsNorm(config.norm.eps)
     layers = tuple(
         replace(layer, norms=replace(layer.norms, before=norm, after=norm)) for layer in config.layers
@@ -140,7 +143,8 @@ MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_feature_shows_in_its_golden(mutation: str) -> None:
-    """A feature that were read but not computed, or the other way round, could not go unseen."""
+    """Checks that changing one feature of a golden's config changes the logits, so that the goldens would
+    reveal a feature that is not computed."""
     model, tokens, expected = golden(mutation.split(maxsplit=1)[0])
     changed = replace(model, config=MUTATIONS[mutation](model.config))
     assert np.abs(logits(changed, tokens) - expected).max() > 3e-3
@@ -181,7 +185,7 @@ def test_greedy_follows_the_largest_logit() -> None:
 
 
 class Lazy(Mapping[str, Array]):
-    """Weights made on access. Notes how many were alive at most."""
+    """A mapping that creates each weight when it is read, and counts how many existed at one time."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         self.weights = weights

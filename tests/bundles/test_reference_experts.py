@@ -1,4 +1,5 @@
-"""Experts in NumPy against transformers' logits, and the choices of routers."""
+"""Tests of experts in the NumPy forward pass: logits are compared with those of transformers, and the choices
+of routers with their rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sensitivity of matrices against a plain computation, and its bytes."""
+"""Tests of the sensitivity of matrices to quantization: it is compared with a plain computation, and its
+bytes must not depend on the number of cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The NumPy forward pass against transformers for each model type, through the reading of checkpoints."""
+"""Tests that the NumPy forward pass gives the logits of transformers for each model type, with checkpoints
+read from files."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def with_layers(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
-    """Returns a function that changes these fields in every layer."""
+    """Returns a function that replaces the fields `changes` in every layer of a config."""
     return lambda config: replace(
         config,
         layers=tuple(replace(layer, **changes) for layer in config.layers),  # type: ignore[arg-type]
@@ -39,14 +40,14 @@ def with_layers(**changes: object) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def experts_of(config: ModelConfig) -> Experts:
-    """Returns the experts of the last layer."""
+    """Returns the feed-forward with experts of a config's last layer."""
     experts = config.layers[-1].feed_forward
     assert isinstance(experts, Experts)
     return experts
 
 
 def with_experts(config: ModelConfig, **changes: object) -> ModelConfig:
-    """Returns the config with these fields changed in layers that have experts."""
+    """Returns a config in which the fields `changes` are replaced in every feed-forward with experts."""
     experts = replace(experts_of(config), **changes)  # type: ignore[arg-type]
     layers = tuple(
         replace(layer, feed_forward=experts) if isinstance(layer.feed_forward, Experts) else layer
@@ -83,7 +84,8 @@ MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_option_shows_in_its_golden(mutation: str, tmp_path: Path) -> None:
-    """An option that were read but not computed, or the other way round, could not go unseen."""
+    """Checks that changing one option of a golden's config changes the logits, so that the goldens would
+    reveal an option that is not computed."""
     case = typegoldens.load(mutation.split(maxsplit=1)[0], tmp_path)
     logits = reference.logits(MUTATIONS[mutation](case.config), case.weights, case.tokens, dtype=np.float64)
     assert np.abs(logits - case.logits).max() > 1e-4 * np.abs(case.logits).max()

@@ -1,4 +1,5 @@
-"""Figures against an independent computation, thresholds, and bundles that cannot be run."""
+"""Tests of the step that verifies bundles: its figures are compared with an independent computation, and its
+thresholds are tried, and bundles that cannot run."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_a_bundle_that_cannot_be_run_is_told_in_one_sentence(
 
 
 def test_a_wrong_bundle_is_found_out(tmp_path: Path, tiny_bundles: Path) -> None:
-    """Against another model's logits a sound bundle must fail: the check can fail."""
+    """Checks that verification can fail: a sound bundle is compared with the logits of another model."""
     reference = prompts_reference(tmp_path, ["What is 12 + 5?", "reverse abc"])
     for path in reference.glob("*.npy"):
         np.save(path, -np.load(path))

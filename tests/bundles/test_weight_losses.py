@@ -1,4 +1,5 @@
-"""Prompts of a trial, and activations as products read them."""
+"""Tests of measuring the loss that quantization causes: the prompts that are used, and the rounding of
+activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub on this machine, and a client for it."""
+"""Fixtures for tests with a simulated hub: the server, and a client in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint on a hub."""
+"""Files of a small checkpoint that tests put on a simulated hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FETCHED = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.mode
 
 
 def pins(*names: str) -> dict[str, object]:
-    """Returns what a lock says of some of FILES."""
+    """Returns file name -> {"size", "sha256"}, as a lock file states it, for these files of FILES (default:
+    those that a build fetches)."""
     chosen = {name: FILES[name] for name in names or FETCHED}
     return {
         name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in chosen.items()

@@ -1,4 +1,4 @@
-"""Stored tensors of the tests, as arrays, and a reader that reads their rows."""
+"""Arrays in place of the stored tensors of a checkpoint, and a reader that returns ranges of their rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass
 class ArrayReader:
-    """Reads rows of arrays that are held by the names of tensors."""
+    """A reader that returns rows of the arrays of a mapping: tensor name -> array."""
 
     arrays: dict[str, NDArray[Any]]
 

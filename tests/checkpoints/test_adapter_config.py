@@ -1,4 +1,5 @@
-"""adapter_config.json of PEFT: scales of matrices, and what is refused."""
+"""Tests of reading PEFT's adapter_config.json: the scale of each matrix, and the settings that are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GGUF files whose quantized tensors keep their values: from a recipe to weights files."""
+"""Tests of GGUF files whose quantized values are kept as they are, from the recipe to the weights files of a
+bundle."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ targets: [x86-64-v3]
 
 
 def scheme_of(directory: Path, text: str = RECIPE) -> Storage:
-    """Returns the scheme that the weights step of the recipe's first variant has."""
+    """Returns the scheme that the recipe's first weights step uses."""
     (directory / "recipe.yaml").write_text(text)
     graph = pipeline.build(recipe.load(directory / "recipe.yaml", inspect=lambda models: ()), Lock({})).graph
     (weights,) = (node for node in graph.nodes.values() if node.name.startswith("weights/"))
@@ -50,7 +51,7 @@ def scheme_of(directory: Path, text: str = RECIPE) -> Storage:
 
 
 def converted(directory: Path, scheme: Storage) -> None:
-    """Runs the config and the weights step of directory/m.gguf."""
+    """Runs the config step and the weights step of the file m.gguf in a directory."""
     inputs: Mapping[str, Path] = {"checkpoint": directory, "config": directory / "config"}
     normalise({"file": "m.gguf"}, inputs, directory / "config")
     conversion.convert({"scheme": quant.to_json(scheme), "file": "m.gguf"}, inputs, directory / "weights")
@@ -58,7 +59,8 @@ def converted(directory: Path, scheme: Storage) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "MXFP4", "F16", "BF16"])
 def test_every_value_of_the_file_is_kept(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectors, embeddings, and matrices whose rows llama.cpp stores in pairs; read a few rows at a time."""
+    """Checks that every value of a GGUF file is kept: of vectors, of embeddings, and of matrices whose rows
+    llama.cpp stores in another order. Rows are converted a few at a time."""
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 4096)
     write_gguf(TINY, tmp_path / "m.gguf", kind)
     scheme = scheme_of(tmp_path)
@@ -95,7 +97,8 @@ EXPERTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("form", ["", "fused", "apart"])
 def test_every_value_of_experts_is_kept(kind: str, form: str, tmp_path: Path) -> None:
-    """Equal, bit for bit, to what the package gguf reads from the file's own blocks."""
+    """Checks that the converted weights of experts equal, bit for bit, those that the package gguf reads from
+    the file."""
     config = parse(EXPERTS)
     rng, sizes = np.random.default_rng(3), dict[str, tuple[int, ...]]()
     for param in parameters(config):
@@ -117,7 +120,8 @@ def test_every_value_of_experts_is_kept(kind: str, form: str, tmp_path: Path) ->
 
 
 def _stacks(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Returns "gate", "up", "down" or "gate_up" -> the experts of the first layer, as gguf reads them."""
+    """Returns "gate", "up", "down" or "gate_up" -> the weights of that matrix for all experts of the first
+    layer, as the package gguf reads them."""
     stacks, apart = {}, dict[str, list[NDArray[np.float32]]]()
     for tensor in gguf.GGUFReader(path).tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -139,7 +143,8 @@ def test_a_file_that_changed_after_planning_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_types_of_parts_of_one_parameter(tmp_path: Path) -> None:
-    """Queries and keys have other types than values in many files."""
+    """Checks that a fused parameter gets the type float32 if its parts have different types: in many files
+    those of queries and keys differ from that of values."""
     write_gguf(TINY, tmp_path / "m.gguf", "Q8_0", types={"attn_v.weight": "F32"})
     config = models.from_json(json.loads(_config(tmp_path)))
     (source,) = (
@@ -157,7 +162,7 @@ def _config(directory: Path) -> bytes:
 
 
 def test_formats_of_a_file_that_is_not_here_are_chosen_by_a_step(tmp_path: Path) -> None:
-    """A pinned file gives the scheme and the weights that it gives as a local file."""
+    """Checks that a pinned file on a hub gives the same scheme and the same weights as a local copy of it."""
     write_gguf(TINY, tmp_path / "m.gguf", "Q8_0", types={"attn_v.weight": "Q4_1", "ffn_up.weight": "MXFP4"})
     text = RECIPE.replace("as-is", "{scheme: as-is, overrides: [{match: embed, scheme: q4f16_1}]}")
     there = HubSource("org/tiny", file="m.gguf")

@@ -1,4 +1,4 @@
-"""Integers of a few bits in words, beside Python's own integers of any length."""
+"""Tests of unpacking integers of a few bits from words, compared with Python's integers of unlimited size."""
 
 from __future__ import annotations
 

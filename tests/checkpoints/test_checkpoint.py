@@ -1,4 +1,4 @@
-"""Checkpoints: which tensors are taken, and every complaint about files and tensors."""
+"""Tests of reading checkpoints: which tensors are used, and the messages about faulty files and tensors."""
 
 from __future__ import annotations
 
@@ -326,7 +326,8 @@ def test_tensors_lie_where_the_header_says(
     metadata: dict[str, str] | None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Offsets are derived from the order of tensors, whatever the order of their names in the header."""
+    """Checks that the offset of each tensor follows from the order of the tensors' data, in whatever order
+    the header names them."""
     expected, entries, end = set(), [], 0
     path = tmp_path_factory.mktemp("file") / "a.safetensors"
     for i, (dtype, sizes) in enumerate(forms):

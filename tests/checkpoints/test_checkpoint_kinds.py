@@ -1,4 +1,5 @@
-"""Tests of what steps read of each kind of checkpoint, and whose code is in their keys."""
+"""Tests of which files a step reads for each kind of checkpoint, and which source files are in the step's
+key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fetching from a hub: what is selected, downloaded, verified, and every way it fails."""
+"""Tests of fetching checkpoints from a hub: which files are selected, how they are downloaded and verified,
+and how fetching fails."""
 
 from __future__ import annotations
 

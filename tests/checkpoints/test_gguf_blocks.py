@@ -1,4 +1,4 @@
-"""Dequantization of GGUF blocks against the gguf package, bit for bit."""
+"""Tests of the dequantization of GGUF blocks, compared bit for bit with the package gguf."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ INTEGERS_AND_DOUBLES: Mapping[str, DTypeLike] = {
     "I64": np.int64,
     "F64": np.float64,
 }
-"""Types that the gguf package does not dequantize -> dtype of their numbers."""
+"""GGUF type that the package gguf does not dequantize -> NumPy dtype of its numbers."""
 KINDS = [kind for kind in TYPES.values() if kind.name not in INTEGERS_AND_DOUBLES]
 QUANTIZED = [kind for kind in KINDS if kind.weights > 1]
 QUANTIZABLE = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
-"""Types that the gguf package can quantize to."""
+"""Names of the GGUF types to which the package gguf can quantize."""
 
 _POSITIVE = np.array([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7FFF], np.uint16)
 SPECIAL_HALVES = np.concatenate([_POSITIVE, _POSITIVE | 0x8000])

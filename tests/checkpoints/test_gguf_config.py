@@ -1,4 +1,4 @@
-"""GGUF files of the golden checkpoints are the same models as the checkpoints themselves."""
+"""Tests that the GGUF files of the golden checkpoints are read as the same models as the checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAME = (
     "qwen2-bias",
     "qwen3",
 )
-"""Checkpoints whose config follows exactly from the metadata of their GGUF files."""
+"""Names of the golden checkpoints whose config follows exactly from the metadata of their GGUF files."""
 ROUNDED = ("llama-llama3-gqa", "phi3-longrope-long")
 """Checkpoints whose frequencies and attention factor are float32 in the GGUF file, so that they may differ in
 the last bits."""
@@ -90,7 +90,8 @@ def test_logits_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["gemma", "granite"])
 def test_other_types_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    """Config and weights of models with scalars, and of norms that llama.cpp stores with 1 added."""
+    """Checks the config and the weights of GGUF files of models with scalar factors, and with norms to whose
+    weights llama.cpp adds 1 in the file."""
     golden = typegoldens.load(name, tmp_path)
     fields = {**typegoldens.CONFIGS[name], "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -125,12 +126,14 @@ LATER: dict[str, dict[str, Any]] = {
     "olmo2": {"head_dim": 6},
     "smollm3": {},
 }
-"""Types whose patterns of layers llama.cpp knows by their name."""
+"""Model types for which the pattern of layers is not in the GGUF file, because llama.cpp derives it from the
+architecture's name -> further fields of config.json."""
 
 
 @pytest.mark.parametrize("name", LATER)
 def test_patterns_of_layers_follow_from_the_architecture(name: str, tmp_path: Path) -> None:
-    """Logits of llama.cpp for files like these differ from ours by what its float16 cache rounds off."""
+    """Checks that the pattern of layers is derived from the architecture's name. Logits of llama.cpp for such
+    files differ from ours only by the rounding of its float16 cache."""
     fields = {"model_type": name, **_SIZES, **LATER[name], "tie_word_embeddings": False}
     config, rng = parse(fields), np.random.default_rng(1)
     tensors: dict[str, Any] = {}

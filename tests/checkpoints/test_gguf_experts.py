@@ -1,4 +1,5 @@
-"""GGUF files of models with experts and with latent attention are the same models as their checkpoints."""
+"""Tests that GGUF files of models with experts and with latent attention are read as the same models as their
+checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ FORMS = [
     ("mixtral", "apart"),
     ("deepseek_v3", "mha"),
 ]
-"""Models and forms of their files: as the converter of llama.cpp writes them, and as it may or did once."""
+"""(golden, form of its GGUF file) of each case: files as llama.cpp's converter writes them now, may write
+them, or wrote them earlier."""
 
 
 def own_logits(path: Path) -> NDArray[Any]:
@@ -50,14 +52,15 @@ def test_the_config_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None
 
 
 def test_what_files_leave_out(tmp_path: Path) -> None:
-    """Keys that follow from the tensors: sigmoids, where scores are corrected, and dense layers."""
+    """Checks that missing metadata are derived from the tensors: the sigmoid of routers whose scores are
+    corrected, and the number of dense layers."""
     left_out = {"expert_gating_func": None, "leading_dense_block_count": None, "expert_group_count": 3}
     write_model(*checkpoint("deepseek_v3"), tmp_path / "m.gguf", changes=left_out)
     assert read_config(tmp_path / "m.gguf") == parse(checkpoint("deepseek_v3")[0])
 
 
 def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
-    """Files count them among the layers."""
+    """Checks that layers for draft tokens, which GGUF files count among the model's layers, are left out."""
     config, tensors = checkpoint("glm4_moe")
     draft = {"blk.3.nextn.enorm.weight": np.ones(36, np.float32)}
     changes = {"block_count": 4, "nextn_predict_layers": 1}

@@ -1,4 +1,5 @@
-"""Headers of GGUF files: values, parts, alignment, and files that are damaged on purpose."""
+"""Tests of reading headers of GGUF files: values, files in several parts, alignment, and files that are
+damaged on purpose."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 def written(path: Path, alignment: int = 32) -> Path:
-    """Returns a file with a value of every type and two tensors."""
+    """Writes a GGUF file with a metadata value of every type and two tensors, and returns its path."""
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_custom_alignment(alignment)
     for kind, value in {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "int32": -70000}.items():
@@ -200,7 +201,8 @@ def test_names_in_messages_are_short_and_on_one_line(read: Callable[[Path], obje
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path, data: st.DataObject) -> None:
-    """Or are read, where the change is in a value that nothing depends on."""
+    """Checks that a damaged GGUF file is refused in one sentence, or is read if the damage is in a value on
+    which nothing depends."""
     path = tmp_path / "m.gguf"
     if not (tmp_path / "whole").exists():
         write_gguf(GOLDEN / "llama-llama3-gqa", tmp_path / "whole")
@@ -223,7 +225,8 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path, data: st.Data
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(st.integers(0, 59), st.integers(1, 60), st.sampled_from(["F32", "F16", "Q8_0", "Q4_0", "Q6_K"]))
 def test_any_rows_of_a_tensor_in_pairs(tmp_path: Path, start: int, count: int, kind: str) -> None:
-    """Rows come in transformers' order whatever the heads that they are part of."""
+    """Checks that rows which llama.cpp stores in another order are returned in transformers' order, for
+    ranges that begin and end within a head."""
     path, count = tmp_path / f"{kind}.gguf", min(count, 60 - start)
     heads, dim, columns = 6, 10, 256
     values = np.random.default_rng(1).standard_normal((heads * dim, columns)).astype(np.float32)

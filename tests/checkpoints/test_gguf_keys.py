@@ -1,4 +1,5 @@
-"""Metadata of GGUF files, read key by key: every problem is reported, and every key that is not read."""
+"""Tests of reading the metadata of GGUF files: every faulty key is reported, and every key that is never
+read."""
 
 from __future__ import annotations
 

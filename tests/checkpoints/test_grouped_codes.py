@@ -1,4 +1,5 @@
-"""Matrices of integer codes with scales, zero points or minima, and the types that hold them exactly."""
+"""Tests of matrices of integer codes with scales and zero points or minima, and of choosing the stored format
+that holds their values exactly."""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ def of(array: NDArray[Any]) -> Read:
 
 
 def matrix(bits: int = 4, **changes: Any) -> GroupedMatrix:
-    """Returns 4 rows of 64 columns in two groups."""
+    """Returns a matrix of integer codes with 4 rows, 64 columns and two groups per row. changes: fields to
+    replace."""
     codes = RNG.integers(0, 1 << bits, (4, 64)).astype(np.uint8)
     return GroupedMatrix(4, 64, bits, 32, **{"codes": of(codes), "scales": of(HALVES), **changes})
 
 
 def values(own: GroupedMatrix) -> NDArray[np.float32]:
-    """Returns the weights, computed one by one and rounded once."""
+    """Returns the weights of a matrix of codes, computed one by one and rounded once."""
     codes, scales = own.codes(READER, 0, 4), own.scales(READER, 0, 4)
     zeros = own.zeros(READER, 0, 4) if own.zeros else np.zeros_like(scales)
     minima = own.minima(READER, 0, 4) if own.minima else np.zeros_like(scales)

@@ -1,4 +1,4 @@
-"""Downloads from the hub, its refusals, and damage on the way."""
+"""Tests of downloads from the hub: refusals of the hub, and damage during a transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A hub that lies: files of a model come right, or not at all. See tests/remotes/test_lies.py for caches."""
+"""Tests of a hub that sends wrong answers: the files of a model arrive intact, or the download fails.
+tests/remotes/test_lies.py tests the same for caches."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ QUICK = (
     *("flipped", "zeros", "endless", "loop", "other protocol", "login", "challenge", "teapot"),
     *("a range that is none", "packed", "another version"),
 )
-"""Lies after which huggingface_hub does not wait to ask again; `drops` is told by time alone."""
+"""Names of the wrong answers after which huggingface_hub retries without a pause. `drops` is not listed,
+because only a timeout detects it."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Tensors of vision, audio and drafts: left out of a text model by name and count, in front of everybody."""
+"""Tests that tensors for vision, audio and draft tokens are left out of a text model, and that a run reports
+their names and number."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def write(area: Path, config: object, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def notes(area: Path) -> list[str]:
-    """Builds the weights of area/small and returns the remarks of the run."""
+    """Builds the weights step of the model area/small, and returns the remarks that the run reports."""
     recipe, events = area / "recipe.yaml", list[Event]()
     recipe.write_text(RECIPE)
     opened = session.open(recipe, store=area / "store")
@@ -87,7 +88,8 @@ def test_a_tensor_that_nobody_knows_is_no_surplus(name: str, tmp_path: Path) -> 
 
 
 def test_embedding_models_have_names_without_prefix(tmp_path: Path) -> None:
-    """Qwen3-Embedding stores the tensors of transformers' Qwen3Model: no head, and no `model.`."""
+    """Checks a checkpoint like that of Qwen3-Embedding, which has no output head and whose tensor names lack
+    the prefix `model.`."""
     values = json.loads((GOLDEN / "config.json").read_text()) | {"tie_word_embeddings": True}
     config = parsing.parse(values)
     usual = load_file(GOLDEN / "model.safetensors")

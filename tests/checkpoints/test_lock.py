@@ -1,4 +1,4 @@
-"""recipe.lock: its text, its reading, drift from the recipe, and pinning against a hub."""
+"""Tests of recipe.lock: its text, reading it, differences from the recipe, and pinning with a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters merged while rows are read: the numbers of PEFT's float32 merge, errors, and steps of recipes."""
+"""Tests of LoRA adapters that are merged while rows are read: the results are compared with PEFT's float32
+merge, and errors and steps of recipes are tested."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 3}
 
 @pytest.mark.parametrize(("name", "most"), MOST.items())
 def test_the_merge_is_that_of_peft(name: str, most: int) -> None:
-    """PEFT rounds DoRA's lengths of rows more than once."""
+    """Checks that the merged weights equal PEFT's within `most` units of the last place. DoRA needs a
+    tolerance, because PEFT rounds its row norms more than once."""
     compare([(GOLDEN / name, 1.0)], GOLDEN / f"{name}-merged.safetensors", most)
 
 
@@ -63,7 +65,8 @@ def test_the_merge_is_that_of_peft(name: str, most: int) -> None:
 def test_several_adapters_with_factors_are_those_of_peft(
     golden: str, most: int, suffix: str, tmp_path: Path
 ) -> None:
-    """The first ones include DoRA, whose lengths of rows PEFT rounds more than once."""
+    """Checks that merging several adapters with factors gives PEFT's result. Some of them use DoRA, for which
+    PEFT rounds row norms more than once."""
     listed = json.loads((GOLDEN / f"{golden}.json").read_text())
     adapters = [(GOLDEN / name, factor) for name, factor in listed]
     if suffix == "bin":
@@ -188,7 +191,7 @@ targets: [x86-64-v3]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The embedded model with two adapters for it."""
+    """Writes a recipe with the embedded model and two adapters for it, and returns its directory."""
     shutil.copytree(TINY, tmp_path / "tiny")
     stored = tensors(TINY / "model.safetensors")
     for name, module in (("one", "self_attn.o_proj"), ("two", "mlp.down_proj")):

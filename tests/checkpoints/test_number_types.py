@@ -1,4 +1,4 @@
-"""The values of every type of numbers in a checkpoint, compared with the package ml_dtypes and with NumPy."""
+"""Tests of reading the number types of checkpoints, compared with ml_dtypes and NumPy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_every_8_bit_float_has_the_value_that_ml_dtypes_gives_it(name: str) -> N
 
 @pytest.mark.parametrize("name", READABLE)
 def test_rows_are_read_in_every_type(name: str, tmp_path: Path) -> None:
-    """Finite numbers of all exponents, read whole and a few rows at a time."""
+    """Checks that finite numbers with all exponents are read correctly, all rows at once and a few at a
+    time."""
     random = np.random.default_rng(3)
     dtype, shape = element_dtype(name), (40, 72)
     bits = random.integers(0, 256, (40, 72 * dtype.itemsize), np.uint8).view(dtype).reshape(shape)

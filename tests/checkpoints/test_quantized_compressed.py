@@ -1,5 +1,5 @@
-"""The formats of compressed-tensors, compared with what that package decompresses; MXFP4 of gpt-oss; NVFP4 of
-Model Optimizer."""
+"""Tests of quantized checkpoints in the formats of compressed-tensors, compared with that package, and of
+MXFP4 of gpt-oss and NVFP4 of Model Optimizer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def rows_of(tensor: Tensor, step: int) -> Floats:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.safetensors")))
 def test_values_are_those_of_the_package(name: str) -> None:
-    """The package rounds products to float16 with such scales, and NVFP4 to bfloat16; these are float32."""
+    """Checks that the values equal those of the package compressed-tensors. It rounds products to float16 or
+    bfloat16, so ours, which are float32, are rounded in the same way first."""
     tensors = {tensor.name: tensor for tensor in read_header(GOLDEN / f"{name}.safetensors").tensors}
     expected = rows_of(tensors.pop("values"), 100)
     stored = {f"m.{part}": replace(tensor, name=f"m.{part}") for part, tensor in tensors.items()}
@@ -67,7 +68,8 @@ def test_values_are_those_of_the_package(name: str) -> None:
 
 
 def fields(bits: int) -> Quantizer:
-    """Codes as older releases packed them: 32 // bits in a word, and none across a border."""
+    """Returns a quantizer that packs codes as older releases of compressed-tensors did: 32 // bits codes in a
+    word, none of which crosses a word border."""
 
     def quantize(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Floats]:
         codes = random.integers(0, 1 << bits, (rows, columns))
@@ -174,7 +176,8 @@ def gpt_oss(root: Path) -> tuple[models.ModelConfig, dict[str, Floats]]:
 
 
 def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """The parameters are those of a plain file with the same values, and are kept as they are."""
+    """Checks that the experts of gpt-oss give the same parameters as an unquantized file with equal values,
+    and that their values can be kept without rounding."""
     config, values = gpt_oss(tmp_path / "m")
     names = parsing.tensor_names(config)
     plain = {tensor.name: tensor for tensor in read_header(tmp_path / "m" / "model.safetensors").tensors}

@@ -1,4 +1,5 @@
-"""Checkpoints in 8-bit floats: scales of a tensor, of rows and of blocks, and products in float64."""
+"""Tests of checkpoints in 8-bit floats with one scale for each tensor, row or block, compared with products
+in float64."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_blocks_of_another_size_and_another_float(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of scales begin before the rows that are read."""
+    """Checks that rows are read a few at a time, although a block of scales may begin before the first row of
+    a range."""
     settings = {"quant_method": "fbgemm_fp8"}
     values = quantized(tmp_path, settings, fp8("block"), ODD)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 4096)

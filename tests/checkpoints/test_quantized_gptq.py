@@ -1,4 +1,5 @@
-"""GPTQ and AWQ: what their packages compute, and (code - zero) * scale in float64 of codes packed here."""
+"""Tests of checkpoints in GPTQ and AWQ formats, compared with the values of their packages and with (code -
+zero) * scale in float64."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def half(random: np.random.Generator, *shape: int) -> NDArray[np.float16]:
 def gptq(
     bits: int = 4, group: int = 32, stored_less: int = 1, symmetric: bool = False, order: str | None = None
 ) -> Quantizer:
-    """Codes whose mean is the zero point, as those of weights with mean zero are."""
+    """Returns a function that quantizes a matrix in the GPTQ format. The mean of its codes is the zero point,
+    as with real weights, whose mean is about zero."""
 
     def quantize(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Floats]:
         group_ = columns if group < 0 else group
@@ -120,7 +122,8 @@ GPTQ, AWQ = {"quant_method": "gptq"}, {"quant_method": "awq"}
 
 @pytest.mark.parametrize("package", ["gptq", "awq"])
 def test_values_are_those_of_the_package(package: str) -> None:
-    """Files of auto-gptq and autoawq."""
+    """Checks that files which auto-gptq and autoawq have packed are read with the values of these
+    packages."""
     stored = {tensor.name: tensor for tensor in read_header(GOLDEN / f"{package}.safetensors").tensors}
     expected = {name: stored.pop(name) for name in list(stored) if name.endswith(".values")}
     for bits in (2, 3, 4, 8) if package == "gptq" else (4,):
@@ -143,7 +146,8 @@ def test_gptq_of_every_width(bits: int, version: int, order: str | None, tmp_pat
 
 @pytest.mark.parametrize(("group", "order"), [(-1, None), (64, "zeros"), (32, "plain"), (48, None)])
 def test_groups_of_other_sizes(group: int, order: str | None, tmp_path: Path) -> None:
-    """A file with zeros as the group of each column means groups in order."""
+    """Checks groups of several sizes. A file whose group index is 0 for all columns has its groups in the
+    order of columns."""
     settings = {**GPTQ, "group_size": group}
     check(tmp_path, settings, quantized(tmp_path, settings, gptq(4, group, order=order)))
 
@@ -169,7 +173,7 @@ def test_awq(group: int, tmp_path: Path) -> None:
 def test_rows_are_read_a_few_at_a_time(
     settings: dict[str, Any], quantize: Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges of rows that begin and end inside of words."""
+    """Checks that rows are read a few at a time, in ranges that begin and end within a word."""
     values = quantized(tmp_path, settings, quantize)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 3000)
     config = parsing.parse(SMALL)
@@ -207,7 +211,8 @@ def test_values_are_kept_in_the_smallest_format(
 
 
 def test_only_the_reader_of_its_method_is_in_the_key_of_a_local_checkpoint(tmp_path: Path) -> None:
-    """Any reader may be used by a checkpoint of a hub, whose config.json is not known yet."""
+    """Checks that the key of a local checkpoint's weights contains the source file of its quantization method
+    only. For a checkpoint on a hub, whose config.json is not known yet, it contains all of them."""
     quantized(tmp_path / "m", AWQ, awq())
     source = 'models: {m: ./m, h: "hf://org/name@' + "0" * 40 + '"}'
     text = RECIPE.replace("models: {m: ./m}", source).replace("as-is", "q4a8_1")
@@ -300,7 +305,8 @@ def test_groups_that_do_not_fill_the_columns(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.byteorder == "big", reason="words are little-endian in files")
 def test_the_three_words_of_32_codes_of_3_bits() -> None:
-    """The tenth and the twenty-first code cross borders of words, as in AutoGPTQ's own packing."""
+    """Checks how 32 codes of 3 bits are packed into three words: codes 10 and 21 cross a word border, as in
+    AutoGPTQ's own packing."""
     codes = np.arange(32)[:, None] % 8
     words = packed(codes, 3).view(np.uint32)[:, 0]
     stored_words = np.zeros(3, np.uint64)

@@ -1,4 +1,5 @@
-"""MLX's affine formats and those of bitsandbytes, compared with these packages and with their definitions."""
+"""Tests of checkpoints in MLX's affine formats and in those of bitsandbytes, compared with these packages and
+with the formats' definitions."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def int8(layout: int = 0) -> Quantizer:
 @pytest.mark.parametrize("quantize", [bnb(), bnb(True), bnb(True, 128, "fp4"), int8()])
 @pytest.mark.parametrize("fields", [SMALL, ODD])
 def test_bitsandbytes(quantize: Quantizer, fields: dict[str, Any], tmp_path: Path) -> None:
-    """Blocks go over the ends of rows of 136 columns."""
+    """Checks the formats of bitsandbytes with rows of 136 columns, so that blocks extend over the ends of
+    rows."""
     check(tmp_path, BNB, quantized(tmp_path, BNB, quantize, fields))
 
 

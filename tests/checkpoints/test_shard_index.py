@@ -1,4 +1,4 @@
-"""The weights files of a checkpoint, and its index."""
+"""Tests of finding the weights files of a checkpoint, with or without an index."""
 
 from __future__ import annotations
 

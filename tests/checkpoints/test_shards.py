@@ -1,4 +1,4 @@
-"""The division of a bundle's weights among files."""
+"""Tests of dividing the weights of a bundle among several files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Matrices of 4-bit floats with scales, beside what the bits of E2M1 and E8M0 stand for."""
+"""Tests of matrices of 4-bit floats with scales, compared with the values that the bits of E2M1 and E8M0
+represent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conversion of stacks of matrices: each matrix by itself, from tensors of any division."""
+"""Tests of converting stacks of matrices, such as experts: each matrix is converted separately, however the
+stack is divided into tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.libharness import random_weights
 from tests.schemes import SCHEMES, pack
 
 EXPERTS, SIZE, HIDDEN = 3, 20, 36
-"""Sizes of a stack of experts: 2 * SIZE and HIDDEN are no multiples of a tile of 16 rows."""
+"""Number of experts, and the sizes of their matrices: neither 2 * SIZE nor HIDDEN is a multiple of 16, the
+rows of a tile."""
 
 
 def config() -> ModelConfig:
@@ -37,7 +39,8 @@ PAIR, DOWN = "layers.0.mlp.experts.gate_up.weight", "layers.0.mlp.experts.down.w
 
 
 def divided(names: dict[str, tuple[Piece, ...]]) -> TensorNames:
-    """Returns tensor names under which every other parameter is one tensor of its own name."""
+    """Returns the tensor names of a checkpoint: `names` for the parameters that it lists, and a single tensor
+    with the parameter's name for each other one."""
     whole = {param.name: (Piece(param.name, param.shape[0]),) for param in parameters(MODEL)}
     return TensorNames(whole | names)
 
@@ -52,7 +55,8 @@ SEPARATE = divided(
 
 
 def checkpoint(folder: Path, names: TensorNames) -> Path:
-    """Writes the checkpoint with these tensors, in two shards."""
+    """Writes a checkpoint in two files to a new directory, which it returns. names: the tensors that make up
+    each parameter."""
     folder.mkdir()
     tensors = {}
     for param in parameters(MODEL):

@@ -1,4 +1,5 @@
-"""PyTorch's files: one of torch.save itself, checkpoints of one and of several, and what is refused."""
+"""Tests of checkpoints in PyTorch's format: a file written by torch.save, checkpoints of one and of several
+files, and files that are refused."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_a_truncated_file_is_found_before_any_step(tmp_path: Path) -> None:
 
 
 def test_zip64_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch writes them for files above 4 GB; here the package zipfile does at 20 bytes."""
+    """Checks that zip64 records are read. PyTorch writes them for files above 4 GB; here Python's zipfile
+    writes them from 20 bytes on."""
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 20)
     monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
     root = one_file(tmp_path / "a")

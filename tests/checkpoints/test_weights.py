@@ -1,4 +1,4 @@
-"""Conversion of checkpoints: exact values and exact files."""
+"""Tests of converting checkpoints: exact weights, and files that are equal byte for byte."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_bytes_depend_on_nothing_but_checkpoint_and_scheme(
 
 
 def test_whole_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system makes large pages of a file only of what one call writes."""
+    """Checks that weights are written in whole blocks, each by one call: systems use huge pages for a file
+    only where one call writes enough."""
     written = []
 
     def pwrite(file: int, data: memoryview, at: int) -> int:
@@ -188,8 +189,8 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def convert(root: Path, scheme: Storage, out: Path) -> None:
-    """Runs the action that converts weights, as a step would. `root` holds config.json of transformers and
-    its tensors."""
+    """Runs the action that converts weights, as a build would. root: directory with a transformers
+    config.json and its tensors; out: the new directory for the weights."""
     action.normalise({}, {"checkpoint": root}, out.parent / "config")
     inputs = {"config": out.parent / "config", "checkpoint": root}
     conversion.convert({"scheme": quant.to_json(scheme)}, inputs, out)
@@ -350,7 +351,8 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_limit_on_file_size_is_one_sentence(tmp_path: Path) -> None:
-    """The disk accepts the header and refuses a later write, on a worker's thread."""
+    """Checks the error message if the disk accepts the header of a weights file and then refuses data that a
+    worker thread writes."""
     root = single(tmp_path / "hf", tensors())
     (root / "config.json").write_text(json.dumps(HF))
     action.normalise({}, {"checkpoint": root}, tmp_path / "config")

@@ -1,4 +1,4 @@
-"""Places of members in zip files, beside Python's zipfile, and what damage does to them."""
+"""Tests of finding members in zip files, compared with Python's zipfile, also in damaged files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_two_members_of_one_name_are_refused() -> None:
 
 
 def changed(data: bytes, at: int, form: str, value: int) -> bytes:
-    """Returns a zip file with another number `at` bytes after the beginning of its end record."""
+    """Returns a zip file in which one number of the end record is replaced. at: offset from the beginning of
+    the record; form: struct format of the number."""
     edited = bytearray(data)
     struct.pack_into(form, edited, len(data) - 22 + at, value)
     return bytes(edited)

@@ -1,4 +1,5 @@
-"""matrix, shard, --affected-by and what a run tells a CI system, through the real command line."""
+"""Tests of `mlcbuild matrix`, `shard` and `--affected-by`, and of a run's reports to CI systems, through the
+real command line."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ VARIANTS = ["tiny-q0f32-host", "tiny-q4f16_1-host", "tiny-q4a8_1-host"]
 
 @pytest.fixture
 def store(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> Path:
-    """Returns a copy of the built store, to forget things in."""
+    """Returns a copy of the filled store, from which tests may remove records."""
     # Other tests write to it meanwhile.
     busy = shutil.ignore_patterns("tmp", "locks", "index.sqlite*")
     shutil.copytree(common_store, tmp_path / "store", ignore=busy)
@@ -36,9 +37,8 @@ def recipe(tmp_path: Path, tiny_bundles: Path) -> Path:
 
 
 def forget(store: Path, *patterns: str) -> set[str]:
-    """Removes the records of steps from a store, as a new CI runner lacks them, and returns the names of
-    these steps.
-    """
+    """Removes the records of steps whose names match `patterns` from a store, so that it resembles the store
+    of a new CI runner, and returns the names of these steps."""
     gone = set()
     for path in (store / "ac").rglob("*"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Jobs of CI systems: labels of runners, shards, and the documents of GitHub and GitLab."""
+"""Tests of the job lists for CI systems: labels of runners, shards, and the formats of GitHub and GitLab."""
 
 from __future__ import annotations
 

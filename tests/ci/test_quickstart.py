@@ -1,4 +1,4 @@
-"""Scripts of ci/: portable shell, and what they report of a machine."""
+"""Tests of the shell scripts in ci/: they are portable, and they report what a machine lacks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_faults_of_style_fail_the_tests_beside_which_they_are_looked_for(
 
 
 def environment_with(programs: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `ci/environment` on a machine that has only these programs: name -> the lines of a script."""
+    """Runs `ci/environment` as on a machine that has only the programs `programs`: name -> lines of a shell
+    script that replaces the program."""
     place = directory / "programs"
     place.mkdir()
     for name, lines in programs.items():
@@ -85,7 +86,8 @@ def test_what_a_machine_lacks_is_said(tmp_path: Path, programs: dict[str, str], 
 def test_quickstart_builds_and_its_advice_is_right(
     tmp_path: Path, tiny_bundles: Path, common_store: Path
 ) -> None:
-    """The script itself; in the place of the environment that it makes, this one."""
+    """Checks that ci/quickstart builds bundles and that the commands which it recommends work. The script
+    that would create an environment is replaced by one that names the present environment."""
     checkout, bin_ = tmp_path / "checkout", tmp_path / "bin"
     shutil.copytree(ROOT / "recipes", checkout / "recipes", ignore=shutil.ignore_patterns("dist"))
     (checkout / "ci").mkdir()

@@ -1,4 +1,5 @@
-"""The tables of results: from files of samples to Markdown, and into a page between its markers."""
+"""Tests of the program that makes tables of results: from files of samples to Markdown, which replaces the
+text between two markers of a page."""
 
 from __future__ import annotations
 
@@ -134,8 +135,8 @@ def test_rows_of_cold_and_shared_builds_compare_the_same_copies(build: ModuleTyp
 
 
 def test_a_run_from_a_shared_cache_begins_in_a_fresh_place(build: ModuleType, tmp_path: Path) -> None:
-    """The run removes the results of the run before it, and nothing else; a tool without a cache has no
-    command."""
+    """Checks that a timed run with a shared cache begins after the results of the run before it, and nothing
+    else, are removed, and that a tool without a cache has no such command."""
     script = "test -e cache && ! test -e out && ! test -e state && mkdir out && echo {count} >state"
     tool = build.Tool(
         "own", Path.mkdir, (), (), (), ("cache",), shared=("sh", "-c", script), fresh=("out", "state")
@@ -161,11 +162,12 @@ SIZES = {
 }
 EXPERTS = {**SIZES, "moe_intermediate_size": 5, "num_experts": 4, "num_experts_per_tok": 2}
 ATTENTION = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8
-"""Weights of queries, keys, values and outputs in a layer of SIZES."""
+"""Number of weights of the query, key, value and output projections in one layer with the sizes SIZES."""
 
 
 def _experts_read(rows: int) -> float:
-    """Returns how many of 4 experts are read on average if each row chooses 2: all choices are counted."""
+    """Returns the expected number of distinct experts that `rows` tokens use if each chooses 2 of 4 experts,
+    computed by enumerating all choices."""
     choices = [*itertools.combinations(range(4), 2)]
     unions = [set(itertools.chain(*rows_of)) for rows_of in itertools.product(choices, repeat=rows)]
     return statistics.mean(map(len, unions))

@@ -1,4 +1,5 @@
-"""The two phases of a shard: what runs, and what a failure leaves out."""
+"""Tests of the two phases in which a CI shard is executed: which steps run in each, and which are left out
+after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""ci/style reports each kind of finding, in a copy of the tree, and draws docstrings with a seed."""
+"""Tests of ci/style: it reports each kind of finding in a copy of the source tree, and draws random
+docstrings by a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Returns a small tree with the script in it and one clean module."""
+    """Returns a small source tree that contains ci/style and one module without faults."""
     (tmp_path / "ci").mkdir()
     shutil.copy(ROOT / "ci" / "style", tmp_path / "ci" / "style")
     for package in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime"):
@@ -102,7 +103,8 @@ def test_reasons_name_files_that_exist() -> None:
 
 
 def with_reason(tree: Path, name: str) -> None:
-    """Adds a reason for the file wrong.py, or for what is called `name` in it."""
+    """Adds an exception to the table LARGER of ci/style: for the file wrong.py, or for the definition `name`
+    in it."""
     script = tree / "ci" / "style"
     place = "mlcbuild/wrong.py" + (f": {name}" if name else "")
     script.write_text(script.read_text().replace("LARGER = {", f'LARGER = {{"{place}": "",', 1))

@@ -1,4 +1,4 @@
-"""The workflow files, executed: their shell lines in order, on two simulated runners."""
+"""Tests that execute the CI workflow files: their shell lines run in order on two simulated runners."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.runners import Runner, filled, run_job
 
 WORKFLOW = yaml.safe_load((ROOT / "ci" / "github-workflow.yml").read_text())
 TRIGGERS = WORKFLOW[True]
-"""The triggers of a workflow: YAML 1.1 reads the key `on` as true; GitHub does not."""
+"""The section `on` of the GitHub workflow, which states its triggers. YAML 1.1 reads the key `on` as True."""
 
 
 @pytest.fixture
 def runners(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> tuple[Runner, Runner]:
-    """Returns two machines and a service whose cache has libraries, and lacks the rest, from an earlier
-    commit."""
+    """Returns two simulated runners of one CI service, whose cache has the libraries of an earlier commit but
+    no weights, bundles or logits."""
     recipe = project(tmp_path / "project", QUICKSTART.replace("q0f32, ", ""))
     shutil.copy(tiny_bundles / "prompts.txt", recipe.parent)
     shared = tmp_path / "service"
@@ -42,9 +42,8 @@ def inputs(**values: object) -> dict[str, Any]:
 
 
 def run_workflow(runners: tuple[Runner, Runner], **values: object) -> list[dict[str, Any]]:
-    """Runs a workflow as GitHub does, with the jobs of the matrix on two runners in turn, and returns the
-    matrix.
-    """
+    """Runs the GitHub workflow, distributing the jobs of its matrix over two runners in turn, and returns the
+    matrix entries."""
     jobs, context = WORKFLOW["jobs"], {"inputs": inputs(**values), "secrets": {"environment": ""}}
     context["needs"] = {"plan": {"outputs": run_job(jobs["plan"], runners[0], context)}}
     entries: list[dict[str, Any]] = []
@@ -142,7 +141,8 @@ def test_a_job_on_an_empty_store_passes_on_everything(tmp_path: Path) -> None:
 
 
 def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
-    """Its jobs, and those of the child pipeline that it makes; results go through a store in common."""
+    """Checks the GitLab template: its jobs and those of the child pipeline that it generates run in order,
+    and pass results through a shared store."""
     template = yaml.safe_load((ROOT / "ci" / "gitlab-template.yml").read_text())
     settings = {
         **template["variables"],
@@ -171,7 +171,8 @@ def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
 
 
 def test_workflows_name_actions_by_commit() -> None:
-    """A tag can be moved to other code, which would then see the secrets of whoever copied the workflow."""
+    """Checks that workflows name foreign actions by commit hash: a tag could be moved to other code, which
+    would see the secrets of everybody who copied the workflow."""
     files = [ROOT / "ci" / "github-workflow.yml", *(ROOT / ".github" / "workflows").glob("*.yml")]
     uses = [line for file in files for line in re.findall(r"uses: +(.*)", file.read_text())]
     foreign = [line for line in uses if not line.startswith("./")]
@@ -192,7 +193,8 @@ def test_our_own_workflows_call_what_is_there() -> None:
 
 
 def test_templates_assume_no_package_of_an_index() -> None:
-    """Whoever registers a name on an index would run code on the runners."""
+    """Checks that the templates install no package by a default name: whoever registers that name on a
+    package index could run code on the runners."""
     assert TRIGGERS["workflow_call"]["inputs"]["install"]["required"]
     template = yaml.safe_load((ROOT / "ci" / "gitlab-template.yml").read_text())
     result = subprocess.run(
@@ -206,7 +208,8 @@ def test_templates_assume_no_package_of_an_index() -> None:
 
 
 def test_user_text_reaches_shells_only_through_variables() -> None:
-    """An expression inside `run:` would be executed."""
+    """Checks that no shell line of a workflow contains a `${{...}}` expression, whose text the shell would
+    execute."""
     for job in WORKFLOW["jobs"].values():
         for step in job["steps"]:
             assert "${{" not in step.get("run", "")

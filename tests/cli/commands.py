@@ -1,4 +1,4 @@
-"""The command line in this process, and its output."""
+"""Helpers for tests that call the command line in the test's own process and read its output."""
 
 from __future__ import annotations
 

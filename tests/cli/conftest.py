@@ -1,4 +1,4 @@
-"""Recipes to run commands on: one that is not built, and one that is."""
+"""Fixtures for tests of the command line: one recipe that is not built, and one that is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.conftest import QUICKSTART, ROOT, project
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a directory with `recipe.yaml` and its model; nothing is built. Read only."""
+    """Returns a directory with `recipe.yaml` and its model, of which nothing is built. Tests must not change
+    it."""
     directory = tmp_path_factory.mktemp("place")
     project(directory, QUICKSTART)
     shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", directory / "prompts.txt")
@@ -21,7 +22,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes `place` the current directory, with an empty store of this test's own, and returns it."""
+    """Makes the directory of the recipe that is not built the current one, with a new empty store for this
+    test, and returns the directory."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
     return place

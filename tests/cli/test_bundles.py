@@ -1,4 +1,4 @@
-"""The verbs `inspect` and `verify`, with sound and with damaged bundles."""
+"""Tests of the commands `mlcbuild inspect` and `mlcbuild verify`, with sound and with damaged bundles."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _fifo(bundle: Path) -> None:
 
 
 def _other_facts(text: str) -> Callable[[Path], None]:
-    """Returns another library.json, of which the manifest knows."""
+    """Returns a function that replaces library.json of a bundle by `text`, and updates its digest in the
+    manifest."""
 
     def damage(bundle: Path) -> None:
         (bundle / "library.json").write_text(text)
