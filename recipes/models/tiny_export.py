@@ -1,4 +1,5 @@
-"""Writes the tiny model as a Hugging Face checkpoint, and the exam with its results beside it."""
+"""Writes the tiny model as a Hugging Face checkpoint, together with its exam (held-out questions) and the
+share of right answers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MAX_NEW_TOKENS = 64
 
 
 def write(folder: Path, model: Tiny, config: Config) -> None:
-    """Writes everything but tokenizer.model, which training has already written, and prints the results."""
+    """Writes all files of the checkpoint and the exam except tokenizer.model, which training has written
+    before, and prints the share of right answers."""
     save_file(
         {name: tensor.contiguous().float() for name, tensor in sorted(model.named_weights().items())},
         folder / "model.safetensors",
@@ -59,8 +61,8 @@ def write(folder: Path, model: Tiny, config: Config) -> None:
 
 
 def write_prompts(path: Path) -> None:
-    """Writes chats, one per line, with which recipes verify bundles of the model. They are neither in the
-    training text nor in the exam.
+    """Writes the prompts by which recipes verify bundles of the tiny model: one chat per line. They are
+    neither in the training text nor in the exam.
     """
     used = {question.prompt for question in tiny_tasks.exam(EXAM_EACH, EXAM_SEED)}
     questions = [question for question in tiny_tasks.exam(6, seed=31) if question.prompt not in used]
@@ -108,8 +110,8 @@ def _config(config: Config) -> dict[str, object]:
 
 
 def grade(folder: Path) -> dict[str, object]:
-    """Returns the results of the exam, computed from the files by transformers with greedy decoding in
-    float32.
+    """Returns the results of the exam, which transformers computes from the written checkpoint with greedy
+    decoding in float32.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -73,7 +73,8 @@ class Tiny(nn.Module):
 
     def forward(self, tokens: Tensor, owners: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Returns logits [rows, length, vocab], or [chosen tokens, vocab] if `chosen`, a bool mask, is
-        passed. owners: conversation of each token.
+        passed. owners: int [rows, length], the index of the conversation to which each token belongs; tokens
+        attend only to their own conversation.
         """
         length = tokens.shape[1]
         half = CONFIG.head_dim // 2

@@ -41,11 +41,12 @@ class Batch:
     """Rows of packed conversations; each tensor is [rows, length]."""
 
     tokens: torch.Tensor
-    """int64"""
+    """The token ids, int64 [rows, length]."""
     weights: torch.Tensor
-    """float32: weight of predicting this token; 0 for the first token of a conversation."""
+    """The weight of each token in the loss of predicting it, float32 [rows, length]; 0 for the first token of
+    a conversation."""
     owners: torch.Tensor
-    """int64: index of the conversation in the row to which a token belongs."""
+    """The index of the conversation, within its row, to which each token belongs, int64 [rows, length]."""
 
 
 def conversation(
@@ -54,8 +55,8 @@ def conversation(
     rng: random.Random,
     room: int,
 ) -> tuple[list[int], list[float]]:
-    """Returns (tokens, weights) of one chat of at most `room` tokens, usually with one turn and sometimes
-    with many.
+    """Returns (token ids, weight of each token in the loss) of one chat of at most `room` tokens, usually
+    with one question and sometimes with many.
     """
     tokens = [BOS]
     turns = 1 if room < 200 and rng.random() < 0.6 else rng.randint(2, 5 if room < 200 else 24)
@@ -142,7 +143,8 @@ class Training:
         self.steps = steps
 
     def progress(self) -> float:
-        """Returns 0 at the start and 1 at the end, by steps or by time, whichever is further."""
+        """Returns the progress of training, from 0 to 1: the fraction of the steps or of the time, whichever
+        is larger."""
         return min(1.0, max(self.step / self.steps, self.spent / (60 * self.minutes)))
 
     def rate(self) -> float:

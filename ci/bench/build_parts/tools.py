@@ -18,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
 PER_MODEL = 243
-"""Number of steps that one model of tests.product has on an x86-64 machine with AVX-512."""
+"""Number of steps that the test recipe of tests.product has for each model on an x86-64 machine
+with AVX-512."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Tool:
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     settle: tuple[str, ...] = ()
-    """Command with which a tool that was stopped accepts results that already exist; (): the tool has
+    """Command with which a tool whose run was stopped treats existing results as its own; (): the tool has
     none."""
     fill: tuple[str, ...] = ()
     """Command that fills a shared cache with the results of a build; (): the tool has no such cache."""

@@ -162,8 +162,8 @@ def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
 
 
 def _step(form: dot.Products, total: Expr, weights: Expr, activations: Expr) -> Expr:
-    """Returns a sum and one product of int32 activations: by the instruction for several rows where there is
-    one."""
+    """Returns the expression total + one product of weights and activations, as the instruction set computes
+    it. For an instruction that multiplies two rows at once, the activations are in every lane."""
     if form.row_pairs:
         return form.pair_step(total, weights, splat(activations, form.isa.lanes))
     return form.step(total, weights, activations)
@@ -222,7 +222,8 @@ def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]
 
 
 def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
-    """Returns the rate of the kernel `dots` in Gop/s."""
+    """Returns the rate of int8 products in registers on this machine, in Gop/s, a product and a sum being two
+    operations."""
     form, tile = dot.Products(isa, 4), dot_tile(isa)
     kind, count = _sums(form)
     rng = np.random.default_rng(0)

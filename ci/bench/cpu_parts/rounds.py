@@ -33,7 +33,8 @@ class Plan:
     rounds: int
     steps: int
     small: bool
-    """True for a model whose prefill takes much less than a second, which is measured more often."""
+    """True for a small model, whose prefill takes much less than a second and is therefore measured more
+    often."""
     target: str = "host"
     """Target whose limits on this machine are measured."""
 

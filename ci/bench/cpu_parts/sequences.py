@@ -8,10 +8,10 @@ import numpy as np
 from child import CONTEXT, clock, prompt, since
 
 Row = tuple[int, int, int, bool]
-"""(token, position, sequence, True if logits of the row are computed)."""
+"""One row of a batch: (token id, position, index of the sequence, True if the row's logits are computed)."""
 ROOM = CONTEXT + 256
-"""Number of tokens for which a sequence has memory in the cache: its context, and the steps of a
-measurement.
+"""Number of tokens of one sequence for which the engine's KV cache has memory: those of its context, and one
+for each step of a measurement.
 """
 ROWS = 512
 """Maximum number of rows in a batch."""

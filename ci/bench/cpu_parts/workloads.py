@@ -30,7 +30,7 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class Load:
-    """Arguments with which a kernel is called again and again."""
+    """One set of arguments with which a kernel is called again and again to time it."""
 
     label: str
     calls: list[tuple[object, ...]]
@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Workload:
-    """A kernel and the loads under which it is timed."""
+    """A kernel, and the sets of arguments (loads) with which it is timed."""
 
     function: Callable[[], PrimFunc]
     """Compiles the kernel again, with the present values of the constants, and returns it."""
@@ -47,7 +47,8 @@ class Workload:
 
 
 def product(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]) -> Workload:
-    """Returns the product of a quantized matrix [n, k] = `shape` with `rows` rows of x."""
+    """Returns the kernel that multiplies rows of activations with a quantized matrix [n, k] = `shape`, with a
+    load for each number of rows in `rows`."""
     storage = BACKENDS["cpu"].storage(SCHEMES[scheme])
     created = linear(isa_for(target), storage, *shape)
 
@@ -68,8 +69,8 @@ def product(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]
 
 
 def attend(target: Target) -> Workload:
-    """Returns attention with the heads of SmolLM2-135M and a cache in float16: single tokens of 1 and 8
-    sequences, and drafts of 4, 16 and 32 tokens.
+    """Returns the attention kernel with the heads of SmolLM2-135M and a float16 cache. Its loads are single
+    tokens of 1 and of 8 sequences, and 4, 16 and 32 draft tokens.
     """
     heads = Heads(1, 9, 3, 64, "float16")
     spec = AttentionKernel(isa_for(target), heads, heads.dim**-0.5, None)
@@ -99,7 +100,8 @@ def attend(target: Target) -> Workload:
 
 
 def draw(target: Target) -> Workload:
-    """Returns the choice of tokens for one and for 8 rows, by temperature alone and with top_p."""
+    """Returns the kernel that samples tokens. Its loads are 1 and 8 rows of logits, by temperature alone and
+    with top_p."""
 
     def loads() -> Iterator[Load]:
         rng = np.random.default_rng(0)
@@ -114,7 +116,8 @@ def draw(target: Target) -> Workload:
 
 
 def experts(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]) -> Workload:
-    """Returns the second product of a mixture of experts, 8 of 64, with `rows` rows."""
+    """Returns the kernel of the second product of a mixture of 64 experts, of which each row uses 8, with a
+    load for each number of rows in `rows`."""
     storage = BACKENDS["cpu"].storage(SCHEMES[scheme])
     stack = ExpertMatrices(linear(isa_for(target), storage, *shape), 64, 8)
 

@@ -26,7 +26,8 @@ PICKLE, PLAIN = b"bin\n", b"safetensors\n"
 
 
 class Adapters(Timed):
-    """Creates adapters. A case is the kind of weights file, the size of the config, the config, the file."""
+    """Creates LoRA adapters, and merges them. A case consists of four parts: the kind of the weights file,
+    the size of the config in bytes, the config, and the weights file."""
 
     def __init__(self, place: Path) -> None:
         self.place = place

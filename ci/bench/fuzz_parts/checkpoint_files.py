@@ -142,7 +142,8 @@ class Quantized(Timed):
         return self._case(number, text, self._fitted(header))
 
     def _fitted(self, header: dict[str, dict[str, object]]) -> dict[str, object]:
-        """Returns a header whose offsets match its shapes, as far as there are bytes."""
+        """Returns a safetensors header in which the offsets of each tensor match its dtype and shape, with
+        the tensors one after the other."""
         end = 0
         for entry in header.values():
             size = math.prod(entry["shape"]) * BITS[entry["dtype"]] // 8

@@ -61,7 +61,7 @@ def refused(error: CheckpointError) -> str | None:
 
 
 class Timed(Files, ABC):
-    """A target whose cases may take at most SECONDS."""
+    """A fuzzing target that fails a case whose reading takes more than a fixed number of CPU seconds."""
 
     def check(self, case: bytes) -> str | None:
         began = time.process_time()

@@ -200,7 +200,9 @@ class Served:
         return answer.status, json.loads(data) if kind.startswith("application/json") else data
 
     def well(self) -> str | None:
-        """Returns the reason why the server has changed, None if it has not. It is checked every 20 cases."""
+        """Returns the reason why the server no longer works as before the attack: it has ended, answers an
+        honest client differently, or has grown. None if it works. Answers and memory are checked after every
+        20 cases."""
         if self.server.process.poll() is not None:
             return f"the server has ended with {self.server.process.returncode}"
         self.cases += 1
@@ -373,7 +375,8 @@ class Bodies(Served):
     )
 
     ENDS = (b"data: [DONE]", b'"error"', b"response.", b"message_stop", b'"stop":true')
-    """One of these texts is in each stream that has ended as it should."""
+    """The ends of a stream: each complete answer to a streaming request contains at least one of these byte
+    strings."""
 
     def make(self, random: Random) -> bytes:
         path, document = random.choice(self.SEEDS)

@@ -27,7 +27,8 @@ RATES = ("tokens/s",)
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, measured for every participant."""
+    """One row of a table of results: a figure, such as decoding speed, with the values of every
+    participant."""
 
     figure: str
     unit: str
@@ -36,7 +37,7 @@ class Row:
     variant.
     """
     limit: float | None = None
-    """The best value that the machine allows; None if it is not known."""
+    """The best value that the machine's hardware allows, in the row's unit; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ def read(path: Path) -> Results:
 
 
 def render(results: Results) -> str:
-    """Returns a Markdown table with a row for each figure and a column for each tool, which has the median of
-    the tool's best variant. The last columns say how many times better this project's is than the best other,
-    and its part of the limit.
+    """Returns a Markdown table with a row for each figure and a column for each tool, which shows the median
+    of the tool's best variant. The last columns show mlcbuild's value relative to the best other tool's, and
+    its share of the hardware's limit.
     """
     tools = list(dict.fromkeys(_tool(name) for row in results.rows for name in row.samples))
     tools.sort(key=lambda tool: tool != OURS)
@@ -131,7 +132,8 @@ def loss_rows(measured: Sequence[tuple[str, float, float]], sizes: Sequence[floa
 
 
 def load_rows(samples: Mapping[tuple[str, str, str], Sequence[float]]) -> list[Row]:
-    """Returns a row for each load and figure; `samples`: (load, server, figure) -> a value for each round."""
+    """Returns a table row for each pair of a load and a figure. samples: (load, server, figure) -> the value
+    in each round."""
     units = {"output tok/s": ("output", "tokens/s"), "ttft p50, s": ("first token, median", "s")}
     rows: dict[tuple[str, str], Row] = {}
     for (load, server, figure), values in samples.items():

@@ -47,7 +47,8 @@ class Draw:
                 self.config[name] = value
 
     def option(self, name: str, value: Callable[[], Any], share: float = 0.7) -> None:
-        """Sets a field, if the type has it, in a fraction `share` of configs."""
+        """Sets a field of the config to a random value with the probability `share`, if the model type has
+        the field. value: function that draws the value."""
         if name in self.defaults and self.chance(share):
             self.config[name] = value()
 
@@ -204,7 +205,8 @@ def _scaling(own: Draw, kind: str, rotated: int) -> Config:
 
 
 def _store_rope(own: Draw, rope: Config) -> None:
-    """Writes the rope in the notation of transformers 4 or of transformers 5."""
+    """Writes the fields of the rotary embedding into the config, in the notation of transformers 4 or, as
+    often, in that of transformers 5."""
     if any(kind in (own.defaults["rope_parameters"] or {}) for kind in KINDS):
         local = {"rope_type": "default", "rope_theta": _theta(own)}
         own.config["rope_parameters"] = {KINDS[0]: rope, KINDS[1]: local}

@@ -59,8 +59,8 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def copy_experts(model: Any) -> None:
-    """Makes the first two experts of each layer equal, so that their router's scores tie: which one of two
-    different experts is chosen then, transformers leaves open.
+    """Makes the first two experts of each layer equal, so that their scores tie. Two different experts would
+    not do, since transformers does not define which one it chooses in a tie.
     """
     for name, values in {**dict(model.named_parameters()), **buffers(model)}.items():
         *path, last = name.split(".")
@@ -71,8 +71,8 @@ def copy_experts(model: Any) -> None:
 
 
 def buffers(model: Any) -> dict[str, Any]:
-    """Returns name -> buffer of a model that checkpoints store and that holds numbers, such as a router's
-    correction.
+    """Returns name -> value of the buffers of a model that its checkpoint stores and that affect results,
+    such as a router's correction.
     """
     stored = set(model.state_dict())
     return {
