@@ -23,6 +23,10 @@ from tests.forkserver import COMMANDS
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# Tests have more processes than cores: BLAS's threads would only wait for each other, for an eighth of the
+# CPU time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # As the runtime has it. TVM's own 300,000 take the time of others, where more processes test than cores.
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "2000")
 

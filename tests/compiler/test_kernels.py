@@ -44,7 +44,7 @@ CASES = [(scheme, BIAS) for scheme in SIMPLE]
 CASES += [(scheme, shape) for scheme, shapes in MORE.items() for shape in shapes]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))
-SAME = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512amx": "avx512"}
+SAME = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512amx": "avx512", "i8mm": "neon"}
 """Instruction set -> one with the same kernels, but for int8 products."""
 DISTINCT = [name for name in TARGETS if EVERY or name not in SAME]
 """Instruction sets whose embeddings and products with floats are run."""

@@ -81,7 +81,7 @@ def test_the_page_chats(page: Browser) -> None:
     assert page.run("document.title") == "tiny-q4f16_1"
 
 
-def test_the_program_of_the_readme_prints_an_answer(page: Browser) -> None:
+def test_the_program_of_the_readme_prints_an_answer(page: Browser, webgpu_bundle: Path) -> None:
     (program,) = re.findall(r"^```js\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     program = re.sub(r'import (.*) from (".*");', r"const \1 = await import(\2);", program)
     program = program.replace("const engine =", "const engine = window.engine =")
@@ -94,7 +94,9 @@ def test_the_program_of_the_readme_prints_an_answer(page: Browser) -> None:
     progress = [line for line in page.run("window.lines") if len(line) == 3]
     assert progress[-1][1] == progress[-1][2] > 500_000
     compiled = page.run("window.compiled")
-    assert compiled["done"] == compiled["count"] > 20, "the last of all kernels was reported"
+    assert compiled["done"] == compiled["count"] > 15, "the last of all kernels was reported"
+    several_rows = len(list((webgpu_bundle / "kernels").iterdir())) - compiled["count"]
+    assert several_rows >= 15, "kernels that one sequence never needs are not compiled"
     assert "".join(line[0] for line in page.run("window.lines") if len(line) == 1) == "31"
 
 

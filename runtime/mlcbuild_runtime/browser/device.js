@@ -112,11 +112,12 @@ export class DeviceProgram {
   }
 
   /**
-   * Compiles all kernels; drivers take seconds for it, software adapters half a minute.
-   * @param {Map<string, string>} kernels name of a file -> its text
+   * Compiles kernels; drivers take seconds for it, software adapters half a minute.
+   * @param {Map<string, object>} kernels name -> kernel of the program; calls use no other ones
+   * @param {Map<string, string>} sources name of a file -> its text
    * @param {(done: number, total: number) => void} onCompiled is called after each kernel
    */
-  async compile(kernels, onCompiled) {
+  async compile(kernels, sources, onCompiled) {
     this.pipelines = new Map();
     const compile = async ([name, shader]) => {
       const entries = shader.bindings.map((binding, index) => ({
@@ -127,18 +128,18 @@ export class DeviceProgram {
       entries.push({ binding: entries.length, visibility: GPUShaderStage.COMPUTE, buffer: { type: "uniform" } });
       const layout = this.device.createBindGroupLayout({ entries });
       try {
-        const module = this.device.createShaderModule({ code: kernels.get(shader.file) });
+        const module = this.device.createShaderModule({ code: sources.get(shader.file) });
         const pipeline = await this.device.createComputePipelineAsync({
           layout: this.device.createPipelineLayout({ bindGroupLayouts: [layout] }),
           compute: { module, entryPoint: shader.entry },
         });
         this.pipelines.set(name, { pipeline, layout });
-        onCompiled(this.pipelines.size, this.program.kernels.size);
+        onCompiled(this.pipelines.size, kernels.size);
       } catch (error) {
         throw new EngineError(`${shader.file}: ${this.name} does not take the kernel: ${line(error)}`, "bad_kernel");
       }
     };
-    await Promise.all([...this.program.kernels].map(compile));
+    await Promise.all([...kernels].map(compile));
   }
 
   /** Writes bytes to a buffer, at an offset that is a multiple of 4; waits while too much is in flight. */

@@ -15,6 +15,8 @@ const ONE_ROW = new Map([["q", 1]]);
 const HEAD = ["head", ONE_ROW], GREEDY = ["greedy", ONE_ROW], TOP = ["top", ONE_ROW];
 const ADVANCE = ["advance", new Map([["n", 1]])];
 const DECODE = [["decode", new Map([["n", 1], ["f", 0]])], HEAD];
+/** Calls of one sequence beside those of its prompt, which may have any size. */
+const CALLS = [...DECODE, GREEDY, TOP, ADVANCE];
 const TOP_WORDS = 2 + 2 * 64;
 /** Up to so many tokens the whole row is read. */
 const SMALL_VOCABULARY = 256;
@@ -28,19 +30,22 @@ const SMALL_VOCABULARY = 256;
 export async function loadEngine(url, options = {}) {
   const bundle = await Bundle.open(url, options), { manifest } = bundle;
   const adapter = await findAdapter(options);
-  const kernels = [...manifest.files.keys()].filter((path) => path.startsWith("kernels/"));
   const texts = tokenizerFiles((path) => bundle.has(path));
-  bundle.plan([manifest.library, ...kernels, ...texts, ...manifest.weights]);
+  bundle.plan([manifest.library, ...texts, ...manifest.weights]);
   const program = await readProgram(bundle);
+  // Kernels for the rows of several sequences, two thirds of all text, are neither downloaded nor compiled.
+  const variants = [...program.functions.get("prefill"), ...CALLS.map(([name, sizes]) => program.variant(name, sizes))];
+  const kernels = program.kernelsOf(variants), files = new Set([...kernels.values()].map((kernel) => kernel.file));
+  bundle.plan(files);
   const tokenizer = await readTokenizer(bundle, texts);
   const sources = new Map();
-  await Promise.all(kernels.map(async (path) => sources.set(path, await bundle.text(path))));
+  await Promise.all([...files].map(async (path) => sources.set(path, await bundle.text(path))));
   const wanted = Math.ceil(Math.min(manifest.context, options.contextWindow ?? manifest.context) / manifest.pageSize);
   const pages = cachePages(program, Math.min(wanted, program.sizes.get("pages")), limitsOf(adapter));
   if (pages < 1) throw new EngineError("the GPU has no room for a page of KV cache: build with fewer layers or heads", "out_of_memory");
   const device = await DeviceProgram.create(adapter, program, pages);
   try {
-    const compiled = device.compile(sources, (done, count) => bundle.reportCompiled(done, count));
+    const compiled = device.compile(kernels, sources, (done, count) => bundle.reportCompiled(done, count));
     await Promise.all([compiled, readWeights(bundle, program, device)]);
     return new Engine(bundle, program, tokenizer, device);
   } catch (error) {

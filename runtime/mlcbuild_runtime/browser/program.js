@@ -174,6 +174,12 @@ export class Program {
     return this.functions.get(name)?.find(fits) ?? refuse(`the program has no variant of '${name}' for this call`);
   }
 
+  /** Returns name -> kernel of the kernels that variants of functions launch. */
+  kernelsOf(variants) {
+    const names = new Set(variants.flatMap((variant) => variant.launches.map((launch) => launch.kernel)));
+    return new Map([...this.kernels].filter(([name]) => names.has(name)));
+  }
+
   /** Returns name -> bytes of every buffer and parameter, with a cache of so many pages. */
   bytes(pages) {
     const sizes = new Map([...this.sizes, ["pages", pages]]);
