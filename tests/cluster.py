@@ -1,4 +1,5 @@
-"""A real scheduler of dask.distributed, and workers as processes with stores of their own."""
+"""Starts a real dask.distributed scheduler and its workers for tests; each worker is a process with a
+separate store."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ atexit.register(SERVER.close)
 class Cluster:
     place: Path
     arguments: tuple[str, ...] = ()
-    """Further command-line arguments of the scheduler and of each worker."""
+    """Command-line arguments that the scheduler and each worker receive in addition."""
     address: str = ""
     processes: list[Process] = field(default_factory=list)
 
@@ -45,7 +46,7 @@ class Cluster:
         self.address = "dask://" + json.loads(file.read_bytes())["address"].partition("://")[2]
 
     def worker(self, name: str, *arguments: str, store: Path | None = None) -> Process:
-        """Returns a worker with a store of its own below `place`, or with `store`."""
+        """Starts a worker and returns its process. It uses `store`, or a new store below `place`."""
         where = str(store or self.place / name)
         command = ["mlcbuild", "worker", self.address, "--name", name, "--store", where]
         inputs = [] if "--cores" in arguments else ["--cores", "1", "--memory", "2GB"]

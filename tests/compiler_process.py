@@ -1,8 +1,8 @@
-"""Compiles libraries in processes forked from one that has imported TVM, which takes a CPU second each time.
+"""Compiles libraries in processes that are forked from one which has imported TVM already, since the import
+takes a CPU second.
 
-    python -m tests.compiler_process MODULE DIRECTORY    calls `main` of MODULE, as a build does
-
-`tests/compiler/test_compiler.py` compares the bytes with those of a child process that starts Python.
+`python -m tests.compiler_process MODULE DIRECTORY` calls `main` of MODULE, as a build does.
+`tests/compiler/test_compiler.py` checks that a forked process and a new Python process write the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of models for tests, and models with one thing changed in every layer."""
+"""Helpers for tests of models: parts of configs, and configs with one change in every layer."""
 
 from __future__ import annotations
 

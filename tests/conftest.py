@@ -1,4 +1,5 @@
-"""Tests of what many tests build on: bundles of the embedded model, made once for all test processes."""
+"""Fixtures of all tests, such as bundles of the embedded model, which are built once for all test
+processes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ KINDS = (
     ("MLCBUILD_TEST_EVERY", r"MLCBUILD_TEST_EVERY"),
     ("programs and packages", r"is not installed|pip install|neither oras"),
 )
-"""The thing that skipped tests need -> a pattern of their reasons; the first that matches counts."""
+"""Name of something that skipped tests lack -> pattern that the reason for skipping matches; the first match
+counts."""
 
 
 def kind(reason: str) -> str:
@@ -84,14 +86,15 @@ LONG = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest tests first, so that at the end no process works alone. Groups of tests come before
-    these: pytest-xdist starts with the largest."""
+    """Sorts the tests so that the longest come first, and no process works alone at the end. pytest-xdist
+    starts with groups of tests, the largest first."""
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keeps what imports and collection leave, 600 MB in each process, out of all garbage collections."""
+    """Excludes the objects that exist after imports and collection, 600 MB in each process, from all garbage
+    collections."""
     gc.disable()
     try:
         return (yield)
@@ -111,8 +114,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def mlcbuild(
     *arguments: str | Path, store: Path, cwd: Path = ROOT, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Returns the command line as a user runs it: a process of its own, no terminal, more environment
-    variables."""
+    """Runs the command line as a user does, in a separate process without a terminal, and returns the ended
+    process. variables: further environment variables."""
     return _command("mlcbuild", arguments, store, cwd, variables)
 
 
@@ -136,7 +139,7 @@ def _command(
 
 
 def checked(result: subprocess.CompletedProcess[str]) -> str:
-    """Returns stdout of a command that must succeed."""
+    """Asserts that a command has succeeded, and returns its standard output."""
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -168,9 +171,8 @@ def registry_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[regist
 
 @pytest.fixture
 def s3_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sets the environment variables with credentials of the S3 server of the tests, and removes those of the
-    user who runs the tests.
-    """
+    """Sets the environment variables with the credentials of the tests' S3 server, and removes those of the
+    user who runs the tests."""
     for name in os.environ:
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
@@ -181,8 +183,8 @@ def s3_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def common_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns one store for all tests of a session, in every test process: the store makes each step run
-    once."""
+    """Returns the path of one store that all tests in all processes of a session share, so that each step
+    runs only once."""
     base = tmp_path_factory.getbasetemp()
     # The directories of xdist's processes lie in one that is this session's.
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "common-store"

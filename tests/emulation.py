@@ -22,13 +22,13 @@ from mlcbuild.compiler.cpu.isa import ISAS, tvm_target
 from mlcbuild.targets.target import Target
 
 BASE = Target("base", "x86_64-unknown-linux-gnu", "x86-64-v3")
-"""LLVM's name of the processor on which emulated kernels run: any with AVX2."""
+"""Target on which emulated kernels run: any x86-64 processor with AVX2."""
 MODULE = (
     r"^target triple = (.*)$",
     r"^target datalayout = (.*)$",
     r'^!\d+ = (!{i32 \d, !"tvm_target", .*)$',
 )
-"""Lines of a module that name its target."""
+"""Regular expressions of the lines in LLVM IR that name the target of a module."""
 
 
 def available() -> bool:
@@ -103,7 +103,8 @@ define internal <{lanes} x i32> @NAME(<{lanes} x i32> %t, <{4 * lanes} x i8> %a,
 
 
 def _matrix() -> str:
-    """Returns the sums of [row of a, row of b] plus eight products of signed bytes each, 2 x 2."""
+    """Returns LLVM IR of a function that adds products of [2, 8] and [8, 2] signed bytes to four int32
+    sums."""
     cells = ""
     for cell in range(4):
         row, column = divmod(cell, 2)
@@ -353,7 +354,8 @@ done:
   ret ptr %tile
 }
 """
-"""Eight tiles for each thread, all of them with 16 rows of 64 bytes as kernels configure them."""
+"""LLVM IR that reserves memory for eight tiles per thread, each of 16 rows of 64 bytes, as the kernels
+configure AMX."""
 _SATURATED = (
     "%low = call <32 x i32> @llvm.smax.v32i32(<32 x i32> %sum, <32 x i32> splat (i32 -32768))",
     "%both = call <32 x i32> @llvm.smin.v32i32(<32 x i32> %low, <32 x i32> splat (i32 32767))",

@@ -1,4 +1,5 @@
-"""The goldens of models with experts: random checkpoints, and what transformers makes of them."""
+"""Loads the goldens of models with experts: random checkpoints, and the logits that transformers computes
+with them."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Golden:
-    """A tiny random checkpoint with experts, and the logits that transformers computes with it."""
+    """A tiny random checkpoint of a model with experts, and the logits that transformers computes with it."""
 
     values: dict[str, Any]
     """The model's config.json."""
     config: ModelConfig
     tensors: dict[str, NDArray[np.float32]]
-    """The checkpoint: tensor name -> float32 values."""
+    """The tensors of the checkpoint: name -> float32 values."""
     tokens: list[int]
     logits: NDArray[np.float32]
     """Logits that transformers computes, [tokens, vocab]."""

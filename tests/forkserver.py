@@ -1,8 +1,9 @@
-"""A fork server: starts `python -m MODULE ARGUMENT...` as a process whose imports are done already.
+"""A fork server for tests: it starts `python -m MODULE ARGUMENT...` as a process that has imported its
+modules already.
 
-Most command lines of the tests take longer to import their modules than to do their work. Each gets a process
-of its own here, too: forked from one that has imported what the verbs need and has done nothing else, and
-ended as Python ends. What a test says of starting Python itself starts Python: see `needs_python`.
+Most commands of the tests take longer to import their modules than to do their work. Here, too, each command
+gets a separate process: it is forked from one that has only imported the modules, and it ends as Python ends.
+Commands that depend on how Python starts still start Python: see `needs_python`.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ class Forked:
     """A process that a fork server has started, with the methods of subprocess.Popen that tests use."""
 
     def __init__(self, args: list[str], server: socket.socket, files: Sequence[IO[bytes]]) -> None:
-        """Reads the process id from the connection to the server, which sends the exit code later.
-
-        `files` are those with the process's standard output and errors, or none.
+        """Represents a process that the fork server has started: reads its id from the connection `server`,
+        which delivers the exit code later. files: the process's standard output and standard error, or none.
         """
         self.args = args
         self.returncode: int | None = None
@@ -244,14 +244,12 @@ class ForkServer:
 
 
 COMMANDS = ForkServer()
-"""The fork server of this test process, for command lines and builds."""
+"""The fork server with which this test process starts commands and builds."""
 
 
 def needs_python(environment: Mapping[str, str], of_server: Mapping[str, str] | None = None) -> bool:
-    """Returns whether a command must start Python itself, since its environment changes how Python starts.
-
-    `of_server` are the environment variables that the server has beside those of this process.
-    """
+    """Returns True if a command must start a new Python process, because its environment changes how Python
+    starts. of_server: environment variables that only the fork server has."""
 
     def start(variables: Mapping[str, str]) -> dict[str, str]:
         return {
@@ -264,9 +262,8 @@ def needs_python(environment: Mapping[str, str], of_server: Mapping[str, str] | 
 
 
 def serve(control: socket.socket) -> tuple[str, list[str]] | None:
-    """Forks a process for each request, and returns in each of them the module that it is to run, with its
-    arguments; returns None in the server, at its end.
-    """
+    """Forks a process for each request that arrives. In each of these processes, returns (module to run, its
+    arguments); in the server itself, returns None when it ends."""
     waiting: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process and its client
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -308,7 +305,8 @@ def _report(watched: int, pid: int, client: socket.socket) -> None:
 
 
 def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str, list[str]]:
-    """Makes this process what the request describes: its environment, directory, output and arguments."""
+    """Sets environment, working directory and output of this process as the request states, and returns
+    (module to run, its arguments)."""
     if request["session"]:
         os.setsid()
     environment, arguments, cwd = request["environment"], request["arguments"], str(request["cwd"])

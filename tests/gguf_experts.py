@@ -1,4 +1,4 @@
-"""Writes GGUF files of models with experts, by the conventions of llama.cpp's converter."""
+"""Writes GGUF files of models with experts, in the form that llama.cpp's converter writes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _NAMES = {
         for kind in ("gate", "up", "down")
     },
 }
-"""Module within a layer of transformers -> tensor within a block of a GGUF file."""
+"""Name of a module within a transformers layer -> name of the tensor within a block of a GGUF file."""
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 _KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 

@@ -1,4 +1,4 @@
-"""Writes GGUF files of checkpoints, by the conventions of llama.cpp's converter and with the package gguf."""
+"""Writes GGUF files of checkpoints with the package gguf, in the form that llama.cpp's converter writes."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def _llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Floa
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) -> None:
-    """Writes a tensor; as `kind` if it is a matrix, or a stack of them, whose rows are whole blocks."""
+    """Adds a tensor to a GGUF file. It has the type `kind` if it is a matrix, or a stack of matrices, whose
+    rows are a multiple of the type's block; otherwise float32."""
     tensor_type = gguf.GGMLQuantizationType[kind]
     block, _ = gguf.GGML_QUANT_SIZES[tensor_type]
     values = np.ascontiguousarray(values, np.float32)
@@ -207,7 +208,8 @@ def _quantized(values: Floats, kind: gguf.GGMLQuantizationType) -> NDArray[np.ui
 
 
 def tiny_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Returns the tokenizer metadata of the embedded model, a unigram model of SentencePiece."""
+    """Returns the GGUF metadata of the embedded model's tokenizer, a SentencePiece unigram model: key ->
+    value."""
     document = json.loads((checkpoint / "tokenizer.json").read_bytes())
     tokens = [token for token, _ in document["model"]["vocab"]]
     kinds = gguf.TokenType

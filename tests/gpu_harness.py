@@ -1,4 +1,4 @@
-"""Makes bundles for GPUs from a config and weights, and loads them on any adapter of this machine."""
+"""Builds GPU bundles from configs and weights for tests, and loads them on this machine's GPU adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def why_not() -> str | None:
 
 
 def needs_adapter() -> None:
-    """Skips where there is no GPU, not even one in software."""
+    """Skips the test if this machine has no GPU adapter, not even one in software."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Runs single GPU kernels: through wgpu on this machine's adapter, and through OpenCL on pocl."""
+"""Runs single GPU kernels for tests: through wgpu on this machine's adapter, and through OpenCL on pocl."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def padded(array: NDArray[Any], size: int) -> bytes:
 
 @cache
 def device() -> Any:
-    """Returns a device of the adapter. Skips where there is none."""
+    """Returns a device of this machine's GPU adapter. Skips the test if there is no adapter."""
     gpu_harness.needs_adapter()
     return gpu_adapter.open_device(gpu_adapter.choose())
 
@@ -42,8 +42,9 @@ def device() -> Any:
 def on_adapter(
     make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
 ) -> dict[str, NDArray[Any]]:
-    """Returns name -> contents of every buffer that a kernel writes, as words. arrays: by the kernel's
-    names."""
+    """Executes a kernel through wgpu. Returns buffer name -> contents, as 32-bit words, of every buffer that
+    the kernel writes. make: function that creates the kernel from `arguments`; arrays: buffer name -> input.
+    """
     import wgpu
 
     gpu = device()

@@ -64,7 +64,8 @@ RUN = """
     for (const buffer of [...own, last, ...copies]) buffer.destroy();
     return results;
 """
-"""Body of a function that executes `work` and returns the contents of its buffers."""
+"""JavaScript that runs in the browser: the body of a function that executes the kernel `work` and returns the
+contents of its buffers."""
 
 
 class _Handler(SimpleHTTPRequestHandler):

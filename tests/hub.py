@@ -30,10 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a repository's files. Counted faults heal after `times` requests."""
+    """A way in which the simulated hub fails when a file is requested. The fault ends after `times`
+    requests."""
 
     kind: str
-    """Kind of fault: unauthorized, gated, disabled, status, no_file, wrong, short, drop, hold, slow,
+    """The kind of failure: unauthorized, gated, disabled, status, no_file, wrong, short, drop, hold, slow,
     not_a_hub or xet."""
     times: int = 1 << 30
     status: int = 503
@@ -89,7 +90,7 @@ class Hub:
         """Uploaded large files, by sha256."""
         self.private: set[str] = set()
         self.held = threading.Event()
-        """Set once a download has sent half of a file and waits."""
+        """Event that is set when a download has sent half of a file and waits."""
         self.release = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
@@ -251,8 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.file(actual, repo, commit, name, storage)
 
     def repo(self, name: str, file: str | None, token: str | None, signed: bool = False) -> Repo | None:
-        """Returns the repository, unless it is missing or this request may not see it: then that is
-        answered."""
+        """Returns the repository of a request. If it is missing, or the request may not read it, answers with
+        an error and returns None."""
         reply = self.hub.repos.get(name)
         if reply is None:
             self.refuse(401 if token is None else 404, "RepoNotFound", "Repository not found")
@@ -348,7 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the client was killed
 
     def xet(self, path: str) -> None:
-        """Answers as a Xet storage that hands out tokens and then does not honour them."""
+        """Answers like a Xet storage server that issues tokens and then refuses them."""
         if path != "xet/token":
             self.refuse(403, "", "not with this token")
             return
@@ -374,7 +375,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class RefusedError(Exception):
-    """The error that a call in the client's process raised: its class name and message."""
+    """The error that is raised here when a function raised one in the client's process; it has its class name
+    and message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")

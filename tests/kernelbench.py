@@ -1,4 +1,5 @@
-"""Kernels compiled for the tests: one module for each instruction set, and what the results should be."""
+"""Compiles kernels for tests, one module for each instruction set, and computes the results that they should
+have."""
 
 from __future__ import annotations
 
@@ -43,18 +44,17 @@ TARGETS: Mapping[str, Target] = {
 }
 """A target for each instruction set."""
 DISTINCT = tuple(name for name in TARGETS if name not in ("avxvnni", "i8mm"))
-"""Instruction sets without avxvnni and i8mm, whose kernels differ from those of avx2 and neon only in int8
-products.
-"""
+"""Instruction sets without avxvnni and i8mm, because their kernels differ from those of avx2 and neon in int8
+products only."""
 
 
 ASSEMBLER = [program for program in (shutil.which("gcc") or shutil.which("clang"),) if program]
-"""Command that assembles and links; empty where there is none: then LLVM generates code in memory."""
+"""Program that assembles and links, as a list; empty if there is none: LLVM then generates the code in
+memory."""
 
 MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}
-"""Functions that LLVM may call in place of plain loops; it expects every process to have them (the last one
-on macOS only).
-"""
+"""Names of C functions that LLVM may call in place of loops, because every process has them. The last one
+exists on macOS only."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def runs_here(target: Target) -> bool:
 
 
 def need(target: Target) -> None:
-    """Skips the test unless this machine can run the target's code, or emulate it."""
+    """Skips the test unless this machine can run the target's code or emulate it."""
     if not runs_here(target) and not emulation.available():
         pytest.skip(f"kernels of {isa_for(target).name} cannot run here, and AVX2 is missing to emulate them")
 
@@ -137,16 +137,16 @@ _MADE: dict[str, Module] = {}
 
 
 def once(name: str, make: Callable[[], Module]) -> Module:
-    """Returns the result of `make`, which is called once in a process. pytest and imports know a test file by
-    two names, so a cache inside such a file would exist twice.
-    """
+    """Returns the result of `make`, which is called once per process for each `name`. A cache inside a test
+    file would exist twice, because pytest and imports load the file under two names."""
     if name not in _MADE:
         _MADE[name] = make()
     return _MADE[name]
 
 
 def libraries_called(asm: str) -> set[str]:
-    """Returns names of functions outside the module that its code calls, but for TVM's and MEMORY."""
+    """Returns the names of the external functions that an assembly calls, except TVM's and those in
+    MEMORY."""
     defined = set(re.findall(r"^([A-Za-z_]\w*):", asm, re.MULTILINE))
     names = set(re.findall(r"\b(?:call[ql]?|jmp|bl|tail)\s+([A-Za-z_]\w*)(?:@PLT)?\s*$", asm, re.MULTILINE))
     plain = {name.lstrip("_") for name in names - defined}
@@ -199,8 +199,8 @@ def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
 
 
 def activations(x: Tensor, scheme: Storage) -> Floats:
-    """Returns x as a product under the scheme sees it: exact, or rounded to 8 bits in groups of 32, by steps
-    that are powers of two where weights have 4 bits."""
+    """Returns activations as a product of the scheme reads them, in float64: unchanged, or rounded to 8 bits
+    in groups of 32. With 4-bit weights the rounding steps are powers of two."""
     if not scheme.activation_bits:
         return x.astype(np.float64)
     largest = np.abs(_groups(x)).max(-1, keepdims=True)

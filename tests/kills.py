@@ -1,6 +1,6 @@
-"""kill -9 at random moments, a full disk, wrong clocks: what a build must survive.
+"""Kills builders at random moments, fills disks and shifts clocks, and checks that builds survive.
 
-`ci/bench/kills` does this at length; `tests/store/test_kills.py` does a little of it.
+`ci/bench/kills` does this at length, `tests/store/test_kills.py` briefly.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Site:
     def build(
         self, limit: int | None = None, variables: Mapping[str, str] = MappingProxyType({})
     ) -> subprocess.Popen[str]:
-        """Returns a builder in a process group of its own; `limit` is the most bytes that a file of it may
-        have."""
+        """Starts a builder in a new process group and returns its process. limit: maximum bytes of a file
+        that it may write; None: no limit."""
 
         def before() -> None:
             if limit is not None:
@@ -150,7 +150,8 @@ class Site:
         assert not left, left
 
     def kill(self, victim: str) -> None:
-        """Starts a builder and kills it, one of its workers, or it while it sends something."""
+        """Starts a builder, and kills what `victim` names: the builder, one of its workers, or the builder
+        while it uploads a file."""
         process = self.build()
         if victim == "uploader":
             self._wait(process, lambda: any((self.place / "remote" / "tmp").glob("*")))
@@ -206,7 +207,8 @@ def kill_many(
 
 
 def fill_disk(place: Path, seed: int) -> None:
-    """Limits how large files may grow, so that some results do not fit; then removes the limit."""
+    """Checks builds under a limit of file sizes, at which some results fail with "no space is left", and
+    their completion after the limit is removed."""
     site = Site(place, seed)
     for limit in (1500, 150_000):
         site.clear()
@@ -218,7 +220,8 @@ def fill_disk(place: Path, seed: int) -> None:
 
 
 def full_file_system(place: Path, seed: int) -> None:
-    """Builds on a small file system of its own, `place`/small, which is full, and then is not."""
+    """Checks builds on a small file system, mounted on the store of `place`, that is full at first and has
+    space later."""
     site = Site(place, seed)
     for size in ("300k", "900k", "1500k"):
         site.clear()
@@ -250,7 +253,8 @@ def can_mount(place: Path) -> bool:
 
 
 def skew_clocks(place: Path, seed: int) -> None:
-    """Builders whose clocks are days off, and files that come from the past and the future."""
+    """Checks builders whose clocks are wrong by 400 days, and input files whose times are in the past or in
+    the future."""
     site = Site(place, seed)
     data = place / "source" / "data"
     original = data.read_bytes()

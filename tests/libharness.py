@@ -209,13 +209,13 @@ def _wait_for(place: Path) -> None:
 
 @dataclass
 class Session:
-    """A loaded library with its weights and a cache."""
+    """A compiled library that is loaded with its weights and a KV cache, for tests."""
 
     path: Path
     stored: Mapping[str, Array]
     num_pages: int = 64
     dirty: bool = True
-    """True to fill the cache with NaN first."""
+    """True to fill the KV cache with NaN before its first use."""
     lengths: dict[int, int] = field(default_factory=dict)
     pages: dict[int, list[int]] = field(default_factory=dict)
 

@@ -21,14 +21,15 @@ from mlcbuild_format.processors import CHECKABLE, X86_LEVELS
 TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 
 UNLISTED_CPUS = {"x86_64": (), "aarch64": ("apple-m1", "apple-m2", "apple-m3")}
-"""Other names of listed processors."""
+"""Architecture -> names of processors that LLVM accepts although it does not list them."""
 
 UNLISTED_FEATURES = {
     "x86_64": "avx10.1 avx10.2 prefer-128-bit retpoline rtm soft-float",
     "aarch64": "cmpbr crypto f32mm f64mm outline-atomics reserve-x18 sme2p2 sme-f8f16 sme-f8f32 sme-fa64 "
     "ssve-fp8dot2 sve2-aes sve2-bitperm sve2-sha3 sve2-sm4 sve2p1 sve2p2 v8.9a v9.4a v9.5a",
 }
-"""Features that no listed processor has. One that LLVM refuses makes this script fail."""
+"""Architecture -> names of features that no listed processor has. This script fails if LLVM refuses one of
+them."""
 
 
 def main() -> None:

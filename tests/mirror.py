@@ -1,5 +1,5 @@
-"""Prints arguments, environment, directory and standard streams of this process, and ends in the way that its
-first argument names."""
+"""Prints the arguments, environment, directory and standard streams of this process, and ends as its first
+argument states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The command line as users meet it: help, mistakes, exit codes, JSON, signals, odd outputs."""
+"""Tests of the command line as users see it: help texts, wrong usage, exit codes, JSON output, signals, and
+unusual output streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion scripts, in the shells that are installed."""
+"""Tests of the shell completion scripts, in those shells that are installed."""
 
 from __future__ import annotations
 

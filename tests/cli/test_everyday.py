@@ -1,4 +1,4 @@
-"""Models by name: what `chat` and `serve` build, fetch, keep and list."""
+"""Tests of models used by name: what `chat` and `serve` build, fetch, keep, list and remove."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Out = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a store of this module's own; its tests share one library."""
+    """Returns the path of a new store that all tests of this module share, so that they compile one library
+    only."""
     return tmp_path_factory.mktemp("everyday") / "store"
 
 
@@ -34,7 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(name: str | Path, store: Path, *more: str, **variables: str) -> tuple[str, str]:
-    """Returns the answer of a model to one question, and what was written to stderr."""
+    """Asks the model `name` one question with `mlcbuild chat`. Returns (its answer, the text on standard
+    error). more: further arguments; variables: environment variables."""
     result = mlcbuild("chat", name, *QUESTION, *more, store=store, variables=variables)
     return checked(result).strip(), result.stderr
 

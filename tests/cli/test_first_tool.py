@@ -1,4 +1,5 @@
-"""A first try with tools: the embedded model, built as by the quick start, through the official client."""
+"""Tests a first attempt with tools as a new user makes it: the embedded model, built as in the quick start,
+and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def client(tiny_bundles: Path) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_embedded_model_has_room_for_a_tool(client: openai.OpenAI, choice: Any) -> None:
-    """The recipe of the quick start gives the model this context: a first try with tools shows a call."""
+    """Checks that the context window which the quick start's recipe sets is long enough for a tool call of
+    the embedded model."""
     limits = "compile: {context_window: 512,"
     assert limits in (ROOT / "recipes" / "quickstart.yaml").read_text() and limits in QUICKSTART
     number = {"type": "integer", "minimum": 0, "maximum": 99}

@@ -1,4 +1,4 @@
-"""Verbs that list what there is, and `doctor`."""
+"""Tests of the commands that list families, schemes, targets and schemas, and of `mlcbuild doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Values of options: sizes, counts and durations, with one reader for each kind."""
+"""Tests of the values of command-line options: sizes, counts and durations, each kind with a single
+parser."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_the_parser_of_one_verb_has_the_help_of_the_whole_one(verb: str) -> None
 def test_operands_may_follow_options(
     verb: str, operands: list[str], option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command fails, for the same reason: what it names does not exist."""
+    """Checks that operands may stand before or after options: the command fails in the same way in both
+    cases, because the files that it names do not exist."""
     code = main([verb, *operands, *option])
     expected = capsys.readouterr()
     assert code and expected.err and "too many" not in expected.err

@@ -1,4 +1,4 @@
-"""The verbs `init`, `validate` and `lock`."""
+"""Tests of the commands `mlcbuild init`, `validate` and `lock`."""
 
 from __future__ import annotations
 

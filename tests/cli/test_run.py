@@ -1,4 +1,4 @@
-"""From a recipe to bundles, with the real command line, compiler and runtime."""
+"""Tests of `mlcbuild run` from a recipe to bundles, with the real command line, compiler and runtime."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ compile: {context_window: 512, prefill_chunk: 128, max_batch: 8}
 
 
 def run_json(recipe: Path, store: Path, *more: str) -> dict[str, dict[str, str]]:
-    """Returns step name -> the entry of `run --json` for it; "" -> the statuses of the variants."""
+    """Runs a recipe with --json. Returns step name -> the step's entry in the JSON output; under the name "",
+    variant name -> status."""
     document = json.loads(checked(mlcbuild("run", recipe, "--json", *more, store=store)))
     assert set(document) == {"variants", "steps", "seconds"}
     by_name = {step["name"]: step for step in document["steps"]}
@@ -125,7 +126,8 @@ def test_a_variant_beyond_its_threshold_fails_and_says_by_how_much(
 
 
 def test_a_fine_tune_reuses_the_library(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
-    """Same config, other weights: everything but the library is done anew."""
+    """Checks that a model with the same config and other weights reuses the library, and that all other steps
+    run again."""
     recipe = project(tmp_path, SMALL)
     path = tmp_path / "tiny" / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -209,7 +211,8 @@ def test_a_copied_store_serves_another_place(tmp_path: Path, tiny_bundles: Path,
 
 
 def test_two_builds_in_different_directories_are_the_same_bytes(tmp_path: Path, tiny_bundles: Path) -> None:
-    """The one in `tiny_bundles` was made in another store, from another directory."""
+    """Checks that two builds give the same bytes: one here, and the one of the fixture `tiny_bundles`, which
+    used another store and another directory."""
     recipe = project(tmp_path, QUICKSTART.replace("q0f32, q4f16_1, ", ""))
     shutil.copy(tiny_bundles / "prompts.txt", tmp_path / "prompts.txt")
     checked(mlcbuild("run", recipe, store=tmp_path / "store"))
@@ -279,7 +282,8 @@ def test_an_output_with_files_of_the_user_is_left_alone(
 def test_a_hub_model_is_locked_fetched_and_built(
     tmp_path: Path, tiny_bundles: Path, common_store: Path
 ) -> None:
-    """The embedded model from a hub: the same steps as from its directory, once it is here."""
+    """Checks that the embedded model, once it is fetched from a hub, is built by the same steps as from its
+    directory."""
     files = {path.name: path.read_bytes() for path in TINY.iterdir()}
     recipe = project(tmp_path, SMALL.replace("./tiny", "hf://org/tiny@main"), [])
     with Hub() as hub:
@@ -307,7 +311,8 @@ def test_a_hub_model_is_locked_fetched_and_built(
 
 @pytest.mark.parametrize("scheme", ["q0f32", "q4f16_1", "q4a8_1"])
 def test_bundles_answer_the_held_out_questions(scheme: str, tiny_bundles: Path) -> None:
-    """q0f32 gives the stated accuracy, question for question in sum; quantized ones lose little."""
+    """Checks that the model in q0f32 reaches the published accuracy, and that the quantized models lose
+    little of it."""
     bundle = tiny_bundles / "dist" / f"tiny-{scheme}-host"
     questions = [json.loads(line) for line in (TINY / "heldout.jsonl").read_text().splitlines()]
     stated = json.loads((TINY / "accuracy.json").read_bytes())
@@ -348,7 +353,8 @@ def test_a_recipe_for_another_checkpoint(tmp_path: Path, common_store: Path) -> 
 
 
 def test_killed_in_any_step_a_run_completes_the_next_time(tmp_path: Path) -> None:
-    """SIGKILL at a random moment of a step of each kind, twice, on a store that begins empty."""
+    """Kills a run with SIGKILL at a random moment of a step of each kind, twice each, beginning with an empty
+    store, and checks that a later run completes."""
     recipe = project(tmp_path, QUICKSTART.replace("q0f32, q4f16_1, ", "").replace("verify:", "#"))
     store = tmp_path / "store"
     rng = random.Random(7)

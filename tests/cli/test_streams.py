@@ -1,4 +1,4 @@
-"""Runs that are interrupted, closed streams, full disks and terminals."""
+"""Tests of runs that are interrupted, of closed output streams, full disks and terminals."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_full_disk_below_stdout(tmp_path: Path, command: str, unbuffered: str)
 
 
 def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> tuple[int, str]:
-    """Returns what a person sees of a short run on a terminal of this width."""
+    """Returns (exit code, text) of a short run on a terminal of `columns` columns."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, columns, 0, 0))
     process = subprocess.Popen(

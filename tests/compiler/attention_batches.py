@@ -1,4 +1,5 @@
-"""Kernels that fill and read the cache, on ragged random batches, and their results in float64 NumPy."""
+"""Random batches for tests of the kernels that fill and read the KV cache, and the expected results, computed
+in float64 with NumPy."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ RUNNABLE = [
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of the attention kernel: query heads, KV heads, head dimension, and options."""
+    """One configuration of the attention kernel. heads: (query heads, KV heads, dimension of a head)."""
 
     heads: tuple[int, int, int]
     dtype: str = "float32"
@@ -107,9 +108,8 @@ def attending(case: Case, target: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of one call, each as (length before the call, number of new rows), with their pages of
-    the KV cache.
-    """
+    """The sequences of one kernel call: (length before the call, number of new rows) of each, and the pages
+    of the KV cache that it uses."""
 
     parts: tuple[tuple[int, int], ...]
     pages: tuple[tuple[int, ...], ...]
@@ -148,7 +148,8 @@ def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Real
 
 
 class World:
-    """Random inputs of one case, and the results that the kernels must compute from them, in float64."""
+    """The random inputs of one kernel test, and the results that the kernels must compute from them, in
+    float64."""
 
     def __init__(self, case: Case, parts: Sequence[tuple[int, int]], seed: int) -> None:
         self.case, self.heads = case, shape(case)
@@ -175,7 +176,8 @@ class World:
         rows: Sequence[tuple[int, int]],
         forks: Sequence[tuple[int, int, int]] = ((0, 0, 0),),
     ) -> Array:
-        """Runs the kernel that fills the cache on these rows; returns qkv with rotated queries."""
+        """Runs the kernel that appends rows to the KV cache, for the rows (sequence, position). Returns the
+        input tensor qkv, in which queries are now rotated."""
         append = appending(self.case, target)
         qkv = aligned(np.stack([self.inputs[s][position] for s, position in rows]))
         slots = np.array([self.batch.slot(*row) for row in rows], np.int32)

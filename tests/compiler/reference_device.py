@@ -1,7 +1,9 @@
-"""A device from outside that runs every model: its library is the config, its executor the reference.
+"""A device for tests that can run every model: its library is the model's config, and its executor evaluates
+the NumPy reference.
 
-Both halves are here: the action and the tools of a backend, and the loader of an executor. The tokens of a
-sequence are cached, and each step evaluates it from its beginning.
+The file contains both parts of a device, as an extension would: the backend with its action and tools, and
+the function that loads an executor. The KV cache holds the tokens of a sequence, and each step computes the
+whole sequence again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tests.runtime.numpy_executor import NumpyExecutor
 
 LIBRARY = "model.json"
 PAGE_BYTES = 8 * abi.PAGE
-"""Bytes of a page of the KV cache, which holds tokens as int64."""
+"""Number of bytes of one page of the KV cache, which holds tokens as int64."""
 
 
 def compile_library(params: Mapping[str, Any], inputs: Mapping[str, Path], out: Path) -> None:
@@ -56,7 +58,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class ReferenceExecutor(NumpyExecutor):
-    """The executor of numpy_executor.py with a model instead of a sum."""
+    """An executor like that of numpy_executor.py, which computes a real model instead of a weighted sum of
+    tokens."""
 
     def __init__(self, path: Path, manifest: Manifest, pages: int) -> None:
         self.path, self.manifest, self.pages = path, manifest, pages

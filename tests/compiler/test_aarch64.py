@@ -1,6 +1,6 @@
-"""Bundles for aarch64 run by the runtime under qemu-aarch64, next to those for this machine.
+"""Tests that run bundles for aarch64 under qemu-aarch64 and compare them with bundles for this machine.
 
-Runs where ci/emulated-aarch64 has prepared its directory.
+They are skipped where ci/emulated-aarch64 has not prepared its directory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ pytestmark = [
 ]
 
 CPUS = {"i8mm": "max", "neon": "neoverse-n1", "portable": "cortex-a72"}
-"""The processor that is emulated for each target: with matrix products of bytes, dot products, neither."""
+"""Target -> the processor that qemu emulates for it: one with int8 matrix products, one with dot products
+only, and one with neither."""
 TOLERANCES = {"q0f32": 2e-4, "q4f16_1": 1e-2, "q4a8_1": 0.15, "q5a8_1": 0.2, "q8a8_1": 0.15}
-"""Scheme -> tolerance of logits, which go up to 10. Keys and values are float16 except for q0f32; activations
-of a8 fall to the other side of a rounding now and then."""
+"""Scheme -> tolerance of logits, whose largest are about 10. Keys and values are float16 except with q0f32.
+With 8-bit activations, small differences change the rounding of some values."""
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(7, 432, 41)]
 SCORE = """
 import sys
@@ -112,7 +113,8 @@ def test_logits_are_those_of_this_machine(target: str, dist: Path, native: Path,
 def test_missing_instructions_are_named(
     target: str, cpu: str, missing: str, dist: Path, tmp_path: Path
 ) -> None:
-    """Instead of ending by an illegal instruction."""
+    """Checks that a bundle which needs missing instructions is refused with their names, instead of ending by
+    an illegal instruction."""
     result = emulated(CPUS[cpu], tmp_path, dist / f"tiny-q4a8_1-{target}")
     assert result.returncode == 1
     assert missing in result.stderr

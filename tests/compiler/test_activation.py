@@ -1,4 +1,4 @@
-"""Constants of the activation kernels against the standard library's functions."""
+"""Tests that compare constants of the activation kernels with functions of Python's standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernels that fill and read the cache, on ragged random batches, against plain NumPy in float64."""
+"""Tests of the kernels that fill and read the KV cache, with random batches of sequences of different
+lengths, compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tests.compiler.attention_batches import CASES, RUNNABLE, Case, World
 from tests.libharness import EVERY, aligned
 
 pytestmark = pytest.mark.xdist_group("attention")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -27,7 +28,8 @@ PAIRS = [
     for j, target in enumerate(RUNNABLE)
     if EVERY or (i - j) % len(RUNNABLE) == 0
 ]
-"""Every case on some instruction set, and every instruction set with some case."""
+"""The pairs (case, instruction set) that are tested: every case on at least one instruction set, and every
+instruction set with at least one case."""
 
 
 @pytest.mark.parametrize(("case", "target"), PAIRS, ids=str)

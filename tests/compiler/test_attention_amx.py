@@ -1,4 +1,4 @@
-"""Attention of prompts on tile registers."""
+"""Tests of the attention kernel for prompts that uses AMX tile registers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ ROUNDED = [
     Case((9, 3, 64), "int8", rounded=True),
     Case((2, 2, 96), "int8", window=70, softcap=30.0, rounded=True),
 ]
-"""Cases that kernels with tile registers compute, where the processor has any."""
+"""The attention configurations that are computed with tile registers on processors that have them."""
 
 
 def prompts(
     case: Case, parts: Sequence[tuple[int, int]], seed: int
 ) -> tuple[World, list[tuple[int, int]], Array]:
-    """Returns (a World whose old rows are in the cache, its new rows, the queries of these rows)."""
+    """Returns (the inputs, with the rows of earlier calls in the KV cache; the new rows; the queries of the
+    new rows)."""
     world = World(case, parts, seed)
     old = world.rows(lambda before, new: range(before))
     if old:
@@ -51,9 +52,9 @@ def prompts(
 
 @pytest.mark.parametrize("case", ROUNDED if EVERY else [*ROUNDED[:2], ROUNDED[-1]], ids=str)
 def test_prompts_on_tile_registers(case: Case) -> None:
-    """Queries, keys, values and weights have 8 bits: 2^-9 of a value on each side. A score, a sum of dim
-    products over sqrt(dim), is off by as much of its own spread; where there are few keys, values of up to 4
-    are off by 2^-7, and weights move by the errors of scores. Rows that are no prompt's are not rounded."""
+    """Checks attention of prompts with bfloat16 operands. Each of queries, keys, values and weights has 8
+    significant bits, so it is off by up to 2^-9 of its value; the tolerances follow from sums of such errors.
+    Rows that belong to no prompt are not rounded."""
     kernelbench.need(presets.resolve(AMX))
     for seed, parts in enumerate(
         [[(0, 70)], [(33, 20), (5, 1), (0, 17), (64, 3), (130, 90)], [(0, 0), (9, 1)]]
@@ -79,8 +80,8 @@ def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
 
 
 def test_results_are_handed_on_as_tiles() -> None:
-    """The product after attention finds the same, bit by bit, in the wide tensor in which attention packs
-    prompts' rows, and leaves others as they are."""
+    """Checks that the product after attention gives the same bits whether it reads plain rows or the wide
+    tensor in which attention stores rows of prompts as tiles, and that other rows are unchanged."""
     kernelbench.need(presets.resolve(AMX))
     case, columns, target = ROUNDED[0], 1184, presets.resolve(AMX)
     isa, heads, scheme = isa_for(target), shape(case), SCHEMES["q4a8_1"]

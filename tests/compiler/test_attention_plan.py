@@ -1,4 +1,4 @@
-"""The division of attention into tiles."""
+"""Tests of how attention is divided into tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A kind of device is added from outside: one entry in a table, and one implementation of Ops."""
+"""Tests that another package can add a kind of device: one entry in a table, and one implementation of the
+interface `Ops`."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_a_device_may_have_no_decode_loop() -> None:
 
 @pytest.fixture
 def toy() -> Iterator[Backend]:
-    """Yields the device that mlcbuild/README.md adds."""
+    """Adds the example device of mlcbuild/README.md until the test ends, and yields its backend."""
     exec(example("Extend: a device"))
     yield BACKENDS["toy"]
     del BACKENDS["toy"], LOADERS["toy"]
@@ -104,7 +105,8 @@ targets: [x86-64-v3, x86-64-v2]
 
 
 def steps(path: Path, device: str | None) -> dict[str, Step]:
-    """Returns steps by name, where x86-64-v2 is a target for `device`."""
+    """Returns step name -> step for a recipe in which the target x86-64-v2 is replaced by one for the device
+    `device`; None: it is not replaced."""
     read = recipe.load(path)
     if device is not None:
         other = replace(read.targets["x86-64-v2"], device=device)

@@ -1,4 +1,5 @@
-"""Kernels that read the values of quantized checkpoints, against float64 products of gguf's values."""
+"""Tests of the CPU kernels that read the formats of quantized checkpoints, compared with float64 products of
+the values that the package gguf reads."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ TYPES: dict[str, tuple[str, ...]] = {
     form: (name,) for name, form in FORMATS.items() if name not in ("F16", "TQ1_0", "TQ2_0", "IQ4_NL")
 }
 TYPES |= {"q8_1": ("Q4_1", "Q8_0"), "q8_k": ("Q4_K", "Q6_K")}
-"""Format -> the types of GGUF of the rows with which it is tested."""
+"""Stored format -> the GGUF types of the rows with which it is tested."""
 ON = {
     "avx512vnni": tuple(TYPES),
     "avx2": ("q4_1", "q5_1", "q8_0", "q4_k", "q6_k"),
     "neon": ("q4_1", "q8_0", "q4_k", "q6_k"),
     "portable": ("q4_1", "q4_k", "q6_k"),
 }
-"""Instruction set -> formats: those whose kernels differ most."""
+"""Instruction set -> the formats that are tested on it, whose kernels differ most from each other."""
 CASES = pytest.mark.parametrize(("isa", "form"), [(isa, form) for isa, forms in ON.items() for form in forms])
 COLUMNS = 512
 RAGGED = [("avx512vnni", "q4l"), ("avx512vnni", "q6l"), ("avx2", "q5l")]
@@ -85,7 +86,8 @@ def _compiled(isa: str) -> Module:
 
 
 def rounded(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Returns rows of activations as products see them: 127 steps up to the largest of each 32."""
+    """Returns activations as the kernels round them: to multiples of a 127th of the largest magnitude in each
+    group of 32, in float64."""
     groups = x.reshape(len(x), -1, 32)
     largest = np.abs(groups).max(axis=2, keepdims=True)
     inverse = np.float32(127) / np.where(largest == 0, np.float32(1), largest)
@@ -96,7 +98,8 @@ def rounded(x: NDArray[np.float32]) -> NDArray[np.float64]:
 
 @CASES
 def test_a_product_uses_the_values_of_the_checkpoint(isa: str, form: str) -> None:
-    """One row, few and many of x; and a row has the same bits whatever stands beside it, up to 16 rows."""
+    """Checks products with one, few and many rows, and that the result of a row has the same bits with up to
+    16 other rows."""
     kernelbench.need(TARGETS[isa])
     stored, values = matrix(form)
     exact, created = values.astype(np.float64), kernel(product(isa, form), Fusion())
@@ -138,7 +141,8 @@ def test_quantized_matrices_have_any_number_of_columns(isa: str, form: str) -> N
 
 
 def test_names_of_kernels_and_prompts_without_tile_registers() -> None:
-    """Tile registers would round the checkpoint's values to bfloat16."""
+    """Checks the names of these kernels, and that they do not use tile registers, which would round the
+    checkpoint's values to bfloat16."""
     assert product("avx512vnni", "q4_k").name == "q4_ka8.avx512vnni"
     assert table("avx2", "q6_k").name == "embedding.q6_k.avx2"
     q4_product = linear(isa_for(TARGETS["avx512amx"]), Storage("q4_k", "q4_k", "x16", 8), 50, COLUMNS)

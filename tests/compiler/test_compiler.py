@@ -1,4 +1,4 @@
-"""Compiling as a step does it: what comes out, that it is always the same, every way in which it fails."""
+"""Tests of the compile step: what it writes, that the same inputs give the same bytes, and how it fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def request(
 
 
 def build(directory: Path, config: ModelConfig, params: Mapping[str, Json]) -> Path:
-    """Returns the directory with a library that is compiled by a child process of its own."""
+    """Compiles a library in a child process, and returns the new directory with it."""
     (directory / "in").mkdir(parents=True)
     (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
     out = directory / "out"
@@ -110,7 +110,8 @@ def test_an_object_for_linking_elsewhere_and_slow_kernels_are_named(
 
 
 def test_what_tile_registers_cannot_take_is_named() -> None:
-    """Heads of 16 values, and gated rows that are too short: prompts take other paths there."""
+    """Checks that the library names the parts that tile registers cannot compute: heads of 16 values, and
+    gated rows that are too short."""
     target = presets.resolve("x86-64-v4-amx")
 
     def fallbacks(config: ModelConfig) -> dict[str, str]:
@@ -148,7 +149,7 @@ def test_the_same_bytes_for_every_scheme(
 
 
 def smol(layers: int) -> ModelConfig:
-    """Returns the shape of SmolLM2-135M."""
+    """Returns a config with the sizes of SmolLM2-135M and `layers` layers."""
     norm = RmsNorm(1e-5)
     return ModelConfig(
         family="llama",
@@ -163,7 +164,8 @@ def smol(layers: int) -> ModelConfig:
 
 
 def test_layers_share_their_kernels() -> None:
-    """The program of 12 layers has the kernels of one of 2, so it takes about as long to compile."""
+    """Checks that a program of 12 layers has the same kernels as one of 2 layers, so that it takes little
+    longer to compile."""
 
     def kernels(layers: int) -> set[str]:
         config = with_windows(SMALL, *[None] * (layers - 1), 11)
@@ -244,7 +246,8 @@ def linkable(target: Target) -> bool:
 
 
 def test_libraries_for_macos_are_linked_elsewhere(tmp_path: Path) -> None:
-    """tests/cli/test_run.py has a library for another Linux machine."""
+    """Checks a library for macOS, which is linked on this machine. tests/cli/test_run.py checks one for a
+    Linux machine of another architecture."""
     target = presets.resolve("macos-arm64")
     if not linkable(target):
         pytest.skip(f"no linker for {target.architecture} {target.system} is here")
@@ -288,7 +291,8 @@ def test_overrides_must_match_something(tmp_path: Path) -> None:
 
 
 def prepared(tmp_path: Path, **changes: Json) -> Path:
-    """Returns a directory with a request for the compiling process."""
+    """Writes the request of a compiler process, and returns its directory. changes: fields of the request to
+    replace."""
     data = {**request(), "config": models.to_json(SMALL), **changes}
     (tmp_path / "request.json").write_text(json.dumps(data))
     return tmp_path
@@ -300,7 +304,8 @@ def test_a_compiler_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 def test_the_compiler_writes_only_below_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a killed step leaves behind are then removed with its output directory."""
+    """Checks that the compiler writes below the step's output directory only, so that files which a killed
+    step leaves behind are removed with it."""
     areas: list[Path] = []
 
     def killed(directory: Path, seconds: float, module: str) -> None:

@@ -1,4 +1,4 @@
-"""Loops that cores share."""
+"""Tests of parallel loops in kernels, whose iterations are shared among cores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests import kernelbench
 
 
 def test_the_runtime_counts_on_what_kernels_do() -> None:
-    """It imports nothing of the compiler, so these numbers stand in both."""
+    """Checks that constants of the runtime equal those of the kernels. The runtime imports nothing from the
+    compiler, so both define them."""
     assert max(int8_product.FEW_FIXED, FIXED) / 100 == thread_count.STATIC
     assert gpu_inputs.QUERY_TILE == prompt_attention.QUERIES
 

@@ -1,4 +1,5 @@
-"""Compiled libraries against transformers for every family, and against the reference for every scheme."""
+"""Tests that compare compiled libraries with transformers for every model family, and with the NumPy
+reference for every scheme."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ GOLDEN_CONFIGS = (HERE / "golden").glob("*/config.json")
 ALL_VARIANTS = {path.parent.name for path in GOLDEN_CONFIGS} - DATA_ONLY
 VARIANTS = sorted(ALL_VARIANTS if EVERY else ALL_VARIANTS - COVERED)
 TOLERANCE = 4e-5
-"""Largest allowed difference of logits, which reach 6; both sides add up in float32 in their own order."""
+"""Largest allowed difference of logits, whose largest are about 6. The order of float32 additions differs
+between the two sides."""
 
 NORM = RmsNorm(1e-6)
 SMALL = with_windows(
@@ -47,7 +49,7 @@ SMALL = with_windows(
     None,
     11,
 )
-"""A model whose sizes no tile and no group divides."""
+"""Config of a model none of whose sizes is a multiple of a tile or a group."""
 
 
 def worst(actual: Floats, expected: Floats) -> float:
@@ -131,7 +133,8 @@ def test_hidden_states_are_what_the_logits_are_made_of(
 TOLERANCES = {"q0f32": 1e-5, "q4f32_1": 1e-5, "q8f32_1": 1e-5, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
 
 CHECKED = list(SCHEMES) if EVERY else ["q4f16_1", "q4a8_1"]
-"""Schemes that are tested in full; the others are mixed into one library each: see MIXED."""
+"""Names of the schemes for which a whole library is tested; the others are mixed into single libraries (see
+MIXED)."""
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -163,8 +166,9 @@ CACHED = {
 def test_a_library_keeps_keys_and_values_in_8_bits(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """tests/compiler/test_attention.py holds the kernels to float64; this is a library with them. Logits are
-    up to 6; keys and values are off by up to 1/254 of the largest number of a head."""
+    """Checks a library whose KV cache has 8-bit numbers. Keys and values differ by up to 1/254 of the largest
+    number of a head, so the tolerance is larger. tests/compiler/test_attention.py compares the kernels with
+    float64."""
     config, scheme = CACHED[name], SCHEMES["q0f32"]
     weights = random_weights(config)
     library = compiled(tmp_path_factory, config, scheme, kv_cache="int8")
@@ -183,7 +187,8 @@ MIXED = {
     "q4f16_1": ({"layers.1.attn.qkv*": "q8f32_1", "lm_head|embed": "q0f32", "layers.0.mlp*": "q0f16"}, 4e-3),
     "q8a8_1": ({"layers.1.attn.qkv*": "q5a8_1", "lm_head|embed": "q8f16_1", "layers.0.mlp*": "q4a8_1"}, 0.15),
 }
-"""Scheme -> the schemes of some of its parameters, and the tolerance of logits."""
+"""Scheme of a library -> (pattern of parameter names -> another scheme for these parameters, tolerance of
+logits)."""
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -217,9 +222,8 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
     [("x86-64-v4-vnni", {"step_prefill"}), ("x86-64-v4-amx", set())],
 )
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
-    """Only the last layer of a prompt drops rows that need no logits, and only if rows are not stored as
-    tiles.
-    """
+    """Checks that rows whose logits are not needed are dropped in the last layer of a prompt only, and only
+    if rows are not stored as tiles."""
     decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], presets.resolve(target)), Limits(64, 32, 2))
     created = {
         name.name_hint: function
@@ -262,13 +266,14 @@ LAYERED = ModelConfig(
     ropes=(rope(32), rope(8, 500.0), rope(32, 1e6)),
     norm=NORM,
 )
-"""Layers of different heads, sizes, ropes, windows, activations and norms. The first, third and last
-differ in window and rope only."""
+"""Config whose layers differ in heads, sizes, rotary embeddings, windows, activations and norms. The first,
+third and last layers differ in window and rotary embeddings only."""
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("q0f32", 1e-5), ("q4a8_1", 0.25)][: 1 + EVERY])
 def test_layers_may_differ(name: str, tolerance: float, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The reference computes in float64. Five layers round activations more often than SMALL's two do."""
+    """Checks a model whose layers differ. The reference computes in float64; tolerances are larger than for
+    the model SMALL, because five layers round activations more often than two."""
     scheme = SCHEMES[name]
     stored = pack(LAYERED, scheme, random_weights(LAYERED))
     session = Session(compiled(tmp_path_factory, LAYERED, scheme) / "model.so", stored)

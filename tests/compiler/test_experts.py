@@ -1,4 +1,5 @@
-"""Libraries of models with experts against transformers' logits, and against the reference of each scheme."""
+"""Tests that compare libraries of models with experts with transformers' logits, and with the NumPy reference
+for each scheme."""
 
 from __future__ import annotations
 

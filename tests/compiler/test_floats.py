@@ -1,4 +1,4 @@
-"""Elementary functions of kernels against NumPy."""
+"""Tests that compare elementary functions of kernels, such as exp, with NumPy."""
 
 from __future__ import annotations
 

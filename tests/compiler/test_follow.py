@@ -1,4 +1,4 @@
-"""The kernel that leads from one step of decoding to the next, against plain Python."""
+"""Tests that compare the kernel which prepares the next decode step with plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of formats that the kernels of CPUs read."""
+"""Tests of the table of stored formats that CPU kernels can read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_every_built_in_scheme_has_a_kernel() -> None:
 
 @pytest.mark.parametrize(("form", "layout"), [("toy", "row"), ("q4s", "row"), ("q4f16", "x16")])
 def test_a_library_for_a_format_without_a_kernel_is_refused(form: str, layout: str) -> None:
-    """A format may have the layout's name and mean other numbers, so both decide."""
+    """Checks that a library is refused if no kernel reads its format in its layout. Both are compared,
+    because two formats may use one layout with different meanings."""
     ops = CpuOps(CONFIG, Storage("q4m", form, layout), presets.resolve("x86-64-v3"))
     with pytest.raises(
         CompileError,

@@ -1,4 +1,5 @@
-"""Products with what is fused around them against float64 NumPy: norms, gates, the residual stream."""
+"""Tests of matrix products with fused operations (norms, gates, the residual stream), compared with float64
+NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.xdist_group("fusion")
 """Runs these tests in one process, which keeps compiled kernels for all of them."""
 
 N, K = 50, 328
-"""Sizes [n, k] of the products, with tails in both; a row does not fit the stack."""
+"""Rows and columns of the matrices. Neither is a multiple of a tile, and a row of activations does not fit
+the stack."""
 ROWS = (1, 2, 5, 33)
 CASES = (
     ("q4a8_1", "norm"),
@@ -146,9 +148,8 @@ def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tan
 
 @each_isa
 def test_a_row_is_the_same_in_every_company(isa: str) -> None:
-    """A few rows have the same bits as each row alone: fused prologues and epilogues do not depend on the
-    batch.
-    """
+    """Checks that a few rows together give the same bits as each row alone: fused prologues and epilogues do
+    not depend on the batch."""
     kernelbench.need(TARGETS[isa])
     rng, fused = np.random.default_rng(7), function(isa, "q4a8_1", "norm")
     stored, _ = kernelbench.weights(rng, SCHEMES["q4a8_1"], N, K)

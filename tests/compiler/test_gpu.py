@@ -1,4 +1,5 @@
-"""The executor of GPU programs on the adapter of this machine; test_gpu_blocks.py has all kinds of models."""
+"""Tests of the executor of GPU programs on this machine's adapter. test_gpu_blocks.py tests all kinds of
+models."""
 
 from __future__ import annotations
 
@@ -39,13 +40,14 @@ if EVERY:
 
 
 def worst(logits: Floats, expected: Floats) -> float:
-    """Returns the largest difference between two arrays of logits, as a fraction of their range."""
+    """Returns the largest difference between two arrays of logits, as a fraction of the range of
+    `expected`."""
     return float(np.abs(logits - expected).max() / (expected.max() - expected.min()))
 
 
 @pytest.fixture(scope="module", params=MIXED)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuExecutor]:
-    """Yields a small model of groups of heads, in a scheme with float16 storage."""
+    """Yields the executor of a small model with grouped-query attention, in a scheme that stores float16."""
     gpu_harness.needs_adapter()
     qwen, scheme = golden("qwen3"), SCHEMES[request.param]
     library = gpu_harness.compiled(tmp_path_factory.mktemp("gpu"), qwen.config, scheme)
@@ -111,7 +113,8 @@ def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> 
 
 
 def test_the_same_program_gives_the_same_tokens_through_opencl(model: GpuExecutor) -> None:
-    """Another compiler and another host run the launches of the adapter's program."""
+    """Checks that another compiler and another host program, through OpenCL, give the tokens and about the
+    logits of this machine's GPU adapter."""
     qwen, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
     other = through_opencl(model, qwen.config, scheme)
     assert worst(score(other, qwen.tokens), score(model, qwen.tokens)) < 5e-3
@@ -147,7 +150,8 @@ def test_masks_leave_the_tokens_that_they_allow(model: GpuExecutor) -> None:
 
 
 def test_forks_copy_the_beginnings_of_pages(model: GpuExecutor) -> None:
-    """A branch of drafts shares the tokens before it, new ones of the same step included."""
+    """Checks that a branch of draft tokens uses copies of the cached tokens before it, even of tokens that
+    are computed in the same step."""
     tokens = golden("qwen3").tokens[:9]
     model.step(ModelStep.of([(tokens, 9, [0])]), [GREEDY])
     straight = forward(model, ModelStep.of([([3, 4, 5], 12, [0])], [3], prompt=False))
@@ -199,7 +203,8 @@ def test_a_program_is_the_same_in_every_directory(model: GpuExecutor, tmp_path: 
 
 
 def test_the_memory_of_a_library_is_what_its_executor_allocates(model: GpuExecutor) -> None:
-    """Plans add up these numbers, before a device is there."""
+    """Checks that the memory which a library states equals what its executor allocates: plans use the number
+    before there is a device."""
     program, memory = model.device.program, model.manifest.memory
     allocated = sum(program.param_bytes().values()) + sum(program.buffer_bytes(model.pages).values())
     assert model.pages == model.limits.pages
@@ -211,7 +216,8 @@ def test_the_memory_of_a_library_is_what_its_executor_allocates(model: GpuExecut
 def test_a_device_with_the_guaranteed_limits_is_enough(
     model: GpuExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """wgpu holds a device to the limits with which it is opened."""
+    """Checks that a GPU program runs on a device with the limits that WebGPU guarantees. wgpu enforces the
+    limits with which a device is opened."""
     required = {name: getattr(GUARANTEED, limit) for name, limit in gpu_adapter._LIMITS.items()}
     monkeypatch.setattr(
         gpu_adapter, "open_device", lambda adapter: adapter.request_device_sync(required_limits=required)

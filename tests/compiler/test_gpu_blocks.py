@@ -1,4 +1,5 @@
-"""Every block of a layer on the adapter of this machine, against float64 and transformers."""
+"""Tests of every kind of block of a layer on this machine's GPU adapter, compared with float64 and with
+transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ LIMITS = {"context_window": 64, "prefill_chunk": 64, "max_batch": 4}
 
 
 def worst(config: ModelConfig, scheme: str, weights: Any, case: tuple[Any, Any], area: Path) -> list[float]:
-    """Returns the largest differences as shares of the range of logits: whole, in chunks, token by token."""
+    """Returns the largest difference of logits, as a fraction of their range, for the whole prompt, for
+    chunks of it, and for single tokens."""
     library = gpu_harness.compiled(area, config, SCHEMES[scheme], **LIMITS)
     model = gpu_harness.loaded(library, config, SCHEMES[scheme], weights)
     tokens, expected = [int(token) for token in case[0]], case[1]
@@ -96,7 +98,8 @@ def test_stacks_larger_than_a_binding_are_bound_in_parts() -> None:
     ],
 )
 def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, count: int) -> None:
-    """Copies of drafts' pages are not counted: without drafts their grid is empty."""
+    """Checks that one token reads each weight exactly once, in `count` kernel launches per layer. Launches
+    that copy pages for drafts do not count: without drafts they have no workgroups."""
     model: Any = experts_golden.golden(name) if name in experts_golden.VARIANTS else golden(name)
     builder = LaunchBuilder(model.config, SCHEMES[scheme], Limits(**LIMITS))
     sizes = {**builder.calls.sizes, "n": 1}
@@ -122,7 +125,8 @@ def test_a_token_reads_each_weight_once_in_few_launches(name: str, scheme: str, 
 
 
 class CountedLaunches(Emitter):
-    """An emitter of launches whose kernels are never built."""
+    """A builder of kernel launches whose kernels are never compiled; each is named after the function that
+    makes it."""
 
     def kernel(self, make: Make, *arguments: object) -> str:
         return make.__name__

@@ -1,4 +1,5 @@
-"""Kernels of GPUs that read quantized matrices, against float64 products of the values that these hold."""
+"""Tests of the GPU kernels that read quantized matrices, compared with float64 products of the values that
+the matrices represent."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(params=["adapter", "opencl", "chromium"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Returns the function that executes a kernel somewhere."""
+    """Returns a function that executes one kernel, on the host that the test's parameter names: wgpu, OpenCL
+    or Chromium."""
     if request.param == "chromium":
         return partial(gpu_page.on_page, request.getfixturevalue("browser"))
     return gpu_kernels.HOSTS[request.param]
@@ -60,7 +62,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @cache
 def matrix(form: str, columns: int = COLUMNS) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
-    """Returns the stored tensors of a matrix [ROWS, columns] by their names in kernels, and its values."""
+    """Returns (kernel argument -> stored tensor, values in float64) of a matrix [ROWS, columns] in the format
+    `form`."""
     definition = load_format(form, "row")
     if form not in TYPES:
         weights = np.random.default_rng(1).standard_normal((ROWS, columns)).astype(np.float32)
@@ -112,7 +115,8 @@ def rms(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("form", SAMPLE if EVERY else SAMPLE[:1])
 def test_a_product_adds_normalized_rows_and_normalizes_the_sum(form: str, run: Run) -> None:
-    """A layer with norms after its halves has this product; the sums are stored for the layers after it."""
+    """Checks the product of layers that normalise the output of each half: it adds normalised rows to the
+    residual stream, stores the sums for later layers, and normalises them."""
     tensors, values = matrix(form)
     norm = NormSpec(COLUMNS, RmsNorm(1e-5, 1.0), half=False)
     spec = ProductSpec(ROWS, COLUMNS, stored_as(form), norm=norm, added=norm, added_scale=0.5)
@@ -142,7 +146,8 @@ def test_an_embedding_reads_exact_numbers(form: str, run: Run) -> None:
 
 @CASES
 def test_products_with_the_matrices_of_experts(form: str, run: Run) -> None:
-    """The rows are five matrices of ten rows; each of two rows of x chooses two of them."""
+    """Checks products with the matrices of experts: the stored rows are five matrices of ten rows, and each
+    of two input rows selects two of them."""
     tensors, values = matrix(form)
     experts, spec = ExpertsSpec(5, 5, 2), ProductSpec(10, COLUMNS, stored_as(form))
     routes, x = np.array([4, 1, 0, 4], np.int32), activations(2)

@@ -1,5 +1,5 @@
-"""Long greedy decoding by the runtime, one token at a time, against the reference on the weights that the
-bundle holds."""
+"""Tests that greedy decoding of a whole context, one token at a time, selects the tokens that the reference
+finds most likely with the bundle's weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ print(json.dumps(tokens))
 """Program that decodes a whole context of the most likely tokens. argv: bundle, prompt."""
 
 NEAR = {"q0f32": 1e-4, "q4f16_1": 2e-2, "q4a8_1": 0.5}
-"""How far below the reference's most likely token a chosen one may lie, in logits that spread over 3: float32
-sums in another order, float16 keys and values, activations of 8 bits."""
+"""Scheme -> largest difference of logits between the reference's most likely token and the selected one.
+Logits span a range of 3. The difference comes from the order of float32 sums, float16 keys and values, and
+8-bit activations."""
 
 
 @pytest.mark.parametrize("scheme", NEAR)

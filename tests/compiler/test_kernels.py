@@ -1,4 +1,5 @@
-"""Matrix products and embeddings of every format and instruction set against float64 NumPy."""
+"""Tests of matrix products and embeddings in every format and instruction set, compared with float64
+NumPy."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.xdist_group("kernels")
 
 BIAS = (50, 72)
 SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))
-"""[n, k]: tails in n and k, a whole model's width, K within one group, more than one block of K."""
+"""Sizes (rows, columns) of matrices: with remainders in both sizes, with those of a real model, with fewer
+columns than one group, and with more than one block of columns."""
 MORE = {
     "q0f32": [(1, 31)],
     "q0f16": [(20, 1100), (7, 1)],
@@ -37,7 +39,8 @@ MORE = {
     "q5a8_1": [(20, 1100)],
     "q8a8_1": [(20, 1100)],
 }
-"""Scheme -> shapes beside BIAS: each shape with floats, with levels and with rounded activations."""
+"""Scheme -> sizes that are tested besides BIAS. Together they cover each size with float32 products, with
+scales in two levels, and with 8-bit activations."""
 if EVERY:
     MORE |= dict.fromkeys(("q0f32", "q4f16_1", "q8f16_1", "q8a8_1"), SHAPES[1:])
 CASES = [(scheme, BIAS) for scheme in SIMPLE]
@@ -45,13 +48,13 @@ CASES += [(scheme, shape) for scheme, shapes in MORE.items() for shape in shapes
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))
 SAME = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512amx": "avx512", "i8mm": "neon"}
-"""Instruction set -> one with the same kernels, but for int8 products."""
+"""Instruction set -> another one that has the same kernels except for int8 products."""
 DISTINCT = [name for name in TARGETS if EVERY or name not in SAME]
-"""Instruction sets whose embeddings and products with floats are run."""
+"""Instruction sets on which embeddings and float32 products are executed."""
 
 
 def cases(isa: str) -> list[tuple[str, tuple[int, int]]]:
-    """Returns scheme and shape of the products that are run for an instruction set."""
+    """Returns (scheme, size of the matrix) of each product that is executed on an instruction set."""
     return [case for case in CASES if isa in DISTINCT or SCHEMES[case[0]].activation_bits]
 
 
@@ -72,7 +75,7 @@ def table(isa: str, scheme: str, shape: tuple[int, int]) -> Embedding:
 
 
 def module(isa: str) -> Module:
-    """Returns all kernels of this file for one instruction set."""
+    """Returns the compiled kernels of this file for one instruction set."""
     return kernelbench.once(f"kernels {isa}", lambda: _compiled(isa))
 
 
@@ -105,9 +108,9 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
 
 @each_product
 def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int, int]) -> None:
-    """A row has the same bits with up to 16 others, or with any number if the kernel has a variant for
-    prompts: rows that share a step, drafts too, must not change an answer.
-    """
+    """Checks that the result of a row has the same bits with up to 16 other rows, or with any number if the
+    kernel has a variant for prompts. An answer must not depend on the rows, drafts included, that share its
+    steps."""
     kernelbench.need(TARGETS[isa])
     rng = np.random.default_rng(2)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
@@ -138,7 +141,8 @@ def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:
 
 @each_int8_isa
 def test_zero_rows_of_x_stay_zero(isa: str) -> None:
-    """Rows of zeros give zeros: a group of zeros has the scale 0, by which nothing may be divided."""
+    """Checks that rows of zeros give zeros: the scale of such a group is 0, so nothing may be divided by
+    it."""
     kernelbench.need(TARGETS[isa])
     stored, _ = kernelbench.weights(np.random.default_rng(3), SCHEMES["q4a8_1"], 320, 576)
     created = kernel(product(isa, "q4a8_1", (320, 576)), Fusion())
@@ -149,8 +153,8 @@ def test_zero_rows_of_x_stay_zero(isa: str) -> None:
 
 @each_int8_isa
 def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
-    """Scales of weights from 2**-24 to 28832 of either sign, groups of zeros; groups of x from 1e-33 to 1e30,
-    and beside them such of zeros."""
+    """Checks extreme magnitudes: scales of weights from 2**-24 to 28832 with either sign, groups of
+    activations from 1e-33 to 1e30, and groups of zeros among both."""
     kernelbench.need(TARGETS[isa])
     rng, scheme, (n, k) = np.random.default_rng(7), SCHEMES["q4a8_1"], (320, 576)
     matrix = rng.standard_normal((n, k // 32, 32)) * np.exp2(rng.integers(-28, 17, (n, k // 32, 1)))
@@ -173,7 +177,8 @@ def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
 @pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1", "q8a8_1"])
 @pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_row_that_is_no_number_stays_one(isa: str, scheme: str, wrong: float) -> None:
-    """Wherever it is wrong, none of its results is finite; those of other rows are the same."""
+    """Checks that a row with one infinite or NaN value has no finite result, wherever the value is, and that
+    other rows are not affected."""
     kernelbench.need(TARGETS[isa])
     rng, (n, k) = np.random.default_rng(8), (20, 1100)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], n, k)
@@ -190,7 +195,7 @@ def test_a_row_that_is_no_number_stays_one(isa: str, scheme: str, wrong: float) 
 
 @each_isa
 def test_float16_of_every_magnitude(isa: str) -> None:
-    """Zeros, subnormal and normal numbers of either sign come out exactly."""
+    """Checks that embeddings return zeros, subnormal and normal float16 numbers of either sign exactly."""
     kernelbench.need(TARGETS[isa])
     bits = np.arange(0, 1 << 16, 13, dtype=np.uint32).astype(np.uint16).view(np.float16)
     values = bits[np.isfinite(bits)][: 4 * 37 * 64].reshape(-1)
@@ -203,7 +208,8 @@ def test_float16_of_every_magnitude(isa: str) -> None:
 
 @pytest.mark.parametrize(("isa", "prompt"), [("portable", False), ("avx512amx", False), ("avx512amx", True)])
 def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
-    """Relative to the unquantized product, on gaussian data, as good as other 4-bit formats."""
+    """Checks that the error of 4-bit weights and 8-bit activations, relative to the unquantized product of
+    gaussian data, is as small as in other 4-bit formats."""
     kernelbench.need(TARGETS[isa])
     rng, (n, k) = np.random.default_rng(4), (320, 576)
     matrix = rng.standard_normal((n, k)).astype(np.float32)
@@ -220,8 +226,8 @@ def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
     [(scheme, (20, 1100)) for scheme in ("q4a8_1", "q5a8_1", "q8a8_1")] + [("q4a8_1", (600, 2350))],
 )
 def test_tile_registers(scheme: str, shape: tuple[int, int]) -> None:
-    """More rows than are computed in one go; panels of two sizes, whose weights are not all at hand at once;
-    values of any magnitude; and cutting does not make results smaller on the average."""
+    """Checks products on tile registers: with more rows than are computed at once, with panels of two sizes,
+    with values of any magnitude, and without a bias from cutting off bits."""
     target = TARGETS["avx512amx"]
     kernelbench.need(target)
     rng, (n, k), m = np.random.default_rng(6), shape, 530
@@ -239,7 +245,8 @@ def test_tile_registers(scheme: str, shape: tuple[int, int]) -> None:
 
 
 def test_equal_products_share_one_kernel() -> None:
-    """Two products of one shape in one function: one PrimFunc, called for any number of rows."""
+    """Checks that two products of the same shape in one function share one kernel, which is called for any
+    number of rows."""
     created = product("portable", "q4f16_1", (72, 72))
     builder = relax.BlockBuilder()
     m = Var("m", "int64")
@@ -259,9 +266,8 @@ def test_equal_products_share_one_kernel() -> None:
 
 @pytest.mark.parametrize(("isa", "other"), SAME.items())
 def test_kernels_with_floats_are_the_same(isa: str, other: str) -> None:
-    """Kernels with float32 products are the same programs for both instruction sets, so that running those of
-    `other` tests both: see DISTINCT.
-    """
+    """Checks that kernels with float32 products are the same programs for both instruction sets, so that
+    testing them on one of the two is enough."""
 
     def programs(name: str) -> list[str]:
         floats = [case for case in CASES if not SCHEMES[case[0]].activation_bits]
@@ -280,8 +286,9 @@ def test_names_and_fallbacks() -> None:
 
 
 def test_kernels_are_asked_how_much_they_take() -> None:
-    """Arrays of one scope add up, of two scopes that follow each other the larger counts; small ones that
-    have one size are on the stack; sizes are those of the largest dimensions, in whole pages."""
+    """Checks the estimate of a kernel's scratch memory: arrays of one scope are added, the larger of two
+    consecutive scopes counts, small arrays of fixed size are on the stack, and sizes are those of the largest
+    dimensions in whole pages."""
 
     def body() -> None:
         n = Var("n", "int64")
@@ -315,7 +322,7 @@ def test_kernel_names_tell_formats_and_shapes_apart() -> None:
 
 
 def scheme_kernels(isa: str, scheme: Storage) -> str:
-    """Returns assembly of all products of one scheme."""
+    """Returns the assembly of all products of one scheme."""
     created = [
         kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES if case[0] == scheme.name
     ]

@@ -1,4 +1,5 @@
-"""Tests of what instructions kernels are made of: the right ones, no others, and no calls of a C library."""
+"""Tests of the instructions in compiled kernels: the expected ones, none that the target lacks, and no calls
+of a C library."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_instructions_of_a_product(isa: str, scheme: str, instruction: str) -> N
 
 @pytest.mark.parametrize("isa", list(TARGETS))
 def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
-    """Cores wait for each other within a launch; without, it would go well most of the time."""
+    """Checks that a product contains a barrier, at which the cores wait for each other. Without it most runs
+    would be right by chance."""
     product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
     assert "TVMBackendParallelBarrier" in module(isa).code(product)
     # What is left at the end is counted: see tests/compiler/test_cores.py.
@@ -134,7 +136,8 @@ def test_parts_are_there_before_they_are_joined() -> None:
     ids=["neoverse-n1", "apple-m1", "cortex-a72", "riscv64"],
 )
 def test_other_architectures(target: Target, instruction: str) -> None:
-    """They compile, with the right instructions and without calls; nothing is run."""
+    """Checks kernels for other architectures: they compile, with the expected instructions and without calls
+    of libraries. They are not executed."""
     isa = isa_for(target)
     schemes = [SCHEMES[name] for name in ("q0f16", "q4f16_1", "q4a8_1", "q8a8_1")]
     functions = [kernel(linear(isa, scheme, 20, 72), Fusion(bias=True)) for scheme in schemes]

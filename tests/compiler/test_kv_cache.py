@@ -1,4 +1,4 @@
-"""Kernels that write and copy pages of the cache."""
+"""Tests of the kernels that write and copy pages of the KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No byte is hashed twice on its way from a source into a bundle."""
+"""Tests that no byte is hashed twice between a source and a bundle."""
 
 from __future__ import annotations
 

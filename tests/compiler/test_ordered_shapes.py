@@ -1,4 +1,5 @@
-"""The functions that compute shapes: TVM orders their stores by addresses, which differ between processes."""
+"""Tests of sorting the stores in functions that compute shapes: TVM orders them by memory addresses, which
+differ between processes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def ascending(H: T.Buffer((T.int64(4),), "int64")):  # type: ignore[no-untyped-d
 
 
 def places(function: PrimFunc) -> list[int]:
-    """Returns the places in the heap of shapes that a function writes, in order."""
+    """Returns the indices in the heap of shapes to which a function stores, in program order."""
     body = function.body
     stores = body.seq if isinstance(body, SeqStmt) else [body]
     return [int(store.indices[0]) for store in stores if isinstance(store, BufferStore)]
@@ -49,7 +50,8 @@ def test_stores_are_sorted_by_their_places() -> None:
 
 
 def test_every_function_that_computes_shapes_is_sorted(tmp_path: Path) -> None:
-    """Latent attention has functions that compute several dimensions, found by their attributes."""
+    """Checks that the stores of every function that computes shapes are sorted. Models with latent attention
+    have such functions with several stores."""
     target = presets.resolve("x86-64-v3")
     config = typegoldens.load("deepseek_v3", tmp_path).config
     program = functions.build(Decoder(CpuOps(config, SCHEMES["q0f32"], target), Limits(64, 32, 2)))

@@ -1,4 +1,4 @@
-"""The kernel that draws tokens, on every instruction set, against float64 NumPy."""
+"""Tests of the kernel that samples tokens, on every instruction set, compared with float64 NumPy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Floats = NDArray[np.float32]
 Reals = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 2e-6
-"""Part of all probability by which float32 may differ from float64."""
+"""The probability by which float32 results may differ from float64 ones."""
 EXAMPLES = 400 if EVERY else 12
 each_isa = pytest.mark.parametrize("isa", DISTINCT)
 two_isas = pytest.mark.parametrize("isa", ["avx512vnni", "portable"])
@@ -174,7 +174,8 @@ def test_vocabularies_of_models(isa: str, size: int, spread: float) -> None:
 
 @two_isas
 def test_a_row_is_the_same_among_others_and_wherever_it_lies(isa: str) -> None:
-    """Rows of an odd size lie at any place, and one may be skipped."""
+    """Checks that a row's token depends neither on the other rows nor on the row's address, where rows have
+    an odd number of logits, and that a row can be skipped."""
     kernelbench.need(TARGETS[isa])
     random = np.random.default_rng(3)
     logits = np.stack([Drawn(5001, spread, False, 0.1, 4).logits for spread in (0.5, 1, 2, 3, 4, 5, 6)])
@@ -229,7 +230,7 @@ def test_extreme_logits_and_temperatures(isa: str) -> None:
 
 @two_isas
 def test_what_is_drawn_often_is_likely(isa: str) -> None:
-    """Chi-squared of 20,000 draws."""
+    """Checks that 20,000 sampled tokens have the expected distribution, with a chi-squared test."""
     kernelbench.need(TARGETS[isa])
     logits, total = Drawn(600, 1.0, False, 0.0, 7).logits, 20_000
     numbers = np.random.default_rng(9).random(total).tolist()
@@ -261,7 +262,8 @@ def test_no_library_is_called(isa: str) -> None:
     ids=["neoverse-n1", "apple-m1", "riscv64"],
 )
 def test_other_architectures(target: Target) -> None:
-    """It compiles without calls; nothing is run."""
+    """Checks that the sampling kernel compiles for other architectures without calls of libraries. It is not
+    executed."""
     function = sample(isa_for(target)).with_attr("global_symbol", "sample")
     assert kernelbench.libraries_called(kernelbench.compiled(target, [function]).asm) == set()
 
@@ -290,7 +292,8 @@ def test_threads_do_not_show() -> None:
 @pytest.mark.parametrize("width", [1, 31, 33, 260, 4103])
 @each_isa
 def test_masked_logits(isa: str, width: int) -> None:
-    """Rows without a mask stay as they are; a mask may have more bits than there are logits."""
+    """Checks that rows without a mask stay unchanged, and that a mask may have more bits than a row has
+    logits."""
     kernelbench.need(TARGETS[isa])
     function = masked(isa_for(TARGETS[isa])).with_attr("global_symbol", "masked")
     created = kernelbench.once(f"masks {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))

@@ -1,5 +1,5 @@
-"""Whole libraries of shapes that no tile, group or vector divides, on every instruction set of x86, in
-batches of odd sizes, and in contexts on both sides of every boundary up to 8192."""
+"""Tests of whole libraries on every instruction set of x86: sizes that are not multiples of tiles, groups or
+vectors, batches of odd sizes, and contexts around every boundary up to 8192 tokens."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ MIXED = replace(
         ("*.mlp.gate_up", SCHEMES["q4f16_1"]),
     ),
 )
-"""A scheme with five kinds of products in one library; that of tokens is also the last product."""
+"""A scheme that uses five kinds of products in one library. The same matrix holds the embeddings of tokens
+and computes the logits."""
 TOKENS = np.random.default_rng(3).integers(0, ODD.vocab_size, 52).tolist()
 
 
 def logits(session: Session) -> Floats:
-    """Returns the logits of sequences of different lengths: prompts of 1 to 37 tokens one after the other and
-    together, then steps of 3, 5, 7 and 1 sequences."""
+    """Returns the logits of several sequences: of prompts with 1 to 37 tokens, one after the other and
+    together, then of decode steps with 3, 5, 7 and 1 sequences."""
     results = [session.prefill((0, TOKENS[:37]))]
     lengths = {1: 1, 2: 5, 3: 12, 4: 16, 5: 17, 6: 12}
     results.append(session.prefill(*((s, TOKENS[:n]) for s, n in lengths.items())))
@@ -108,7 +109,8 @@ WHOLE = replace(
     layers=(LayerSpec(Attention(9, 3, 32, 32**-0.5), Dense(384), Norms(NORM)),),
     ropes=(rope(32),),
 )
-"""Whole steps of tile registers everywhere: attention and the gated pair of the MLP are theirs in prompts."""
+"""Config of a model whose prompts use tile registers in all kernels: attention, and the gated products of the
+feed-forward."""
 
 
 @pytest.mark.skipif(
@@ -126,11 +128,13 @@ def test_prompts_of_whole_tiles(tmp_path_factory: pytest.TempPathFactory) -> Non
 
 
 BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 4097, 8191, 8192)
-"""Lengths of the context around pages, chunks and blocks of scores, and the longest."""
+"""Lengths of contexts just before, at and after the boundaries of pages, chunks and blocks of attention
+scores, up to the longest."""
 
 
 def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The token that fills the context to a boundary, decoded after a prompt in chunks."""
+    """Checks contexts of all these lengths: the last token is decoded after a prompt that is computed in
+    chunks."""
     config = with_attention(ODD, heads=3)
     scheme = SCHEMES["q0f32"]
     weights = random_weights(config)
@@ -151,7 +155,8 @@ def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> N
 
 @pytest.mark.parametrize("vocab", [49152, 151936])
 def test_tables_of_large_vocabularies(vocab: int) -> None:
-    """The table is that of tokens and the last product, of an odd width, for one row and for seven."""
+    """Checks large vocabularies of odd sizes, for one row and for seven: the same matrix holds the embeddings
+    and computes the logits."""
     target = kernelbench.TARGETS["avx2"]
     kernelbench.need(target)
     isa, scheme, width = isa_for(target), SCHEMES["q8a8_1"], 72

@@ -1,4 +1,5 @@
-"""Linking: which program, what it says when there is none, and bytes that depend on nothing else."""
+"""Tests of linking: which linker is used, the message if there is none, and that the bytes depend on the
+input only."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def forget() -> Iterator[None]:
 
 @pytest.fixture
 def no_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Returns an empty PATH, and no module ziglang."""
+    """Removes all programs from PATH and the package ziglang from the import path, and returns the empty
+    directory on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [])
     sys.path_importer_cache.clear()
@@ -42,7 +44,8 @@ def no_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def objects(directory: Path, calls: str = "") -> list[Path]:
-    """Returns two objects made by LLVM, which call the function `calls` if one is named."""
+    """Returns two object files made by LLVM. calls: name of an external function that they call; "" for
+    none."""
     import tvm
     from tvm.script.ir_builder import tirx as T
 
@@ -137,7 +140,8 @@ def test_a_linker_that_cannot_start_is_an_error_of_the_machine(no_programs: Path
 
 
 def test_elf_reader_agrees_with_the_system(tmp_path: Path) -> None:
-    """libc itself is read as `nm` reads it, where there is one."""
+    """Checks that our ELF reader lists the same undefined symbols as the program `nm`, for a library and for
+    libc."""
     out = tmp_path / "model.so"
     toolchain.link(objects(tmp_path / "in"), out, LINUX)
     try:

@@ -1,4 +1,4 @@
-"""Tests of what a library still checks when it is called, and what it does no more."""
+"""Tests of the checks that a compiled library makes when it is called, and of those that were removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENTRIES -= {abi.METADATA.name}
 
 
 def calls() -> dict[str, list[str]]:
-    """Returns function of a small library -> the names of the runtime's functions that it calls."""
+    """Returns function of a small library -> names of the runtime functions that it calls."""
     target = presets.resolve("host")
     decoder = Decoder(CpuOps(golden("qwen3").config, SCHEME, target), Limits(64, 32, 2))
     phases = (*pipeline.PLAN, *pipeline.LOWER)

@@ -1,4 +1,5 @@
-"""Compiled libraries against transformers for each model type: prompts whole and in chunks, and decoding."""
+"""Tests that compare compiled libraries with transformers for each model type: whole prompts, prompts in
+chunks, and decoding."""
 
 from __future__ import annotations
 
@@ -21,17 +22,18 @@ from tests.typegoldens import WINDOW
 
 BATCH = 4
 OWN_OPTIONS = ("apertus", "cohere2", "deepseek_v3", "gpt_oss", "olmo2", "opt", "phimoe")
-"""Types with an option or a form of layers that the patchwork and test_decoder.py's models lack."""
+"""Model types with an option or a form of layer that neither the model with all options nor the models of
+test_decoder.py have."""
 CHECKED = typegoldens.NAMES if EVERY else OWN_OPTIONS
-"""The others are checked where MLCBUILD_TEST_EVERY is set. tests/bundles/test_types_reference.py compares
-the logits of all with the reference, with which the patchwork is compared here."""
+"""Model types that are compiled here; MLCBUILD_TEST_EVERY adds the others.
+tests/bundles/test_types_reference.py compares the reference with transformers for all of them."""
 RARE = {
     *(("layers.mixer.query_latent", "default"), ("layers.mixer.bias", "False")),
     *(("norm.weight", "False"), ("layers.mixer.qk_norm.bias", "False")),
     ("layers.feed_forward.router.group_by_largest", "True"),
     ("form", "sequential", "LayerNorm", "NoneType", "Dense", "True"),
 }
-"""Options of types that are compiled only where MLCBUILD_TEST_EVERY is set: others cover their parts."""
+"""Options of model types that are compiled with MLCBUILD_TEST_EVERY only: other options cover their parts."""
 
 
 def test_every_option_of_a_type_is_compiled(tmp_path: Path) -> None:
@@ -73,7 +75,8 @@ def test_type_gives_the_logits_of_transformers(
 
 
 def compare(session: Session, tokens: Sequence[int], expected: NDArray[Any]) -> None:
-    """Asserts that a prompt gives the logits `expected`, whole, in chunks, token by token and of its end."""
+    """Asserts that a prompt gives the logits `expected`: computed at once, in chunks, token by token, and for
+    its last rows only."""
     tolerance = 1e-4 * float(np.abs(expected).max())
 
     def worst(logits: NDArray[Any]) -> float:

@@ -1,7 +1,8 @@
-"""A backend from outside: Ops that count their calls and compute nothing, and an action that needs no TVM.
+"""A backend for tests as another package would add it: its `Ops` count their calls and compute nothing, and
+its action does not need TVM.
 
-Run as a program, it builds the functions of a library and prints what was called, what was made, and which
-modules of other backends that has loaded.
+Run as a program, it builds the functions of a library, and prints the calls, the functions, and the modules
+of other backends that were imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A store that is filled with work of a few bytes, and copies of it to damage."""
+"""Fixtures for tests of damage: a store that was filled quickly by replaced actions, and copies of it to
+damage."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
-    """Yields a copy of a built recipe and its store, hard links included. The run after a damage is the first
-    one in it."""
+    """Yields a copy of a built recipe and its store, with hard links. It has no receipts, so that the first
+    run after a damage checks everything."""
     subprocess.run(["cp", "-a", f"{sound.root}/.", tmp_path / "there"], check=True)
     actual = Place(tmp_path / "there")
     shutil.rmtree(actual.store / "receipts", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A recipe of two variants with its store, and ways to damage files."""
+"""Helpers for tests of damage: a recipe of two variants with its store, and functions that damage files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Place:
         return self.store / "cas" / digest[:2] / digest
 
     def bundles(self) -> dict[str, bytes]:
-        """Returns every file of every bundle; that of provenance says when it was made."""
+        """Returns path -> content of every file of every bundle, without the provenance file beside them,
+        which contains the time of the build."""
         dist = self.root / "dist"
         return {
             path.relative_to(dist).as_posix(): path.read_bytes()
@@ -76,7 +77,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def healed(place: Place, sound: Place) -> None:
-    """Asserts that the damage is repaired: all bundles and the store have their original contents."""
+    """Asserts that the damage is repaired: all bundles have their original contents, and the store is
+    sound."""
     actual, expected = place.bundles(), sound.bundles()
     wrong = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
     assert not wrong, wrong
@@ -84,7 +86,8 @@ def healed(place: Place, sound: Place) -> None:
 
 
 def settled(place: Place) -> None:
-    """Asserts that the store is right and complete, and that nothing is left to warn of."""
+    """Asserts that the store is sound and complete, and that another run builds nothing and prints no
+    warning."""
     result = place.mlcbuild("cache", "verify")
     assert result.returncode == 0, result.stdout
     again = place.mlcbuild("run", "recipe.yaml")

@@ -1,4 +1,4 @@
-"""Damaged blobs in a store: built again, and never read, linked or sent."""
+"""Tests of damaged blobs in a store: they are built again, and never read, linked or sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rot(path: Path) -> None:
 
 
 def elsewhere(path: Path) -> None:
-    """Replaces a file by a symbolic link to one with the right bytes and time."""
+    """Replaces a file by a symbolic link to a copy with the same bytes and modification time."""
     aside = path.parent.parent.parent.parent / "aside"
     shutil.copy2(path, aside)
     path.unlink()

@@ -1,4 +1,5 @@
-"""Damaged records in a store: misses with one warning, never a wrong bundle."""
+"""Tests of damaged records in a store: each counts as a cache miss with one warning, and never gives a wrong
+bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage around the records and blobs of a store: other kinds of files, links, permissions."""
+"""Tests of damage in a store outside of its records and blobs: files of other kinds, links, permissions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_other_files_of_a_store_are_done_without(what: str, place: Place, sound:
 
 
 LINKED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "receipts", "runs")
-"""Directories of a store from which files are removed."""
+"""Names of the directories of a store from which mlcbuild removes files."""
 
 
 OTHERS: dict[str, Callable[[Path, Path], object]] = {
@@ -82,7 +82,8 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
 
 
 def files_of_somebody(place: Place) -> Path:
-    """A directory outside of the store with what each of its directories would lose, were it followed."""
+    """Returns a directory outside of the store with files such as mlcbuild would remove from its own
+    directories, if it followed a link to this one."""
     mine = place.root / "mine"
     mine.mkdir()
     for name in ("old.lock", "a.json", "b.rest", "0" * 64, "note.txt"):
@@ -114,7 +115,8 @@ def state(directory: Path) -> dict[str, tuple[str, int]]:
     ],
 )
 def test_directories_of_a_store_are_its_own(name: str, kind: str, place: Place, sound: Place) -> None:
-    """Nothing hangs, nothing of somebody else is removed or written, and the store heals."""
+    """Checks that a link or another kind of file in place of a store's directory does not make a command
+    hang, that no foreign file is removed or written, and that the store is repaired."""
     mine = files_of_somebody(place)
     before = state(mine)
     remove(place.store / name)
@@ -138,7 +140,8 @@ def test_directories_of_a_store_are_its_own(name: str, kind: str, place: Place, 
 
 @pytest.mark.parametrize("name", ["ac", "cas"])
 def test_records_and_blobs_that_are_a_link_are_refused(name: str, place: Place) -> None:
-    """gc and verify would remove whatever lies behind it and is no record or blob."""
+    """Checks that a link in place of the directory of records or of blobs is refused: `gc` and `verify` would
+    remove foreign files behind it."""
     mine = files_of_somebody(place)
     before = state(mine)
     shutil.rmtree(place.root / "dist")
@@ -237,7 +240,7 @@ def test_a_damaged_list_beside_a_bundle_makes_its_files_the_users(
 
 
 def give_away(store: Path) -> None:
-    """Makes it another user's, where that is possible."""
+    """Makes another user the owner of the store, if this process may do that."""
     if os.geteuid() == 0:
         for path in (store, *store.rglob("*")):
             os.chown(path, 65534, 65534, follow_symlinks=False)

@@ -1,4 +1,5 @@
-"""Shared caches whose files rot after they were written: a run without them is right, warns, and mends."""
+"""Tests of shared caches whose files are damaged after they were written: a run builds the right bundle,
+warns, and replaces the damaged files."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 
 @pytest.fixture
 def remote(place: Place) -> Path:
-    """Returns a directory with all of the place's results, which its recipe names; the store is empty."""
+    """Returns a directory that holds all results of the recipe, and which the recipe names as a remote. The
+    local store is empty."""
     shared = place.root / "shared"
     shared.mkdir()
     recipe = place.root / "recipe.yaml"
@@ -35,7 +37,7 @@ def empty(place: Place) -> None:
 
 
 def mended(place: Place, sound: Place) -> None:
-    """Asserts that the bundles are right but for the digest of their recipe, and that all is in order."""
+    """Asserts that the bundles are right except for their provenance, and that the store is sound."""
 
     def products(of: Place) -> dict[str, bytes]:
         return {name: data for name, data in of.bundles().items() if "provenance" not in name}
@@ -118,7 +120,8 @@ def test_swapped_records_give_no_other_bundle(kind: str, place: Place, sound: Pl
 
 
 def test_what_one_user_mends_the_next_one_fetches(place: Place, sound: Place, remote: Path) -> None:
-    """Everything has rotted. The first user builds it and replaces it; the second one builds nothing."""
+    """Checks that the first user builds everything again after all files of a cache were damaged and replaces
+    them there, and that the second user builds nothing."""
     empty(place)
     for path in (*(remote / "cas").iterdir(), *(remote / "ac").iterdir()):
         rot(path)

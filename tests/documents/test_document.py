@@ -1,4 +1,5 @@
-"""YAML with places: what is data, what is refused, and where."""
+"""Tests of reading YAML with positions: which values a text has, what is refused, and which position an error
+states."""
 
 from __future__ import annotations
 

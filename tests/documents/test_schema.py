@@ -1,4 +1,4 @@
-"""The published schemas: valid, complete, true, and explaining every key."""
+"""Tests of the published JSON schemas: they are valid, complete and correct, and they explain every key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _properties(rule: Data, where: str) -> list[tuple[str, dict[str, Data]]]:
 
 
 def test_the_published_schema_accepts_what_load_accepts() -> None:
-    """Editors use it as it is, with variables where numbers are wanted."""
+    """Checks that the published schema accepts every recipe of the guides, also with variables in place of
+    numbers, so that editors can use it."""
     from jsonschema import Draft202012Validator
 
     validator = Draft202012Validator(schema.schema("recipe"))

@@ -1,4 +1,4 @@
-"""ci/bench/schemas on a small suite of the same form: what it counts, and what makes it fail."""
+"""Tests of ci/bench/schemas with a small test suite: what it counts, and what makes it fail."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_small_suite(tmp_path: Path) -> None:
 
 
 def test_what_gets_through_wrongly_is_found(tmp_path: Path) -> None:
-    """The suite says that the schema does not accept what it does accept."""
+    """Checks that ci/bench/schemas fails if a constraint allows a value that the suite lists as invalid."""
     wrong = {"description": "lie", "schema": {"type": "null"}, "tests": [{"data": None, "valid": False}]}
     result = tried(tmp_path, [wrong])
     assert result.returncode == 1

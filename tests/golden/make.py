@@ -252,7 +252,7 @@ ROPES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Golden:
-    """The random content of one variant."""
+    """The random weights and tokens of one golden variant."""
 
     weights: Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
     tokens: np.ndarray[Any, np.dtype[np.int64]]

@@ -51,7 +51,7 @@ class Inner(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """The names of a Llama with one layer."""
+    """A module whose parameters have the names of a Llama model with one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ TOGETHER = {
     "together": (("plain", 1.0), ("root", 0.5), ("dora", 1.0)),
     "added": (("plain", 0.5), ("twin", -0.75), ("root", 1.5)),
 }
-"""Golden -> adapters that are merged in turn, with their factors. Those of "added" change the same matrices.
-"""
+"""Golden -> (adapter, factor) of the adapters that are merged in turn. Those of "added" change the same
+matrices."""
 
 
 def base() -> Model:
@@ -88,7 +88,8 @@ def base() -> Model:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Gives every trained parameter random values: PEFT begins with products of zero."""
+    """Gives every trained parameter of the adapters random values, because the product of PEFT's initial
+    matrices is zero."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "magnitude" not in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -135,7 +136,7 @@ def merge_together(golden: str, adapters: tuple[tuple[str, float], ...]) -> None
 
 
 def save_merged(model: torch.nn.Module, path: Path) -> None:
-    """Saves those tensors of the merged model that differ from the base model."""
+    """Writes those tensors of the merged model that differ from the base model's to a safetensors file."""
     before = load_file(GOLDEN / "base.safetensors")
     after = {name: value.contiguous() for name, value in model.state_dict().items()}
     save_file({name: value for name, value in after.items() if not torch.equal(value, before[name])}, path)

@@ -65,7 +65,8 @@ def header(path: Path) -> dict[str, list[int]]:
 
 
 def add_format(path: Path) -> None:
-    """Writes into a file's header that PyTorch wrote it: transformers reads no other file."""
+    """Adds the metadata entry {"format": "pt"} to a safetensors file, without which transformers does not
+    read it."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     text = json.dumps({"__metadata__": {"format": "pt"}, **json.loads(data[8 : 8 + size])}).encode()

@@ -1,4 +1,5 @@
-"""The scheme of a model that is built without one: by its size, the memory and the processor."""
+"""Tests of choosing a scheme for a model that names none, by the model's size, the memory and the
+processor."""
 
 from __future__ import annotations
 

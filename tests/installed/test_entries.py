@@ -1,4 +1,5 @@
-"""Models that are kept for `chat` and `serve`: their descriptions, and what makes one stale."""
+"""Tests of the models that `chat` and `serve` keep: their description files, and when a model must be built
+again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of the golden checkpoints, and changes to them."""
+"""Test cases of model configs: those of the golden checkpoints, and changes to them."""
 
 from __future__ import annotations
 
