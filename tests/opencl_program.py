@@ -1,4 +1,5 @@
-"""A GPU program on OpenCL, a second host in tests: what `DeviceProgram` offers, without wgpu and WGSL."""
+"""Executes GPU programs through OpenCL: a second host program for tests, with the interface of
+`DeviceProgram` but without wgpu and WGSL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A copy of the package to which a test adds a file, and the parts of keys that a recipe has with it."""
+"""Copies the package, so that a test can add files to the copy, and prints the inputs of the keys that a
+recipe has there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of all options, for the compilers of all devices."""
+"""Config of a model that has all options of all blocks, for tests of the compilers of all devices."""
 
 from __future__ import annotations
 

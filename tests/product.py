@@ -1,11 +1,12 @@
-"""A recipe of many variants whose steps cost nothing.
+"""Creates a recipe of many variants whose steps cost nothing.
 
-    python -m tests.product make DIRECTORY MODELS      the recipe: MODELS x 8 schemes x 12 targets
-    python -m tests.product fill ARGUMENT...           `mlcbuild run ARGUMENT...`, with work of a few bytes
+`python -m tests.product make DIRECTORY MODELS` writes the recipe with MODELS x 8 schemes x 12 targets.
+`python -m tests.product fill ARGUMENT...` executes `mlcbuild run ARGUMENT...` with actions that write a few
+bytes.
 
-Only what actions do is replaced, and only in that process: recipe, graph, keys, store and bundles are what
-they are for everybody, so that `mlcbuild plan` and `mlcbuild run` find everything built afterwards. No two
-models are alike, so that nothing but sources, tokenizers and weights is shared between variants.
+Only the actions are replaced, and only in that process. Recipe, graph, keys, store and bundles are the
+ordinary ones, so `mlcbuild plan` and `mlcbuild run` find everything built afterwards. No two models are
+equal, so variants share nothing but sources, tokenizers and weights.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ Inputs = Mapping[str, Path]
 def make(
     root: Path, models: int, schemes: Sequence[str] = SCHEMES, targets: Sequence[str] = (*PRESETS, *OWN)
 ) -> Path:
-    """Returns the recipe, beside its models; those that are there already stay as they are."""
+    """Writes the recipe and its models below `root`, and returns the recipe's path. Models that exist already
+    are not changed."""
     names = [f"m{number:03}" for number in range(models)]
     for number, name in enumerate(names):
         model = root / "models" / name

@@ -1,6 +1,7 @@
-"""An interpreter of GPU programs in NumPy: launches, buffers and inputs without a GPU or its language.
+"""An interpreter of GPU programs in NumPy, which executes launches, buffers and inputs without a GPU.
 
-Kernels are NumPy functions, so that a fault of a host and a fault of a kernel show in different tests.
+Kernels are NumPy functions, so that errors of the host program and errors of GPU kernels are found by
+different tests.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Grid = tuple[int, int]
 KernelFunction = Callable[[Mapping[str, Bytes], Mapping[str, int], Grid], None]
-"""(name of a binding -> the bytes that it declares, name of a scalar -> value, workgroups)."""
+"""A kernel as a NumPy function with the arguments (binding name -> the bytes that the kernel declares, scalar
+name -> value, number of workgroups in x and y)."""
 
 
 @dataclass
 class Interpreter:
-    """A program with its buffers. Raises FieldError for one that does not keep within them."""
+    """A GPU program with its buffers in NumPy. Creating it raises FieldError if a launch exceeds its
+    buffers."""
 
     program: Program
     pages: int
@@ -46,7 +49,8 @@ class Interpreter:
             words[start : start + len(values)] = values
 
     def run(self, function: str, sizes: Sizes) -> int:
-        """Returns the number of launches."""
+        """Executes one function of the program for a call of these sizes, and returns the number of
+        launches."""
         variant, launched = self.program.variant(function, sizes), 0
         for launch in variant.launches:
             kernel = self.program.kernels[launch.kernel]

@@ -1,4 +1,5 @@
-"""Checkpoints whose matrices are stored as other tools quantize them, written by the formats' definitions."""
+"""Writes checkpoints whose matrices are quantized as other tools do it, by the definitions of their
+formats."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ Quantizer = Callable[[np.random.Generator, int, int], tuple[Parts, Floats]]
 """Function of (generator of random numbers, rows, columns) that returns the tensors that store a matrix, and
 its exact values."""
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-"""Modules of each layer that are quantized, q_proj beside keys and values that are not."""
+"""Names of the quantized modules in each layer. Of the attention inputs only q_proj is quantized, not those
+of keys and values."""
 SMALL = {**HF, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "attention_bias": False}
 ODD = {**HF, "hidden_size": 136, "intermediate_size": 264, "num_attention_heads": 2, "attention_bias": False}
-"""Sizes that are no multiple of a block of 128 or of a group of 32."""
+"""Fields of a config.json whose sizes are multiples neither of a block of 128 nor of a group of 32."""
 
 
 def quantized(
@@ -55,7 +57,8 @@ def quantized(
 
 
 def _named(content: Tensors, fields: Mapping[str, Any]) -> Tensors:
-    """Returns the tensors with the heads of q, k and v as these fields divide them."""
+    """Returns the tensors of a checkpoint with the query, key, value, gate and up matrices in the sizes that
+    `fields` of config.json give."""
     dim = fields["hidden_size"] // fields["num_attention_heads"]
     random = np.random.default_rng(1)
     sizes = {"q": fields["hidden_size"], "k": dim, "v": dim, "gate": fields["intermediate_size"]}
@@ -96,8 +99,8 @@ targets: [x86-64-v3]
 
 
 def kept(directory: Path) -> dict[str, str]:
-    """Builds the weights of directory/m as they are; asserts that every value is kept, and returns parameter
-    -> format."""
+    """Runs the weights step of directory/m with the scheme `as-is`, asserts that every value is kept, and
+    returns parameter -> name of its format."""
     (directory / "recipe.yaml").write_text(RECIPE)
     graph = pipeline.build(recipe.load(directory / "recipe.yaml"), Lock({})).graph
     (step,) = (node for node in graph.nodes.values() if node.name.startswith("weights/"))

@@ -1,4 +1,4 @@
-"""One quantized checkpoint of each kind, for fuzzing."""
+"""One quantized checkpoint of each kind, as seeds for fuzzing."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ SEEDS: tuple[tuple[Mapping[str, Any], Quantizer, Mapping[str, Any]], ...] = (
     ({"quant_method": "modelopt"}, fp4({"kind": "opt"}), SMALL),
     ({"quant_method": "awq", "version": "gemm", "group_size": 64}, awq(64), SMALL),
 )
-"""(quantization_config, how a matrix is stored, config.json)."""
+"""The cases: (quantization_config, function that quantizes a matrix, other fields of config.json)."""

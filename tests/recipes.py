@@ -1,4 +1,4 @@
-"""Recipes and helper functions that the tests of recipes share."""
+"""Recipes and helper functions that several tests of recipes share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ models: {tiny: models/tiny}
 quantizations: [q4f16_1]
 targets: [x86-64-v3]
 """
-"""A whole recipe, in flow style on four lines: faults are added from line 5 on."""
+"""A complete recipe of four lines, so that tests add faulty text from line 5 on."""
 
 
 @pytest.fixture

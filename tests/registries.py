@@ -1,4 +1,5 @@
-"""A real OCI registry, Debian's docker-registry: open, with passwords, or with tokens of our service."""
+"""Starts a real OCI registry, Debian's docker-registry, for tests: open to all, with passwords, or with
+tokens from a simulated token service."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ PASSWORDS = "auth: {{htpasswd: {{realm: tests, path: {home}/users}}}}"
 
 @dataclass
 class Tokens:
-    """A service that gives tokens for a registry to those who know LOGIN."""
+    """A simulated service that issues tokens for a registry to clients that send the name and password
+    LOGIN."""
 
     asked: list[dict[str, list[str]]] = field(default_factory=list)
     url: str = ""
@@ -96,7 +98,8 @@ class Tokens:
 
 @contextmanager
 def tokens(home: Path) -> Iterator[Tokens]:
-    """Writes its certificate to `home`/root.pem; the registry's home must lie in `home`."""
+    """Yields a running token service, whose certificate is written to `home`/root.pem. The registry's home
+    directory must lie in `home`."""
     # Here: the tests of the runtime load this file, too, where that package may be missing.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

@@ -1,9 +1,10 @@
-"""Simulated runners of GitHub and GitLab: every `run:` line in a real shell, in order, in a place of its own.
+"""Simulated CI runners of GitHub and GitLab, which execute every `run:` line of a workflow in order, in a
+real shell.
 
-Each runner has its own home, workspace and store. Expressions are evaluated as far as our workflows use them.
-Actions of others are stood in for by what they do to files: checkout copies the project, cache and artifacts
-copy directories. Installing is the one thing not done, since it needs a network: the workflow is told the
-command `true`, and a script `mlcbuild` that starts this checkout is on the path.
+Each runner has a separate home, workspace and store. Expressions are evaluated as far as our workflows use
+them. Foreign actions are replaced by their effect on files: checkout copies the project, cache and artifacts
+copy directories. Only installing mlcbuild is left out, because it needs a network: the install command is
+`true`, and a script `mlcbuild` on the path starts this checkout.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Runner:
     home: Path
     project: Path
     shared: Path
-    """Directory in which the simulated service keeps artifacts and its cache."""
+    """Directory in which the simulated CI service stores artifacts and its cache."""
     variables: dict[str, str] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
-    """The output of the shells."""
+    """The output of the shells so far, one text for each command."""
 
     @property
     def workspace(self) -> Path:

@@ -1,4 +1,4 @@
-"""The step that writes a model's config."""
+"""Tests of the step that reads config.json and writes a model's config in canonical form."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_there_twice_are_found_in_linear_time(tmp_path: Path) -> None:
-    """Counting each key among all others would take hours for this file."""
+    """Checks that duplicate keys in a large config.json are detected in linear time; counting each key among
+    all others would take hours."""
     keys = ", ".join(f'"{i}": 0' for i in range(300_000))
     (tmp_path / "config.json").write_text("{" + keys + ', "299999": 0}')
     with pytest.raises(CheckpointError, match="the key '299999' is there twice"):

@@ -1,4 +1,4 @@
-"""Slopes of ALiBi, beside the formula of the paper."""
+"""Tests that compare the slopes of ALiBi with the formula of its paper."""
 
 from __future__ import annotations
 

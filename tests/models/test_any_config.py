@@ -1,4 +1,4 @@
-"""Any JSON in place of config.json is understood or refused."""
+"""Tests that any JSON in place of config.json is either understood or refused with a reason."""
 
 from __future__ import annotations
 

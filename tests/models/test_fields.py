@@ -1,4 +1,5 @@
-"""Fields of a JSON object that somebody else wrote: values, defaults, and every problem at once."""
+"""Tests of reading the fields of a JSON object from an untrusted file: values, defaults, and reporting all
+problems at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fields and types that are known: ignored ones, and those that need what is missing."""
+"""Tests of the lists of known config fields and model types: fields that are ignored, and those that require
+a block which nothing computes."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def test_bookkeeping_may_hold_anything() -> None:
 
 
 DEFAULTS = json.loads(Path(__file__).with_name("transformers_defaults.json").read_text())
-"""The files that the named versions of transformers write: its PretrainedConfig, its GenerationConfig, and
-the fields that a family's config adds or changes."""
+"""Default values that transformers writes: version -> those of its PretrainedConfig and GenerationConfig, and
+the fields that each model family adds or changes."""
 
 
 PRIVATE = (
@@ -34,7 +35,7 @@ PRIVATE = (
     *("_moe_implementation", "_name_or_path", "_out_features", "_out_indices", "_output_attentions"),
     *("_pad_token_id", "_post_init_done", "_remove_final_layer_norm", "_sliding_window_pattern", "_", "__"),
 )
-"""Names with an underscore that the 820 config classes of transformers 5.24 hold or write."""
+"""Names beginning with an underscore that the 820 config classes of transformers 5.24 have or write."""
 
 ODD: dict[str, object] = {
     **{name: {"deep": [1.5, None]} for name in PRIVATE},
@@ -48,10 +49,11 @@ ODD: dict[str, object] = {
     "return_dict": False,
     "transformers_version": "9.9",
 }
-"""Fields that transformers writes for every model, with values that are not its defaults."""
+"""Field of config.json that transformers writes for every model -> a value that is not its default."""
 
 NO_MODEL = {"deepseek_v2", "dots1", "glm4_moe"}
-"""Their defaults describe no model: experts without a number, and a head size that is no integer."""
+"""Model types whose default config describes no valid model: for example it has experts without a number, or
+a head size that is not an integer."""
 
 
 @pytest.mark.parametrize("version", DEFAULTS)

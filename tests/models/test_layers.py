@@ -1,4 +1,5 @@
-"""The tables of blocks: parameters of layers, shapes of caches, and what cannot be computed."""
+"""Tests of the tables that describe blocks: the parameters of layers, the shapes of caches, and what cannot
+be computed."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ MODEL = ModelConfig("llama", 50, 16, 64, (PLAIN, FULL), (Rope(8, (1.0, 0.5, 0.25
 
 
 def test_a_layer_has_the_parameters_of_its_blocks() -> None:
-    """In the order in which libraries of old take them."""
+    """Checks the names and shapes of a layer's parameters. Their order must not change, because libraries
+    take them in this order."""
     assert layers.layer_parameters(PLAIN, 16) == (
         Param("attn_norm.weight", (16,)),
         Param("attn.qkv.weight", (64, 16), (32, 16, 16)),
@@ -110,7 +112,7 @@ def test_every_kind_of_block_is_in_every_table() -> None:
 
 
 def test_every_parameter_of_a_block_has_tensor_names() -> None:
-    """For each part a name."""
+    """Checks that every parameter of a block has tensor names in checkpoints, one for each of its parts."""
     assert {**NORMS, **ATTENTION, **LATENT, **DENSE, **EXPERTS} == LAYER
     post = {"attn_post_norm.weight", "mlp_post_norm.weight"}  # Gemma 2 names these on its own
     latent = [
@@ -191,7 +193,7 @@ def test_long_contexts_have_their_own_frequencies() -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns the processor time of the fastest of three runs."""
+    """Returns the CPU seconds of the fastest of three runs of `work`."""
     times = []
     for _ in range(3):
         start = time.process_time()
@@ -201,8 +203,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def test_time_grows_linearly_with_layers() -> None:
-    """Alternating layers, so that none is equal to the one before it. Eight times the layers of a quadratic
-    algorithm would take 64 times as long."""
+    """Checks that the time for a config grows linearly with its layers: eight times the layers of a quadratic
+    algorithm would take 64 times as long. Layers alternate, so that none equals the one before it."""
 
     def work(count: int) -> Callable[[], object]:
         many = with_windows(MODEL, *[None, 7] * (count // 2))

@@ -1,4 +1,5 @@
-"""config.json -> ModelConfig: published shapes, spellings, and a refusal of everything else."""
+"""Tests of parsing config.json to a ModelConfig: published shapes, both spellings of transformers, and
+refusals."""
 
 from __future__ import annotations
 

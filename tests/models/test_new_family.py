@@ -1,4 +1,4 @@
-"""A model family is added from outside, by the file that mlcbuild/README.md shows."""
+"""Tests that another package can add a model family with one file, the example of mlcbuild/README.md."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def test_a_new_family_moves_no_key(root: Path, recipe: Path) -> None:
 
 
 def test_families_are_one_short_file_each() -> None:
-    """Their layers are made of blocks that others share."""
+    """Checks that each model family is one short file, because families share the blocks of which their
+    layers consist."""
     for path in (ROOT / FILE).parent.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, path.name

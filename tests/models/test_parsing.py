@@ -1,4 +1,4 @@
-"""Refusals of config.json: each says what is wrong, and all of them come at once."""
+"""Tests of refusals of config.json: each states what is wrong, and all are reported at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of the hub, by their config.json: sizes, options, and both spellings of it."""
+"""Tests of the configs of published models: their sizes, their options, and both spellings of config.json."""
 
 from __future__ import annotations
 

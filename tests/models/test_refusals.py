@@ -1,4 +1,5 @@
-"""Why a type of model is refused: by its name, or by a field that shows what it needs."""
+"""Tests of the reason for which a model type is refused: its name, or a field that requires something which
+cannot be computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inverse frequencies of rotary embeddings, beside their formulas in float64."""
+"""Tests that compare the inverse frequencies of rotary embeddings with their formulas in float64."""
 
 from __future__ import annotations
 

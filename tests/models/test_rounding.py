@@ -1,4 +1,4 @@
-"""Rounding to the types of checkpoints, beside NumPy and ml_dtypes."""
+"""Tests that compare rounding to the number types of checkpoints with NumPy and ml_dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own JSON of a ModelConfig: a contract, since digests of it are in keys."""
+"""Tests of the JSON form of a ModelConfig, which must not change: its digests are part of cache keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def ours(variant: str = "phi3-longrope-long") -> Config:
 
 
 def test_the_json_form_is_a_contract() -> None:
-    """Library keys hold it: a change here rebuilds every library of every user."""
+    """Checks the digests of two configs, which are part of the keys of libraries: if they changed, every
+    library of every user would be built again."""
     assert models.config_digest(parse(golden("gemma2"))) == GOLDEN_DIGESTS["gemma2"]
     assert models.config_digest(parse(golden("phi3-longrope-long"))) == GOLDEN_DIGESTS["phi3-longrope-long"]
 
@@ -53,7 +54,8 @@ MINIMAL = ModelConfig(
 
 
 def test_defaults_stay_out() -> None:
-    """A new field with a default therefore moves no digest. Every block names its kind."""
+    """Checks that default values are left out of the JSON form, so that a new field with a default changes no
+    digest, and that every block states its kind."""
     norm = {"kind": "rms", "eps": "1e-06"}
     assert models.to_json(MINIMAL) == {
         "family": "llama",

@@ -1,4 +1,5 @@
-"""The embedded tiny model as data: its files fit each other, its tokenizers agree, its exam is honest."""
+"""Tests of the embedded tiny model's files: they fit together, both tokenizers agree, and the questions and
+answers of its exam are right."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_the_marks_are_those_of_this_exam_and_good() -> None:
 
 
 def test_the_answers_of_the_exam_are_right() -> None:
-    """Computed here again, by other means than the generator's."""
+    """Checks the exam's answers by computing them in another way than the program that wrote them."""
     for question in EXAM:
         task, prompt, answer = question["task"], question["prompt"], question["answer"]
         words = prompt.split(" ")

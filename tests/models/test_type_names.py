@@ -1,4 +1,5 @@
-"""Names and rows of checkpoints' tensors: prefixes, orders of rows, and parts that are left out."""
+"""Tests of the names and the order of rows of checkpoint tensors: prefixes, reordered rows, and parts that a
+text model leaves out."""
 
 from __future__ import annotations
 

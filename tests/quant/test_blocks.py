@@ -1,4 +1,5 @@
-"""Formats that keep a checkpoint's values, against the gguf package, bit for bit."""
+"""Tests that formats which keep a checkpoint's quantized values are read like the package gguf reads them,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MIXED = [
     ("Q2_K", "Q3_K"),
     ("Q5_K", "IQ4_XS"),
 ]
-"""Types of parts of one matrix, as files mix them."""
+"""Combinations of GGUF types that occur among the parts of one fused matrix in published files."""
 
 
 def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
@@ -38,7 +39,8 @@ def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
 
 
 def stored(types: tuple[str, ...], rows: int, layout: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns what is stored of matrices [rows, 768] of these types below each other, and what they hold."""
+    """Returns (the values that a format stores, the values that the package gguf reads) of a matrix that
+    consists of parts [rows, 768] of these types, one below the other."""
     form = load_format(format_for(types), layout)
     assert form.pack_blocks is not None
     parts = [(finite_rows(name, rows, 768, seed), kind_of(name)) for seed, name in enumerate(types)]
@@ -58,7 +60,8 @@ def stored(types: tuple[str, ...], rows: int, layout: str) -> tuple[NDArray[np.f
 def test_stored_values_have_the_bits_of_the_gguf_package(
     types: tuple[str, ...], rows: int, layout: str
 ) -> None:
-    """Every byte of a block is random; scales are ordinary, zero, negative and the smallest float16."""
+    """Checks that stored values have the bits that the package gguf reads. The bytes of the blocks are
+    random, and scales are ordinary, zero, negative or the smallest float16."""
     actual, matrix = stored(types, rows, layout)
     assert (actual.view(np.uint32) == matrix.view(np.uint32)).all()
 

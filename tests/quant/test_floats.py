@@ -1,4 +1,4 @@
-"""Widening and rounding of floating point weights, and memory that is used again."""
+"""Tests of widening and rounding floating-point weights, and of reusing scratch memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what every stored format must keep, and how formats are loaded."""
+"""Tests of the rules that every stored format must obey, and of loading formats."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_packed_tensors_have_the_stated_form(name: str, layout: str, shape: tupl
 
 @EACH_OF_FLOATS
 def test_rows_are_packed_alike_in_parts(name: str, layout: str) -> None:
-    """Conversion hands over a few rows at a time, with one scratch memory."""
+    """Checks that packing a matrix a few rows at a time, with one scratch memory, gives the same bytes as
+    packing it at once."""
     form, weight, scratch = load_format(name, layout), normal(40, 100), Scratch()
     whole = [part.tobytes() for part in form.pack(weight, Scratch(), name)]
     parts = [b""] * len(whole)
@@ -70,7 +71,7 @@ def test_formats_that_are_not_there() -> None:
 
 
 def test_loading_a_built_in_format_loads_no_numpy() -> None:
-    """Planning reads shapes and sizes."""
+    """Checks that loading a built-in format and reading its sizes, as plans do, does not import NumPy."""
     code = (
         "import sys; from mlcbuild.quant.format import format_names, layouts;"
         "sizes = [t.shape(8, 64) for n in format_names() for f in layouts(n).values() for t in f.tensors];"

@@ -1,4 +1,4 @@
-"""The bytes of the layouts row and x16."""
+"""Tests of the exact bytes of the layouts `row` and `x16`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_x16_takes_the_positive_one_of_two_equal_extremes() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layouts_of_a_format_hold_the_same_numbers(bits: int) -> None:
-    """A backend may choose either."""
+    """Checks that the two layouts of a format hold the same values, so that a backend may choose either."""
     weight = normal(33, 100) * np.float32(0.02)
     results = []
     for layout in ("x16", "row"):
@@ -88,7 +88,8 @@ def test_layouts_of_a_format_hold_the_same_numbers(bits: int) -> None:
 
 
 def test_scales_may_have_another_dtype() -> None:
-    """The numbers of a format are parameters, so that another one needs no code."""
+    """Checks that scales may have another dtype: the numbers of a format are parameters, so a new combination
+    requires no code."""
     form = rows(Groups(8, 127, 254, "float32"))
     assert [(tensor.suffix, tensor.dtype) for tensor in form.tensors] == [
         ("q_weight", "uint32"),

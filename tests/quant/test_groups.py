@@ -1,4 +1,4 @@
-"""Sizes of groups and tiles have one definition."""
+"""Tests that the sizes of groups and tiles fit each other and are defined in a single module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def test_sizes_fit_each_other() -> None:
 
 
 def test_no_other_module_defines_them() -> None:
-    """Kernels and formats import them: a second constant would change alone."""
+    """Checks that only one module defines the sizes of groups and tiles: a second definition could change
+    without the first."""
     names = {"GROUP", "QUAD", "QUADS", "TILE_ROWS", "PLANES"}
     modules = {
         path.relative_to(ROOT).as_posix()

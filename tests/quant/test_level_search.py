@@ -1,4 +1,4 @@
-"""Formats that quantize to blocks with scales of two levels."""
+"""Tests of the formats that quantize to blocks with scales in two levels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks_of(scheme: Storage, weight: Floats) -> list[BlockRows]:
 
 
 def error(scheme: Storage, weight: Floats) -> float:
-    """Returns the squared error relative to the squares of the weights."""
+    """Returns the squared error of quantized weights, relative to the sum of the squared weights."""
     actual = unpack(pack(weight, scheme), scheme, weight.shape).astype(np.float64)
     return float(np.square(actual - weight).sum() / np.square(weight.astype(np.float64)).sum())
 
@@ -36,7 +36,8 @@ def error(scheme: Storage, weight: Floats) -> float:
 def test_stored_tensors_are_the_codes_and_numbers_of_the_search(
     scheme: Storage, shape: tuple[int, int]
 ) -> None:
-    """Each weight is code * scale + minimum of its group, whatever the padding of rows and columns."""
+    """Checks that each stored weight is code * scale + minimum of its group, even where rows and columns are
+    padded."""
     weight = normal(*shape)
     expected = np.concatenate(
         [_values(part, scheme.definition.group_size) for part in blocks_of(scheme, weight)]
@@ -60,7 +61,8 @@ def _values(rows: BlockRows, group: int) -> Floats:
 
 @EVERY
 def test_squared_error_against_an_exhaustive_search(scheme: Storage) -> None:
-    """The search is near the best of a fine grid of scales and minima that nothing rounds."""
+    """Checks that the error of the search is close to the smallest error on a fine grid of unrounded scales
+    and minima."""
     bits, group = scheme.bits, scheme.definition.group_size
     weight = normal(8, 512)
     groups = weight.reshape(-1, group).astype(np.float64)
@@ -83,7 +85,8 @@ def test_squared_error_against_an_exhaustive_search(scheme: Storage) -> None:
 
 @EVERY
 def test_more_bits_lose_less_than_one_scale_a_group(scheme: Storage) -> None:
-    """At an eighth of a bit more, a minimum lowers the error of gaussian weights by a quarter and more."""
+    """Checks that scales in two levels reduce the error of gaussian weights: by a quarter or more where a
+    minimum is stored, at the cost of an eighth of a bit."""
     weight = normal(64, 1024)
     if scheme.bits < 6:
         assert error(scheme, weight) < 0.76 * error(SCHEMES[f"q{scheme.bits}a8_1"], weight)
@@ -94,7 +97,8 @@ def test_more_bits_lose_less_than_one_scale_a_group(scheme: Storage) -> None:
 
 @EVERY
 def test_a_group_of_small_weights_beside_large_ones_keeps_its_values(scheme: Storage) -> None:
-    """Scales in a block of 256 are integers of 7 bits: a group with smaller weights has a step of its own."""
+    """Checks that a group of small weights beside large ones keeps its precision, because each group has its
+    own integer factor of the block's scale."""
     weight = normal(16, 256)
     weight[:, :32] *= 0.01
     actual = unpack(pack(weight, scheme), scheme, weight.shape)

@@ -1,4 +1,5 @@
-"""A stored format with three tensors is added from outside, by the file that mlcbuild/README.md shows."""
+"""Tests that another package can add a stored format, here one with three tensors, with the file that
+mlcbuild/README.md shows."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ targets: [x86-64-v3]
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Yields the format and its scheme, for this process."""
+    """Adds the example format and a scheme that uses it to this process until the test ends."""
     (tmp_path / "added").mkdir()
     (tmp_path / "added" / "toy.py").write_text(example("Extend: a format"))
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path / "added")])
@@ -186,7 +187,8 @@ def test_a_backend_that_reads_the_format_builds_with_it(toy: None, tmp_path: Pat
 
 
 def test_a_new_format_moves_no_key(tmp_path: Path) -> None:
-    """The module, its kernel and their lines in tables are added to a copy of the package."""
+    """Checks that adding a format, its kernel and their table entries to a copy of the package changes no
+    existing cache key."""
     root = copy_package(tmp_path)
     (tmp_path / "work").mkdir()
     path = project(tmp_path / "work", RECIPE)
@@ -204,7 +206,7 @@ def test_a_new_format_moves_no_key(tmp_path: Path) -> None:
 
 
 def test_the_guide_loads_no_device(tmp_path: Path) -> None:
-    """A format is NumPy only."""
+    """Checks that the example format imports neither TVM nor torch: a format needs only NumPy."""
     (tmp_path / "toy.py").write_text(example("Extend: a format"))
     code = "import sys, toy; sys.exit(any(name in sys.modules for name in ('tvm', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0

@@ -1,4 +1,5 @@
-"""Packed tensors against a definition that works on one number at a time, in Python's own floats."""
+"""Tests that compare packed tensors with a definition in plain Python, which computes one number at a
+time."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def stored_scale(value: float, scheme: Storage) -> float:
 
 
 def quantized_group(group: list[float], scheme: Storage) -> tuple[list[int], float]:
-    """Returns (codes, scale) of 32 weights, as the format defines them."""
+    """Returns (codes, scale) of a group of 32 weights, computed by the format's definition."""
     extreme = max(group) if max(group) >= -min(group) else min(group)
     zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
     if scheme.bits < 8:
@@ -198,7 +199,7 @@ def test_other_dtypes_are_widened_exactly(scheme: Storage, dtype: str) -> None:
 
 
 def unit(scheme: Storage) -> int:
-    """Returns the largest weight of a group whose scale is 1 (x16: -1)."""
+    """Returns the largest weight in a group of integers whose scale is 1 (in the layout x16: -1)."""
     return {4: 8, 5: 16, 8: 128 - (scheme.layout == "row")}[scheme.bits]
 
 

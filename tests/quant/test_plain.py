@@ -1,4 +1,4 @@
-"""Formats without quantization."""
+"""Tests of the formats without quantization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of rows in words, number by number, in the order that the kernels read."""
+"""Tests of the order in which the codes of a row are packed into words, number by number."""
 
 from __future__ import annotations
 

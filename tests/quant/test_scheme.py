@@ -1,4 +1,4 @@
-"""Schemes: overrides, JSON, and the sizes of what is stored."""
+"""Tests of schemes: overrides, their JSON form, and the sizes of stored tensors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def _layout(scheme: Scheme) -> str:
 
 
 def test_the_description_states_numbers_in_place_of_names() -> None:
-    """Libraries and manifests hold it: a change of it changes their bytes."""
+    """Checks the JSON description of a scheme. Libraries and manifests contain it, so a change would change
+    their bytes."""
     scheme = mixed(("embed", "q8a8_1"))
     assert quant.describe(scheme) == {
         "name": "q4f16_1",

@@ -1,4 +1,4 @@
-"""The table of built-in schemes."""
+"""Tests of the table of built-in schemes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tests.schemes import SCHEMES
 
 
 def test_names_say_what_a_scheme_is() -> None:
-    """q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit activations, `_2` scales of two levels."""
+    """Checks the names of schemes: q<bits><float dtype>_1 as in mlc-llm, where `a8` stands for 8-bit
+    activations and `_2` for scales in two levels."""
     for name, scheme in SCHEMES.items():
         kind = "a8" if scheme.activation_bits else {"float16": "f16", "float32": "f32"}[scheme.dtype]
         variant = "" if not scheme.bits else "_1" if scheme.definition.blocks is None else "_2"
@@ -18,6 +19,7 @@ def test_names_say_what_a_scheme_is() -> None:
 
 
 def test_every_format_has_a_scheme() -> None:
-    """A scheme of its own, or the one that keeps the values of checkpoints."""
+    """Checks that every format is used by a built-in scheme, or by the scheme that keeps a checkpoint's
+    values."""
     kept = {*as_is.FORMATS.values(), "q8_1", "q8_k"}
     assert {scheme.format for scheme in BUILT_IN.values()} | kept == set(format_names())

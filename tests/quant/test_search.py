@@ -1,4 +1,5 @@
-"""The search for scales: weights on a grid are kept, a finer search is hardly better, and models gain."""
+"""Tests of the search for scales: weights that can be represented are kept exactly, the error is small, and
+the embedded model loses little."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FEW = pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits < 8], id
 @FEW
 @pytest.mark.parametrize("extreme", [-1, 0, 1])
 def test_weights_that_lie_on_the_levels_are_kept(scheme: Storage, extreme: int) -> None:
-    """Checkpoints that were trained for 4 bits, or come from other 4-bit formats, have such weights."""
+    """Checks that weights which are multiples of a scale are kept exactly, as in checkpoints that were
+    trained for 4 bits or converted from other 4-bit formats."""
     rng, top = np.random.default_rng(5), 2 ** (scheme.bits - 1) - 1
     scale = rng.uniform(0.001, 0.01, (64, 4, 1)).astype(np.float16).astype(np.float32)
     levels = rng.integers(-top, top, (64, 4, 32), endpoint=extreme != 0).astype(np.float32)
@@ -35,9 +37,8 @@ def test_weights_that_lie_on_the_levels_are_kept(scheme: Storage, extreme: int) 
 
 @FEW
 def test_weighted_error_of_few_bits(scheme: Storage) -> None:
-    """The search leaves less weighted error on gaussian weights than scales of extreme / -8 or max|w| / 7
-    (for 5 bits, / -16 or / 15) do; each error counts by the weight's magnitude.
-    """
+    """Checks that the search gives a smaller error on gaussian weights, weighted by magnitude, than the
+    scales extreme / -8 or max|w| / 7 (with 5 bits extreme / -16 or max|w| / 15)."""
     top = 2 ** (scheme.bits - 1)
     weight = normal(64, 4096)
     groups = weight.reshape(-1, 32).astype(np.float64)
@@ -70,7 +71,8 @@ def log_softmax(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1"])
 def test_trained_weights_lose_less_than_with_scales_of_their_extremes(scheme: str) -> None:
-    """The embedded model's divergence, next to that of Q4_0 and Q5_0 of llama.cpp: extreme / -8 and / -16."""
+    """Checks that the embedded model's KL divergence is smaller than with the scales of llama.cpp's Q4_0 and
+    Q5_0, extreme / -8 and extreme / -16."""
     storage = SCHEMES[scheme]
     config = parsing.parse(json.loads((TINY / "config.json").read_text()))
     exact = {

@@ -1,4 +1,5 @@
-"""Faults of the sections `quantizations` and `targets`, each with its place and its sentence."""
+"""Tests of the messages about faults in the sections `quantizations` and `targets` of a recipe, each with its
+position."""
 
 from __future__ import annotations
 

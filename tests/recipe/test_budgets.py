@@ -1,4 +1,5 @@
-"""Budgets in the quantizations of recipes: their names, and every message about them with its place."""
+"""Tests of budgets in the quantizations of recipes: their names, and the messages about faults, each with its
+position."""
 
 from __future__ import annotations
 

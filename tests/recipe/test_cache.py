@@ -1,4 +1,4 @@
-"""Faults of the section `cache`, each with its place and its sentence."""
+"""Tests of the messages about faults in the section `cache` of a recipe, each with its position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the section `matrix`, each with its place and its sentence."""
+"""Tests of the messages about faults in the section `matrix` of a recipe, each with its position."""
 
 from __future__ import annotations
 

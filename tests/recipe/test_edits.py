@@ -1,4 +1,4 @@
-"""A recipe and its files, edited in small ways: exactly what depends on an edit runs again."""
+"""Tests of small edits of a recipe and its files: exactly those steps run again that depend on the edit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ verify: {prompts: prompts.txt, max_kl: 0.5}
 NOTHING: frozenset[str] = frozenset()
 LIBRARY = frozenset({"library", "bundle", "verify"})
 NAMES = frozenset({"bundle", "verify"})
-"""Kinds of steps whose results contain names that people see."""
+"""Kinds of steps whose results contain names that users see, such as the name of a model."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def text(old: str, new: str) -> Callable[[Path], None]:
 
 
 def document(name: str, key: str, value: object) -> Callable[[Path], None]:
-    """Returns one value of a JSON file of the checkpoint."""
+    """Returns a function that sets the field `key` in the JSON file `name` of a recipe's checkpoint."""
 
     def edit(home: Path) -> None:
         path = home / "tiny" / name

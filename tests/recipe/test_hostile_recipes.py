@@ -1,4 +1,5 @@
-"""A clumsy or hostile recipe is refused before any work, all at once, in bounded time and memory."""
+"""Tests that a faulty or hostile recipe is refused before any work, with all problems at once and within
+bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -196,7 +197,8 @@ MANY: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("what", MANY)
 def test_checking_is_linear(project: Path, what: str) -> None:
-    """Counted in calls of functions; below the number of problems that ends a reading, and not beyond it."""
+    """Checks that the time for checking a recipe grows linearly, measured in function calls, up to the number
+    of problems at which reading ends."""
 
     def work(count: int) -> Callable[[], None]:
         Path("recipes/q.yaml").write_text(MANY[what](count))
@@ -217,7 +219,8 @@ def test_checking_is_linear(project: Path, what: str) -> None:
 def test_nothing_that_a_recipe_says_controls_the_terminal(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wherever it stands: in a key, a name, a path, a value of the command line, the name of the file."""
+    """Checks that no text of a recipe can control the terminal, wherever it stands: in a key, a name, a path,
+    a command-line value or the file's name."""
     evil = "a\x9b31m\n\u202eb"
     quoted = json.dumps(evil)
     text = (
@@ -247,7 +250,8 @@ def test_what_is_within_all_limits_passes(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_long_quotation_leaves_place_and_remedy() -> None:
-    """A file may hold a name of megabytes, and messages quote names."""
+    """Checks that a message which quotes a very long name is cut in the middle, so that its place and its
+    remedy remain."""
     long = f"rope_type: '{'x' * 100_000}' is not supported; did you mean 'llama3'?"
     lines = [str(Problem("r.yaml", 3, 7, long)), *str(CheckpointError(f"{long}\n{long}")).split("\n")]
     assert len(lines) == 3 and lines[0].startswith("r.yaml:3:7: rope_type: 'xxx")

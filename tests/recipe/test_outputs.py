@@ -1,4 +1,4 @@
-"""Outputs of bundles that cannot be."""
+"""Tests of output directories of bundles that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, locks, configs and prompts that are no files."""
+"""Tests of recipes, locks, configs and prompts that are not regular files."""
 
 from __future__ import annotations
 

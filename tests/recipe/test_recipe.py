@@ -1,4 +1,4 @@
-"""Tests of what valid recipes mean: variables, settings, paths, and their cost."""
+"""Tests of what valid recipes mean: variables, settings, paths, and the cost of reading them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def test_hub_sources(project: Path, text: str, source: HubSource) -> None:
 
 
 def test_names_are_what_was_written(project: Path) -> None:
-    """No version of YAML's rules about plain words changes a name."""
+    """Checks that names such as `no`, `1.10` or `007` stay as they are written, and are not read as YAML
+    booleans or numbers."""
     written = ["no", "1.10", "true", "007", "on", "1e3", "2024-01-01"]
     text = changed(models=f"{{{', '.join(f'{name}: models/tiny' for name in written)}}}")
     text += f"name: 1.50\nmatrix: {{model: [{', '.join(written[:-1])}]}}\n"
@@ -334,7 +335,8 @@ def _large(models: int) -> str:
 
 
 def test_the_cost_of_a_recipe_grows_with_its_size(project: Path) -> None:
-    """Linear, up to the test of each variant by each rule, which calls no function."""
+    """Checks that the number of function calls for a recipe grows linearly with its size. Comparing each
+    variant with each rule of the matrix calls no function."""
     expand(read(_large(5)))  # what is imported or looked up once in a process
     counts = []
     for models in (10, 20, 40):

@@ -1,6 +1,6 @@
-"""Faults of a recipe as a whole: each has its place and its sentence, and hides no other one.
+"""Tests of the messages about faults of a recipe as a whole: each has its position and hides no other fault.
 
-The faults of a section are tested in the file that is named as the module which reads it.
+The faults of a section are tested in the file that has the name of the module which reads the section.
 """
 
 from __future__ import annotations

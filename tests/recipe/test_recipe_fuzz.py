@@ -1,4 +1,5 @@
-"""Any bytes give a recipe or problems, and what is written is read."""
+"""Tests that any bytes in place of a recipe give a recipe or a list of problems, and that a recipe which
+mlcbuild writes can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""include and exclude against an independent model of what GitHub documents."""
+"""Tests that compare `include` and `exclude` of a matrix with an independent implementation of GitHub's
+documented rules."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def entries(inputs: list[Combination]) -> list[MatrixEntry]:
 
 
 def settings(cell: Cell, include: list[Combination]) -> Combination:
-    """Returns a cell with what its include entries set, in order: what is not an axis."""
+    """Returns the settings of a cell: the values of its axes, then those that its include entries set, in
+    order."""
     actual = dict(zip(AXES, cell.names, strict=True))
     for i in cell.includes:
         actual.update(include[i])
@@ -103,7 +105,7 @@ def test_agrees_with_the_documented_rules(
 
 
 def test_the_example_of_the_documentation() -> None:
-    """Fruits and animals, with a third axis of one value."""
+    """Checks the example of GitHub's documentation, with a third axis of one value."""
     axes = {"model": ["apple", "pear"], "quantization": ["cat", "dog"], "target": ["t"]}
     include = [
         {"color": "green"},

@@ -1,4 +1,5 @@
-"""Faults of the sections `compile`, `verify` and `bench`, each with its place and its sentence."""
+"""Tests of the messages about faults in the sections `compile`, `verify` and `bench` of a recipe, each with
+its position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""${name} in a recipe: values, types, and what is wrong with references."""
+"""Tests of variables in recipes, ${name}: their values and types, and the messages about wrong references."""
 
 from __future__ import annotations
 

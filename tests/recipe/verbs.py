@@ -1,4 +1,4 @@
-"""Verbs on a recipe, and the lines that they print."""
+"""Helpers of tests that run commands on a recipe and read the lines that they print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ VERBS = ("validate", "plan", "run")
 
 
 def said(capsys: pytest.CaptureFixture[str], verb: str, text: str) -> list[str]:
-    """Returns what a verb says of a recipe with faults."""
+    """Writes a faulty recipe, runs a command on it, and returns the lines that it prints on standard
+    error."""
     Path("r.yaml").write_text(text)
     assert main([verb, "r.yaml"]) == 2
     out, err = capsys.readouterr()

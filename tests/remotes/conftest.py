@@ -1,4 +1,4 @@
-"""Remotes of every kind, and addresses that belong to no host."""
+"""Fixtures of the tests of remotes: an empty remote of each kind, and addresses that no host has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.remotes.users import needs_nginx
 
 @pytest.fixture(params=["directory", "server", pytest.param("nginx", marks=needs_nginx), "s3", "oci"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Yields an empty cache of each kind."""
+    """Yields the URL of an empty remote; the tests that use it run once for each kind of remote."""
     if request.param == "directory":
         (tmp_path / "shared").mkdir()
         yield (tmp_path / "shared").as_uri()
@@ -35,7 +35,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(params=["http", "s3"])
 def address(request: pytest.FixtureRequest) -> Callable[[Cache], str]:
-    """Returns the URL of a cache of ours, which can fail and lie, in each protocol that it speaks."""
+    """Returns a function: simulated cache -> its URL, for each protocol that the cache implements. The cache
+    can fail and send wrong answers."""
     if request.param == "http":
         return lambda cache: cache.url
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'mlcbuild[s3]'")

@@ -1,4 +1,5 @@
-"""Servers that begin and never end, and directories whose server is gone."""
+"""Servers that begin an answer and never end it, and directories whose file server does not respond, for
+tests."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ DROP = 0.05
 
 
 LONG = 60
-"""Seconds that no test takes, on however busy a machine, unless something waits without end."""
+"""A number of seconds that no test reaches, on however busy a machine, unless something waits for ever."""
 
 
 class Endless:
-    """Sends the beginning of an answer, and then the rest again and again, until the test ends."""
+    """A fault of a server: it sends the beginning `begin` of an answer, and then `rest` again and again until
+    the test ends."""
 
     def __init__(self, begin: bytes, rest: bytes, pause: float = DROP) -> None:
         self.begin, self.rest, self.pause = begin, rest, pause

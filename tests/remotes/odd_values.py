@@ -1,4 +1,4 @@
-"""Values that no server should send."""
+"""Values that a correct server never sends, for tests."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ HEADERS: dict[tuple[int, str], list[str]] = {
 
 
 def saying(status: int, name: str, value: str, body: bytes = b"{}") -> Fault:
-    """Returns the same answer to everything, with one header whose value is sent as UTF-8, whatever it is."""
+    """Returns a fault with which a server gives the same answer to every request. The header `name` has the
+    value `value`, sent as UTF-8 even if it is invalid."""
 
     def fault(handler: Handler) -> bool:
         lines = [f"HTTP/1.1 {status} x", f"{name}: {value}"]
@@ -122,7 +123,8 @@ def saying(status: int, name: str, value: str, body: bytes = b"{}") -> Fault:
 
 
 def uploading(value: str) -> Fault:
-    """Returns a registry that holds nothing, takes everything, and names an odd place to send to."""
+    """Returns a fault with which a server acts as an empty registry that accepts everything and names `value`
+    as the place to upload to."""
 
     def fault(handler: Handler) -> bool:
         body = handler.body()

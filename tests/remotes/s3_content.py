@@ -1,4 +1,4 @@
-"""Objects in S3 that tests read."""
+"""Objects in S3 that several tests read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credentials of a host: where they are found, in which order, and what is said of them."""
+"""Tests of credentials for a host: where they are found, in which order, and the messages about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def basic(login: str) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """Returns an environment whose files lie in a directory of the test."""
+    """Returns environment variables for which all credential files lie in a directory of the test."""
     (tmp_path / "netrc").write_text("machine cache.example login ann password p\n")
     return {
         "NETRC": str(tmp_path / "netrc"),

@@ -1,4 +1,4 @@
-"""Addresses of buckets, and credentials where other tools have them."""
+"""Tests of addresses of S3 buckets, and of finding credentials where other tools keep them."""
 
 from __future__ import annotations
 

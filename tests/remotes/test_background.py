@@ -1,4 +1,5 @@
-"""Calls in daemon threads: their results, their number, their end."""
+"""Tests of calls that run in daemon threads: the order of their results, the number of threads, and how they
+end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP client: retries, proxies and certificates, and the words for what went wrong."""
+"""Tests of the HTTP client: retries, proxies and certificates, and its error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.caches import answering
 
 
 class Script:
-    """A server that answers with the statuses of `statuses`, one after the other, then with 200."""
+    """A server that answers with the statuses in `statuses`, one after the other, and then always with
+    200."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []
@@ -34,7 +35,7 @@ class Script:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    """Yields a server; the pauses between retries are left out, and no proxy is set."""
+    """Yields such a server. Clients make no pauses between retries and use no proxy during the test."""
     server = Script()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -171,7 +172,8 @@ def test_words_for_statuses(status: int, code: str, words: str) -> None:
 
 
 def proxy(monkeypatch: pytest.MonkeyPatch, setting: str, url: str = "https://host/path") -> str | None:
-    """Returns the address of the proxy that a client of `url` uses; None without one."""
+    """Returns the address of the proxy that a client uses for `url`; None for no proxy. setting: value of the
+    environment variable https_proxy."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("https_proxy", setting)

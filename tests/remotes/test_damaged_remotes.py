@@ -1,4 +1,4 @@
-"""Remotes that hold damaged, poisoned or missing results."""
+"""Tests of remotes whose results are damaged, forged or missing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_damaged_blob_is_refused_and_its_step_runs(url: str, how: str, tmp_pat
 
 
 def copy_of(url: str, tmp_path: Path, cache: Cache) -> None:
-    """Fills a cache with what another holds, by way of a user who fetches everything."""
+    """Copies the contents of the cache `url` to `cache`, through a user who downloads everything."""
     link = Link(Remote(url))
     user = User(tmp_path / "copier", url)
     outputs = Options(executor="inline", outputs=("*",))

@@ -1,4 +1,4 @@
-"""Servers that never finish: every phase of an answer has a deadline."""
+"""Tests of servers that never finish: every phase of an answer has a deadline."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_every_phase_of_a_blob_ends(name: str, plain_address: Callable[[Cache], 
 
 
 def test_a_server_that_breaks_off_after_each_byte_is_given_up(tmp_path: Path) -> None:
-    """Three million requests for a blob of three million bytes would each have brought something."""
+    """Checks that a client gives up a server which closes the connection after each byte, although every
+    request transfers something: a large file would need millions of requests."""
     with serving() as cache:
         User(tmp_path / "one", cache.url).run(BIG)
         asked = []
@@ -120,7 +121,8 @@ def test_pace_is_measured_in_windows_and_attempts_by_what_they_bring() -> None:
 
 
 def test_a_request_is_not_repeated_after_its_time(tmp_path: Path) -> None:
-    """Three answers that each come just in time would take three times the timeout."""
+    """Checks that a request is not repeated once its time is over: three answers just within the timeout
+    would take three times as long."""
 
     def busy(handler: Handler) -> bool:
         time.sleep(0.5 * TIMEOUT)
@@ -146,7 +148,8 @@ def test_connecting_ends(server: Callable[[], object], scheme: str, tmp_path: Pa
 
 
 def test_a_name_that_is_looked_up_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookup itself cannot be made to hang here without a name server: it is replaced."""
+    """Checks that a run continues if resolving a host name never ends. The name lookup is replaced by a
+    function that waits."""
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: over.wait(LONG) and [])
     user = User(tmp_path / "one", "http://somewhere.example")
@@ -161,7 +164,7 @@ def test_a_name_that_is_looked_up_without_end(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_stalls(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tunnel's answer comes drop by drop, as do those that the proxy passes on."""
+    """Checks a proxy whose answers arrive byte by byte, those to CONNECT and those that it forwards."""
     with endless("header") as (cache, inputs):
 
         def tunnel(handler: Handler) -> None:

@@ -1,4 +1,4 @@
-"""A remote in a directory, call by call."""
+"""Tests of a directory as a remote, call by call."""
 
 from __future__ import annotations
 

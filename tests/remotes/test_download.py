@@ -1,4 +1,4 @@
-"""Downloads that break off, go on, drip, or bring other bytes."""
+"""Tests of downloads that are interrupted, resumed, too slow, or that bring wrong bytes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_a_cache_that_sends_drop_by_drop_is_given_up(address: Callable[[Cache], 
 
 
 def test_one_wrong_byte_in_a_thousand_never_gets_in(tmp_path: Path) -> None:
-    """A proxy that damages what it passes on: whatever the store holds in the end is right."""
+    """Checks that the store is right in the end although a proxy changes some of the bytes that it
+    forwards."""
     dice = random.Random(7)
     graph = Graph(
         [step(f"s{n}", "big", bytes=500 * n) for n in range(1, 9)]

@@ -1,4 +1,4 @@
-"""The benchmark of downloads, with one megabyte."""
+"""Tests of the benchmark of downloads, with a file of one megabyte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remotes that fail or answer nonsense, and credentials."""
+"""Tests of remotes that fail or send meaningless answers, and of credentials for remotes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Remotes that are full: a bucket with a quota, a registry on a small file system; and clocks that differ."""
+"""Tests of full remotes (a bucket with a quota, a registry on a small file system), and of machines whose
+clock is wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_a_full_bucket_costs_a_warning_and_is_filled_later(
 def test_a_bucket_on_a_full_disk_costs_a_warning_and_is_filled_later(
     s3_server: Server, s3_login: None, tmp_path: Path
 ) -> None:
-    """Ceph without any room left answers nothing to those that write, and still serves those that read."""
+    """Checks that a run continues without uploading if Ceph's disk is full: Ceph then does not respond to
+    writers, but still serves readers."""
     url = s3_server.bucket(f"b{secrets.token_hex(8)}")
     large = Graph([step("big", "big", bytes=s3.PART + 1)])
     before = Graph([step("before", text="there was room")])
@@ -92,7 +94,8 @@ def test_a_full_registry_costs_a_warning_and_is_filled_later(tmp_path: Path) -> 
 
 
 def test_a_registry_that_kept_manifests_cut_short_is_given_others(tmp_path: Path) -> None:
-    """A registry whose disk was full accepts the same bytes again as those that it has."""
+    """Checks that uploads repair a registry whose stored manifests were cut short because its disk was full.
+    Such a registry accepts the same bytes again without storing them, so the uploaded manifests differ."""
     if registries.REGISTRY is None:
         pytest.skip(registries.WITHOUT_REGISTRY)
     with registry(tmp_path / "registry") as server:

@@ -1,4 +1,5 @@
-"""The kinds of remotes are one table: what a kind from outside has to offer, and that it is enough."""
+"""Tests of the table of kinds of remotes: the interface that a kind from another package must implement is
+sufficient."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from tests.guide import example
 from tests.remotes.users import BUILT, REUSED, User, statuses
 
 Shelves = dict[str, dict[str, bytes]]
-"""URL of a remote -> name -> content."""
+"""The contents of toy remotes: URL -> name -> content."""
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Shelves:
-    """Adds the kind of mlcbuild/README.md, and returns URL -> contents of each of its remotes."""
+    """Adds the example kind of remote of mlcbuild/README.md for this test, and returns the contents of its
+    remotes: URL -> name -> content."""
     monkeypatch.setitem(kinds.KINDS, "toy", kinds.KINDS["file"])  # the end of the test removes what is added
     names: dict[str, Any] = {"__name__": __name__}
     exec(example("Extend: a kind of remote"), names)

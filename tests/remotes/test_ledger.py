@@ -1,4 +1,5 @@
-"""Ledgers of what remotes have received: what is remembered, and files that cannot be read or written."""
+"""Tests of the ledgers that note what a remote has received: what they remember, and ledger files that cannot
+be read or written."""
 
 from __future__ import annotations
 

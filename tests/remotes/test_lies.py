@@ -1,6 +1,7 @@
-"""Servers that lie, in each protocol alike: a proxy before a real server spoils its answers on the way.
+"""Tests of servers that send wrong answers, in each protocol: a proxy in front of a real server changes its
+answers.
 
-Whatever comes, a build completes with the right result, and what went wrong is said.
+Whatever the answers are, a build completes with the right result and reports what went wrong.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tests.caches import Handler, serving
 from tests.remotes.users import REUSED, User, statuses
 
 ENDLESS = 300 << 20
-"""Size, in bytes, of an answer far larger than any part of a cache here."""
+"""Size in bytes of an answer that is far larger than any file in the caches of these tests."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of the real server to a request."""
+    """The real server's answer to a request, which the proxy may change."""
 
     status: int
     headers: dict[str, str]
@@ -41,7 +42,7 @@ class Answer:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Returns the headers that stand for the content, whatever its length becomes."""
+        """Returns the headers that describe the content and stay valid if its length changes."""
         return {
             name: value
             for name, value in self.headers.items()
@@ -54,14 +55,15 @@ Lie = Callable[[Handler, Answer], None]
 
 @dataclass
 class Proxy:
-    """Passes everything on, and the answers to what is read through a lie."""
+    """A proxy that forwards all requests. It changes the answers to read requests by the function `lie`, if
+    there is one."""
 
     address: str = ""
     lie: Lie | None = None
     kind: str = "everything"
-    """Answers that the proxy spoils: `everything`, or `blobs`."""
+    """Answers that the proxy changes: "everything", or "blobs" for files of the cache only."""
     blobs: set[str] = field(default_factory=set)
-    """The names by which the registry knows files of the cache."""
+    """Names by which the registry knows the files of the cache."""
     dropped: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, handler: Handler) -> bool:
@@ -111,12 +113,12 @@ def flipped(data: bytes) -> bytes:
 
 
 def cut(handler: Handler, answer: Answer) -> None:
-    """Ends every answer in the middle of its body."""
+    """Closes the connection after half of an answer's body."""
     handler.answer(answer.status, answer.body[: len(answer.body) // 2], answer.kept, len(answer.body))
 
 
 def reset(handler: Handler, answer: Answer) -> None:
-    """Closes the connection in the middle of an answer without sending the rest or an end."""
+    """Resets the connection in the middle of an answer."""
     cut(handler, answer)
     handler.wfile.flush()
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -217,23 +219,24 @@ LIES: dict[str, Lie] = {
     "drops": drops,
 }
 HARMLESS = {"packed", "a range that is none", "another version"}
-"""Lies about parts of answers that some clients rightly ignore."""
+"""Names of the changes to which some clients rightly pay no attention."""
 
 
 HEALED = {"cut", "reset"}
-"""Lies from which a client recovers by requesting the rest."""
+"""Names of the changes after which a client recovers by requesting the rest of the answer."""
 OF_BLOBS = (
     *("flipped", "short", "long", "nothing", "page", "cut", "reset", "endless", "loop", "nowhere", "login"),
     *("teapot", "another range", "another version", "negative length", "nothing said", "drops"),
 )
-"""Lies that a client may meet after it received a record; the others are lies about all requests."""
+"""Names of the changes that are applied to blobs only, so that a client meets them after it has received a
+record. All others are applied to all requests."""
 
 
 @pytest.fixture(scope="module", params=["http", "s3", "oci"])
 def proxied(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Proxy, str]]:
-    """Yields a proxy, and the URL of a cache behind it that has the chain."""
+    """Yields (a proxy, the URL of a filled cache behind it), for each protocol."""
     with ExitStack() as stack:
         patched = stack.enter_context(pytest.MonkeyPatch.context())
         for module in (client, s3):

@@ -1,4 +1,5 @@
-"""One remote in one run: what is taken from it and sent to it, and after which faults it is left alone."""
+"""Tests of the state of one remote during a run: what is downloaded and uploaded, and after which faults the
+remote is not used any more."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ URL = "https://host/cache"
 
 
 class Objects:
-    """A transport that keeps objects in memory; `fault` is raised by every request."""
+    """A remote that keeps its objects in memory. If `fault` is set, every request raises it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -1,6 +1,6 @@
-"""Answers that no server should give, field by field: each costs one warning that names the remote.
+"""Tests of malformed answers: each costs one warning that names the remote.
 
-What is tried is not a list of known faults, but odd values in every header and JSON field that is read.
+The tests do not try a list of known faults; they try odd values in every header and JSON field that is read.
 """
 
 from __future__ import annotations
@@ -76,9 +76,8 @@ ONE = type(CHAIN)([step("a", text="A")])
 
 
 def shared_out(values: Sequence[Value], part: int, parts: int) -> list[Value]:
-    """Returns the share of odd values that one of several tests tries. Together they try every value; with
-    MLCBUILD_TEST_EVERY each test tries all.
-    """
+    """Returns the part of `values` that test number `part` of `parts` tests tries. Together the tests try
+    every value; with MLCBUILD_TEST_EVERY each test tries all."""
     return list(values) if EVERY else list(values[part::parts])
 
 
@@ -168,7 +167,7 @@ TOKENS = [
 
 
 GOOD = {'{"token": "x"}', '{"access_token": "x"}'}
-"""Answers that hold a token, though the registry does not accept it."""
+"""Answers of a token service that do contain a token, which the registry then refuses."""
 
 
 def test_odd_tokens(tmp_path: Path) -> None:
@@ -217,7 +216,7 @@ def test_odd_sizes_in_records(kind: str, size: str, tmp_path: Path) -> None:
 
 
 class Odd:
-    """A transport that raises what no transport should."""
+    """A transport whose methods raise an exception that no transport should raise."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

@@ -1,4 +1,5 @@
-"""Shared caches over TLS and through proxies: a real nginx with a certificate, a small proxy of ours."""
+"""Tests of shared caches over TLS and through proxies: a real nginx with a certificate, and a small proxy
+written for these tests."""
 
 from __future__ import annotations
 
@@ -141,12 +142,12 @@ class Proxy:
     url: str
     asked: list[str] = field(default_factory=list)
     login: str = ""
-    """Credentials that the proxy requires, user:password; "" for none."""
+    """User name and password, as user:password, that the proxy requires; "" for none."""
 
 
 @contextmanager
 def proxy(login: str = "") -> Iterator[Proxy]:
-    """Tunnels for CONNECT, and passes on requests with a whole address."""
+    """Yields a running proxy: it opens tunnels for CONNECT and forwards requests that name a whole URL."""
     actual = Proxy("", login=login)
 
     class Handler(http.server.BaseHTTPRequestHandler):

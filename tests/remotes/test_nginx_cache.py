@@ -1,4 +1,4 @@
-"""ci/nginx-cache.conf: a real nginx accepts it, and a store is filled over it."""
+"""Tests that a real nginx accepts ci/nginx-cache.conf, and that a store can be filled through it."""
 
 from __future__ import annotations
 

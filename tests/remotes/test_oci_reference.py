@@ -1,4 +1,4 @@
-"""Addresses of OCI registries, and the layers that a manifest lists."""
+"""Tests of addresses of OCI registries, and of the layers that a manifest lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Directories as remotes whose entries are no files, or whose server is gone."""
+"""Tests of directories as remotes if their entries are not regular files, or if their file server does not
+respond."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_only_regular_files_are_read(part: str, kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["fifo", "directory", "device", "loop", "socket"])
 @pytest.mark.parametrize("shelf", ["known", "partial"])
 def test_files_of_the_own_store_are_regular_too(shelf: str, kind: str, tmp_path: Path) -> None:
-    """Records and blobs of remotes lie in a store that others may write to."""
+    """Checks that downloaded records and blobs are read from the local store only if they are regular files,
+    because other users may write to that store."""
     root = tmp_path / "shared"
     root.mkdir()
     record = next(r.record for r in User(tmp_path / "one", root.as_uri()).run().steps if r.name == "c")
@@ -105,7 +107,8 @@ def test_a_writer_replaces_what_is_no_file(tmp_path: Path) -> None:
 
 
 def test_only_unfinished_uploads_are_swept(tmp_path: Path) -> None:
-    """Somebody with write access to the remote may have put a link in place of its `tmp`."""
+    """Checks that only unfinished uploads are removed from a remote's directory `tmp`, even if somebody has
+    replaced the directory by a link."""
     root, mine = tmp_path / "shared", tmp_path / "mine"
     root.mkdir()
     mine.mkdir()

@@ -1,7 +1,5 @@
-"""A remote can slow a run by its timeout, and can do nothing else: servers and directories that never end.
-
-Each server here would keep a client for ever if any wait had no end. A run completes, with one warning.
-"""
+"""Tests that a server or a directory which never responds only delays a run: the run completes after the
+remote's timeout, with one warning, and Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def mute() -> Iterator[str]:
-    """Yields the address of a listener that accepts connections and never says a word."""
+    """Yields the address of a server that accepts connections and never sends anything."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(100)
@@ -45,8 +43,8 @@ def mute() -> Iterator[str]:
 
 @contextmanager
 def full_backlog() -> Iterator[str]:
-    """Yields the address of a listener that takes no connection: further ones are neither made nor
-    refused."""
+    """Yields the address of a listening socket whose queue is full, so that further connections are neither
+    accepted nor refused."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -68,7 +66,8 @@ def interrupted(store: Path, url: str, until: Callable[[], object], note: Path) 
 
 
 def ended(until: Callable[[], object], *arguments: str | Path) -> float:
-    """Returns seconds from Ctrl-C, soon after `until` is true, to the end of Python with these arguments."""
+    """Starts Python with these arguments, sends SIGINT soon after `until()` is true, and returns the seconds
+    from then to the end of the process."""
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MLCBUILD_TEST_TIMEOUT": "900"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -92,7 +91,7 @@ PULL = (
     "import sys; from mlcbuild.remotes import transport; transport.TIMEOUT = 900.0;"
     "from mlcbuild.cli import main; sys.exit(main(['pull', *sys.argv[1:]]))"
 )
-"""A program that pulls with a timeout of 900 seconds, so that only an interrupt ends it within LONG."""
+"""Program that pulls a bundle with a timeout of 900 seconds, so that only an interrupt can end it in time."""
 
 
 @pytest.mark.parametrize("name", STALLS)
@@ -102,7 +101,8 @@ def test_ctrl_c_ends_a_run_that_asks_a_remote(name: str, tmp_path: Path) -> None
 
 
 def test_ctrl_c_ends_a_run_that_asks_in_its_loop(tmp_path: Path) -> None:
-    """Keys of later layers are known once earlier steps are built: then a signal only sets a flag."""
+    """Checks that Ctrl-C ends a run whose own loop waits for a remote. That happens for the keys of later
+    steps, which are known only once earlier steps are built."""
     drip = Endless(*ENDLESS["silence"])
     names: set[str] = set()
 
@@ -143,7 +143,7 @@ def test_ctrl_c_ends_a_download(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", STALLS)
 def test_ctrl_c_ends_a_pull(name: str, tmp_path: Path) -> None:
-    """The manifest comes at once; four layers are on their way."""
+    """Checks that Ctrl-C ends a pull while four layers of a bundle are being downloaded."""
     drip = Endless(*ENDLESS[name])
     title = "org.opencontainers.image.title"
     layers = [

@@ -1,4 +1,5 @@
-"""Objects in ranges: how they are divided on fast and slow connections, and what a server may send."""
+"""Tests of downloading objects in ranges: how objects are divided on fast and slow connections, and which
+answers are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def pool() -> Iterator[Background]:
 
 
 class Server:
-    """Sends ranges of DATA in pieces of 250 bytes, and keeps what it is asked for."""
+    """A server that sends ranges of DATA in pieces of 250 bytes, and records the requests."""
 
     def __init__(self, shift: int = 0, length: int = 0) -> None:
         self.asked: list[tuple[int, int, int]] = []

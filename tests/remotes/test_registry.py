@@ -1,4 +1,5 @@
-"""OCI registries: what only this protocol has. The common ground of all remotes is in test_remotes."""
+"""Tests of what is special about OCI registries. test_remotes has the tests that all kinds of remotes
+share."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_blob_is_mounted_from_another_repository(registry_server: Server) -> N
 
 
 class Uploads:
-    """A registry's uploads, of which the connection breaks after some bytes of each request."""
+    """A registry that closes the connection after `most` bytes of each upload request."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -104,7 +105,7 @@ class Uploads:
 
 
 def test_an_upload_goes_on_where_it_broke_off() -> None:
-    """Bytes of a request that the server received are not sent again."""
+    """Checks that an interrupted upload continues after the bytes that the server has received."""
     data = os.urandom(2500)
     uploads = Uploads(1000)
     with serving(uploads) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
@@ -263,7 +264,8 @@ def test_a_tag_of_something_else_is_refused(data: bytes, tmp_path: Path) -> None
 
 
 def test_a_blob_that_the_registry_lost_is_sent_anew(registry_server: Server, tmp_path: Path) -> None:
-    """A tag outlives its blob where somebody removed that, and is mended by who builds the step."""
+    """Checks that a blob which was deleted from a registry, while its tag remained, is uploaded again by the
+    next user who builds the step."""
     repository = f"team/{secrets.token_hex(8)}"
     first = User(tmp_path / "1", registry_server.url(repository))
     (record,) = [step.record for step in first.run().steps if step.name == "c"]

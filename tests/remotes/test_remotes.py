@@ -1,4 +1,5 @@
-"""Shared caches: what two stores get from each other, and what a bad cache can not do to them."""
+"""Tests of shared caches: which results two stores get from each other, and that a faulty cache cannot harm
+them."""
 
 from __future__ import annotations
 

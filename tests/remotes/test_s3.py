@@ -1,4 +1,4 @@
-"""S3: what only this protocol has. The common ground of all remotes is in test_remotes."""
+"""Tests of what is special about S3. test_remotes has the tests that all kinds of remotes share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_large_objects_go_in_parts_and_come_in_ranges(
 
 
 def test_what_is_there_first_stays(bucket: str) -> None:
-    """Two who found nothing send at the same time; who found something wrong replaces it."""
+    """Checks that the first of two equal uploads is kept if neither found an object before, and that an
+    upload which is meant to replace an object does so."""
     transport = connect(bucket)
     transport.put(NAME, io.BytesIO(b"first"), 5, new=True)
     transport.put(NAME, io.BytesIO(b"second"), 6, new=True)

@@ -1,4 +1,4 @@
-"""Credentials for S3, and the sentences about those that are missing or wrong."""
+"""Tests of credentials for S3, and of the messages if they are missing or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what is secret stays so: in nothing that a run writes, sends, or says."""
+"""Tests that secrets appear in nothing that a run writes, sends or prints."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def written(*roots: Path) -> Iterator[tuple[str, bytes]]:
 def test_no_secret_is_in_anything_that_a_run_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The runs use a cache with a password, which accepts and refuses them, and write every file that they
-    can."""
+    """Checks everything that two runs leave behind. They use a cache with a password, which accepts one of
+    them and refuses the other, and they write every kind of file."""
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()

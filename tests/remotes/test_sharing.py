@@ -1,4 +1,4 @@
-"""The verbs about shared caches on a real recipe, and uploaders that are killed."""
+"""Tests of the commands for shared caches with a real recipe, and of uploads that are killed."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ for path in sorted((store.root / "ac").glob("*/*")):
 
 @pytest.mark.parametrize("kind", ["directory", "nginx"])
 def test_killed_uploaders_leave_a_cache_that_is_right(kind: str, tmp_path: Path) -> None:
-    """Whatever record is visible is whole, and all that it names is there with the right bytes."""
+    """Checks that after uploads were killed at random, every record that is visible in the cache is complete,
+    and every file that it names has the right bytes."""
     if kind == "nginx" and NGINX is None:
         pytest.skip(WITHOUT_NGINX)
     graph = Graph([step(f"s{n}", "big", bytes=300_000 + n) for n in range(20)])
@@ -230,7 +231,8 @@ def check(root: Path) -> None:
 
 
 def test_many_users_at_once(tmp_path: Path) -> None:
-    """Builders and readers of one cache and one store, in threads: nobody is told of damage."""
+    """Checks that several users in threads can build and read with one cache and shared stores without a
+    warning about damage."""
     (tmp_path / "shared").mkdir()
     url = (tmp_path / "shared").as_uri()
     users = [User(tmp_path / f"store{n % 3}", url) for n in range(6)]
@@ -248,7 +250,7 @@ def test_many_users_at_once(tmp_path: Path) -> None:
 
 
 def test_one_blob_is_downloaded_once(tmp_path: Path) -> None:
-    """Users who request the same blob at the same time wait for the first download."""
+    """Checks that threads which request the same blob at the same time wait for a single download."""
     (tmp_path / "shared" / "cas").mkdir(parents=True)
     (tmp_path / "blob").write_bytes(b"x" * 5_000_000)
     entry = Entry("blob", file_digest(tmp_path / "blob"), 5_000_000)
@@ -269,7 +271,8 @@ def test_one_blob_is_downloaded_once(tmp_path: Path) -> None:
 
 
 def test_records_are_pushed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files arrive in fours: none of four is answered before the other three have arrived."""
+    """Checks that files are uploaded in parallel: the server answers none of four uploads before it has
+    received all four."""
     store = Store(tmp_path / "store")
     steps = [Step(f"s{n}", "tests.actions:files", {"files": {"file": f"text {n}"}}, {}) for n in range(8)]
     assert execute(Graph(steps), store, Options(executor="inline")).ok
@@ -292,7 +295,8 @@ def test_records_are_pushed_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_shared_directory_needs_no_locks_and_no_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory on NFS, where neither locks nor links work, is written, read and repaired all the same."""
+    """Checks that a shared directory without locks and hard links, such as one on NFS, can be written, read
+    and repaired."""
     shared = (tmp_path / "shared").resolve()
     shared.mkdir()
     link, lock = os.link, fcntl.flock

@@ -1,4 +1,4 @@
-"""Addresses that are signed, and signed again before they expire."""
+"""Tests of presigned URLs: reads use them, and they are signed again before they expire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rates, attempts, and the border of transports that nothing foreign crosses."""
+"""Tests of the limits of transfers (minimum rate, number of attempts), and that transports raise no
+exceptions but those of their interface."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from mlcbuild.remotes.transport import (
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Returns a function that lets a number of seconds pass on a clock that otherwise stands still."""
+    """Stops the clock, and returns a function that advances it by a number of seconds."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 

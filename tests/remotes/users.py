@@ -1,4 +1,4 @@
-"""Users of remotes: each has a store of its own and runs small graphs."""
+"""Simulated users of remotes, each with a separate store, who run small graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIG = Graph([step("big", "big", bytes=3_000_000)])
 
 
 class User:
-    """Somebody with a store, and remotes as a recipe would name them."""
+    """A user with a store, and with remotes as a recipe would list them."""
 
     def __init__(self, root: Path, *urls: str, mode: Mode = "readwrite", **options: object) -> None:
         self.store = Store(root)

@@ -1,4 +1,4 @@
-"""Pictures of a plan: complete, well formed, and without overlaps."""
+"""Tests of the drawings of a plan: they are complete, well-formed and without overlaps."""
 
 from __future__ import annotations
 

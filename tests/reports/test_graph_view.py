@@ -1,4 +1,5 @@
-"""The drawing of a report in a real browser: enlarged, filtered, followed, and on a phone."""
+"""Tests of a report's drawing in a real browser: zooming, filtering, following edges, and the width of a
+phone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run, and its charts."""
+"""Tests of the report page of a run, and of its charts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_larger_is_right_and_worse_is_up() -> None:
 
 
 def test_exact_points_are_below_the_axis_and_labels_do_not_overlap() -> None:
-    """Three exact schemes of one size, and pairs that are close to each other."""
+    """Checks a chart with three exact schemes of equal size and several nearly equal schemes: exact ones are
+    below the axis, and labels do not overlap."""
     points = [Point(f"exact-{i}", 400, 6e-13, "m") for i in range(3)]
     points += [Point(f"q4-{i}", 100 + i, 0.01, "m") for i in range(4)]
     root = ElementTree.fromstring(chart.scatter(points))

@@ -1,4 +1,4 @@
-"""Tests of what a run tells: plain lines, the live view, the JSON document."""
+"""Tests of what a run prints: plain lines, the live view, and the JSON document."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ print("rich" in sys.modules)
 
 
 def on_a_terminal(store: Path, **environment: str) -> str:
-    """Returns what the code above writes to a pseudo terminal."""
+    """Runs the program CODE on a pseudo terminal, and returns what it writes."""
     leader, follower = pty.openpty()
     kept = {name: value for name, value in os.environ.items() if name not in {"CI", "TERM", "COLUMNS"}}
     command = [sys.executable, "-c", CODE, str(store)]

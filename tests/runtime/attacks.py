@@ -1,4 +1,4 @@
-"""Sends requests that no library would send, and measures what they cost a server."""
+"""Sends malformed or hostile requests to a server, and measures how much memory they cost it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the browser's engine in Node.js, which has its language but no GPU."""
+"""Calls functions of the browser's engine in Node.js, which runs JavaScript but has no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ENGINE = shared.ROOT / "runtime" / "mlcbuild_runtime" / "browser"
 
 
 def calls(*listed: tuple[str, Any]) -> list[dict[str, Any]]:
-    """Returns the result of each call, {"value"} or {"error"}. Skips where there is no Node.js."""
+    """Calls functions of the browser's engine, each (name, arguments), in one Node.js process. Returns
+    {"value": result} or {"error": message} for each. Skips the test if there is no Node.js."""
     if NODE is None:
         pytest.skip("Node.js is not installed")
     script = Path(__file__).with_name("browser_calls.mjs")

@@ -1,4 +1,4 @@
-"""Executors that count bursts, and engines on them."""
+"""Executors for tests that record the bursts of decode steps, and engines that use them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .wrapped import Wrapped
 
 
 class Counted(Wrapped):
-    """Records how many steps each call executed, and may sleep before each call.
+    """An executor that records how many steps each call executed, and that may sleep before each call.
 
-    The number of threads is never on trial: a device on trial executes steps one by one, and other work on
-    the machine begins trials.
+    It never tries another number of threads: a device executes single steps during such a trial, which other
+    work on the machine can trigger.
     """
 
     pause = 0.0
@@ -64,7 +64,7 @@ def greedy(prompt: list[int], count: int) -> Request:
 
 
 def text(engine: Engine, prompt: list[int], count: int) -> str:
-    """Returns the text of the toy's answer."""
+    """Returns the text of the answer that the toy model gives to a prompt. count: number of tokens."""
     stream = engine.tokenizer.stream()
     return "".join(map(stream.push, toy.expected(prompt, count))) + stream.finish()
 

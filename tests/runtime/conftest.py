@@ -1,4 +1,4 @@
-"""Bundles and servers for the tests of the runtime."""
+"""Fixtures of the runtime's tests: bundles and servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
 
 
 def needs(package: str) -> None:
-    """Skips where only the runtime is installed: bundles are built by the builder."""
+    """Skips the test if a package is not installed. Where only the runtime is installed, no bundles can be
+    built."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
@@ -74,8 +75,8 @@ def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_bundle(cpu_toy_bundle: Path) -> Path:
-    """Returns the toy bundle; modules that test several devices override it. Read only: `toy_copy` may be
-    changed."""
+    """Returns the toy bundle, which tests must not change (see `toy_copy`). Test modules for several devices
+    override this fixture."""
     return cpu_toy_bundle
 
 
@@ -100,14 +101,15 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle as `tiny_bundle`, without the last of its five layers: a smaller model of the same
-    words. Read only."""
+    """Returns a bundle of the embedded model without the last of its five layers: a smaller model with the
+    same vocabulary. Tests must not change it."""
     return _real(tmp_path_factory, "small", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="session")
 def window_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle as `tiny_bundle`, but no layer looks back more than 32 tokens. Read only."""
+    """Returns a bundle of the embedded model in which every layer has an attention window of 32 tokens. Tests
+    must not change it."""
     names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     return _real(tmp_path_factory, "window", **names, sliding_window=32)
 
@@ -138,7 +140,7 @@ def toy_copy(toy_bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(toy_bundle: Path) -> Iterator[Server]:
-    """Yields a server of the toy bundle, one for each module of tests."""
+    """Yields a server of the toy bundle, which all tests of a module share."""
     with shared.serving(toy_bundle) as running:
         yield running
 

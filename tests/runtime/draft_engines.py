@@ -1,4 +1,4 @@
-"""Engines with drafts that are right, wrong, or partly right."""
+"""Engines for tests whose draft tokens are right, wrong, or partly right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Guess = Callable[[Sequence, int], list[int]]
 
 
 class Drafting(Speculation):
-    """Drafts what a function says, for every sequence, however well that goes."""
+    """Speculative decoding whose drafts come from a function, for every sequence and regardless of how many
+    draft tokens are accepted."""
 
     def __init__(self, guess: Guess) -> None:
         super().__init__(7, EXACT_ROWS)

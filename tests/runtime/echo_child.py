@@ -1,4 +1,4 @@
-"""The work of a child process in tests: it answers lines, ends, or takes for ever, as each line says."""
+"""A child process for tests, which answers a line, ends, or never answers, as the line requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizers and grammars of the tests of constrained output."""
+"""Tokenizers and grammars for tests of constrained output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ TOOL_TOKENS = tuple(
 
 
 def _with_tool_tokens() -> Tokenizer:
-    """Returns the embedded model's tokenizer with special tokens as other models have them."""
+    """Returns the embedded model's tokenizer with additional special tokens for tool calls, such as other
+    models have."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Json
 

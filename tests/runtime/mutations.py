@@ -1,6 +1,6 @@
-"""Damages files of a bundle at random, each in a way that its form still makes sense of.
+"""Changes files of a bundle at random so that they are damaged but can still be parsed.
 
-A seed gives the same damage everywhere, so that a failure can be looked at again.
+Equal seeds give equal damage on every machine, so that a failure can be reproduced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from . import toy
 
 RAW = "\0raw:"
-"""A string that begins so stands for JSON text that json.dumps does not write."""
+"""Prefix of a string that stands for raw JSON text, which json.dumps would not write."""
 NASTY: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**400, -0.0, 0.5, 1e308,
     f"{RAW}NaN", f"{RAW}1e999", f"{RAW}-Infinity", f"{RAW}{'9' * 5000}", f"{RAW}{'[' * 100_000}",
@@ -161,7 +161,8 @@ MUTATIONS: Mapping[str, Mutation] = {
 
 
 def damage(bundle: Path, name: str, seed: int) -> None:
-    """Damages one file of a bundle, and makes the manifest agree with what it is then."""
+    """Damages one file of a bundle, and updates its size and digest in the manifest. seed: decides how the
+    file is changed."""
     rng = random.Random(f"{name} {seed}")
     path = bundle / name
     path.write_bytes(MUTATIONS[name](rng, path.read_bytes()))

@@ -1,7 +1,8 @@
-"""A model that says what its prompt tells it to: the bundle, its executor, and a server of it.
+"""A simulated model that repeats text of its prompt: its bundle, its executor, and a server of it.
 
-The answer is the text between the last SAY and the END after it, wherever they are in the prompt. What the
-template writes after the last `<|assistant|>` counts as said already. A constraint goes before the text.
+The answer is the text between the last SAY in the prompt and the END after it. Text that the template writes
+after the last `<|assistant|>` counts as a part of the answer that is given already. If there is a constraint,
+it takes precedence over the text.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _last(tokens: list[int], part: list[int]) -> int:
 
 @contextmanager
 def serving(bundle: Path, *options: str) -> Iterator[Server]:
-    """A server process of such a bundle on a free port."""
+    """Starts a server process of such a bundle on a free port, and yields it."""
     extra = {"PYTHONPATH": f"{shared.ROOT / 'runtime'}:{shared.ROOT}"}
     arguments = ("-m", "tests.runtime.parrot", str(bundle), "--port", "0", *options)
     with shared.program(*arguments, extra=extra) as running:

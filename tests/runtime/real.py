@@ -45,7 +45,8 @@ def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
 
 
 def build(scheme: str, out: Path, changes: dict[str, Json], target_name: str = presets.HOST) -> None:
-    """Runs the action of every step that makes a bundle, one after the other. `changes`: to config.json."""
+    """Builds a bundle by running the action of every step, one after the other. changes: fields of
+    config.json to replace."""
     scheme_json = quant.to_json(SCHEMES[scheme])
     target = targets.to_json(presets.resolve(target_name))
     compile_library = gpu_action.compile_library if target_name == "webgpu" else cpu_action.compile_library

@@ -1,4 +1,4 @@
-"""Bundles that are damaged, and the sentences that refuse them."""
+"""Damaged bundles for tests, and the messages with which they are refused."""
 
 from __future__ import annotations
 

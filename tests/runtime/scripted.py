@@ -1,4 +1,4 @@
-"""Parts of an engine without its thread, its model and its tokenizer, for tests of single modules."""
+"""Parts of an engine for tests of single modules: without its thread, its model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def logits_of(*likely: int) -> Floats:
 
 
 def rows(seq: Sequence, logits: Floats, count: int = 1) -> SequenceRows:
-    """Returns the rows of logits of a step of `own`, a sequence whose last `count` tokens are new, drafts not
-    counted."""
+    """Returns the rows of logits that a step computes for a sequence. count: number of its last tokens that
+    are new, draft tokens not included."""
     seq.length = len(seq.tokens) - count
     params = seq.sampling_params(count + len(seq.draft.tokens))
     masks = [] if seq.mask is None else [(len(params) - 1 - seq.draft.size, seq.mask)]

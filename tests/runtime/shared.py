@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60.0
 """Seconds to wait for a server: a machine that is busy with other tests is slow."""
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Passed to httpx, which otherwise reads the certificates of all authorities for each request, in 21 CPU ms:
-the servers of these tests speak plain HTTP."""
+"""TLS settings that are passed to httpx, although these servers speak plain HTTP. Otherwise httpx would load
+the certificates of all authorities for each request, which takes 21 ms of CPU time."""
 
 
 def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
@@ -123,7 +123,7 @@ def serving(
 def program(
     *arguments: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Yields a Python child process that serves, and says where."""
+    """Starts a server as a Python child process, and yields it with the address that it prints."""
     command = [python, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(extra)) as process:
         try:

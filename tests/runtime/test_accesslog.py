@@ -1,4 +1,4 @@
-"""Lines of the access log, without a server."""
+"""Tests of the lines of the access log, without a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mlcbuild_runtime.http.accesslog import AccessLog, AccessRecord, Form, recor
 def logged(
     app: Any, headers: tuple[tuple[str, str], ...] = (), path: str = "/v1/x", form: Form = "json"
 ) -> Any:
-    """Returns the text that one request writes, and the messages that the application sends."""
+    """Sends one request through the access log's middleware. Returns (the text of the log, the messages that
+    the application sends)."""
     out, messages = io.StringIO(), list[Any]()
 
     async def send(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tests of which requests fit a model."""
+"""Tests of deciding which requests fit a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Mute(Wrapped):
 def test_the_answer_has_the_rest_of_the_context(
     executor: Executor, max_tokens: int | None, limit: int
 ) -> None:
-    """Four pages of 16 tokens are less than the model's context."""
+    """Checks how many tokens an answer may have if the memory for the KV cache, four pages of 16 tokens, is
+    smaller than the model's context."""
     assert answer_limit(Request((1, 2, 3), max_tokens), executor) == limit
 
 

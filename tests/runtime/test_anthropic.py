@@ -1,4 +1,5 @@
-"""/v1/messages: bodies become chats, answers become blocks, and Anthropic's own client reads them."""
+"""Tests of Anthropic's endpoint /v1/messages: bodies become chats, answers become content blocks, and
+Anthropic's client understands them."""
 
 from __future__ import annotations
 

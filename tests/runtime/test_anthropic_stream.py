@@ -1,4 +1,4 @@
-"""Anthropic's messages, event by event, without a server."""
+"""Tests of the events of Anthropic's message streams, without a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlcbuild_runtime.openai.chat_documents import Prompt
 
 
 class Pieces:
-    """A reader that takes the pieces of each event from a list."""
+    """A parser of answers that yields prepared pieces, one list for each event, instead of parsing."""
 
     is_thinking = False
 

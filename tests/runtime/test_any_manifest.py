@@ -1,4 +1,4 @@
-"""Any JSON value in any place of a manifest is a manifest or one sentence."""
+"""Tests that a manifest with any JSON value in any place is either valid or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ JSON = st.recursive(
 @example(value={"\n": None}, place=19)
 @example(value={"\n": None}, place=119)
 def test_any_value_in_any_place_gives_a_manifest_or_a_sentence(value: Json, place: int) -> None:
-    """One value of a good manifest replaced by any other."""
+    """Checks that a valid manifest in which one value is replaced by any other one is either accepted or
+    refused with one sentence."""
     good = sample().to_json()
     places = list(paths(good))
     *parents, last = places[place % len(places)]
@@ -87,7 +88,8 @@ def sample() -> Manifest:
 def test_the_window_is_that_of_the_layer_with_the_longest_memory(
     windows: list[int | None], longest: int | None
 ) -> None:
-    """A layer without a window remembers everything; a config without layers states nothing."""
+    """Checks which attention window a manifest states: that of the layer with the longest one. A layer
+    without a window attends to everything, and a config without layers states nothing."""
     specs: list[Json] = [{"mixer": {} if size is None else {"window": size}} for size in windows]
     config: dict[str, Json] = {"vocab_size": 260, "layer_specs": specs, "layers": [0] * 3}
     manifest = replace(sample(), model=bundle.Model("toy", "toy", config))
