@@ -50,7 +50,7 @@ TRANSITIONS: Mapping[StepState, frozenset[StepState]] = {
 
 @dataclass(slots=True)
 class TrackedStep:
-    """One step of a run. Only `Tracker` changes its state."""
+    """The state of one step during a run. Only `Tracker` changes it."""
 
     step: Step
     place: int

@@ -53,8 +53,8 @@ class Notes:
         return record
 
     def write_sometimes(self, results: Callable[[], Mapping[str, StepResult]]) -> None:
-        """Calls `write` with the current results if the last call was more than a few seconds ago. results:
-        function that returns step name -> result.
+        """Writes the keys of the current results to the store, as `write` does, if the last write was more
+        than a few seconds ago. results: function that returns step name -> result.
         """
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self.write(results())

@@ -120,8 +120,9 @@ def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0
 
 
 def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tuple[Array, State]:
-    """Computes one layer, and returns (residual stream [n, hidden] after it, new state of its mixer). x:
-    residual stream [n, hidden] before the layer; past: state before these n positions.
+    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the layer's new
+    attention state, such as keys and values). x: residual stream [n, hidden] before the layer; past: state
+    before these n positions.
     """
     positions = np.arange(past.length, past.length + len(x))
     rotations = tuple(_rotation(reference, rope, positions) for rope in reference.config.ropes)

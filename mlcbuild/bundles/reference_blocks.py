@@ -83,8 +83,8 @@ class Inputs:
 
 
 def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
-    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, state of its mixer).
-    x: residual stream [n, hidden] before the layer.
+    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the layer's new
+    attention state, such as keys and values). x: residual stream [n, hidden] before the layer.
     """
     mixer, feed_forward = MIXERS[type(spec.mixer)], FEED_FORWARDS[type(spec.feed_forward)]
     scale = x.dtype.type(spec.residual_scale)

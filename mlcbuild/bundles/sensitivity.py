@@ -51,7 +51,7 @@ def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Pat
 
 @dataclass
 class _Run:
-    """One trial: a matrix in one candidate scheme, and the state of the model's evaluation with it."""
+    """A trial of one matrix in one candidate quantization scheme: how far the model was evaluated with it."""
 
     param: Param
     scheme: Storage
@@ -122,8 +122,8 @@ def _changed(exact: Reference, param: Param, scheme: Storage) -> Reference:
 
 
 def _begin(trial: WeightTrial, run: _Run) -> None:
-    """Computes the layer of a trial's matrix, with this matrix quantized, and replaces the trial's residual
-    streams by its output.
+    """Starts a trial, which evaluates the model with one matrix quantized: computes the layer of this matrix,
+    and replaces the trial's residual streams by the layer's output.
     """
     changed = _changed(trial.exact, run.param, run.scheme)
     run.streams = [layer(changed, _layer_of(run.param), x)[0] for x in run.streams]
@@ -144,8 +144,8 @@ def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
 def _finished(
     trial: WeightTrial, runs: Sequence[_Run], model: Reference, note: _Progress
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yields ((name of a matrix, name of a scheme), loss in nats) of trials whose layers are all computed.
-    model: the weights of the last norm and of the output matrix.
+    """Yields ((name of a matrix, name of its scheme), loss in nats) for trials of one quantized matrix each,
+    of which all layers have been computed. model: the weights of the last norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
     held = _held(model, [table])

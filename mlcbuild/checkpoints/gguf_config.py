@@ -117,8 +117,8 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
 
 
 def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:
-    """Returns the fields of YaRN's rope object that config.json has only for this GGUF architecture; {} for
-    most."""
+    """Returns those fields of YaRN's rope object in config.json that this GGUF architecture needs and others
+    lack; {} for most architectures."""
     if architecture == "gpt-oss":
         return {"truncate": False}
     if architecture != "deepseek2":

@@ -23,7 +23,8 @@ _EXPERTS: Names = {
     "mlp.experts.down.bias": ("mlp.experts.down_proj.bias",),
     "mlp.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
 }
-"""Names of tensors of experts that `models.family` does not list for all families."""
+"""Parameter name within a layer -> tensor names, for parameters of experts that the table of all model
+families does not list."""
 
 
 def names_in_file(path: Path, config: ModelConfig) -> TensorNames:

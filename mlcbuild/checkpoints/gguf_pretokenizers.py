@@ -188,7 +188,7 @@ _SPELLINGS: Sequence[tuple[str, PreTokenizer]] = (
     ("bloom poro-chat gpt3-finnish", PreTokenizer(_splits(_BLOOM))),
     ("viking", PreTokenizer(_splits(_BLOOM, _NUMBER))),
 )
-"""(names of pre-tokenizers in GGUF files, separated by spaces; the pre-tokenizer that they mean)."""
+"""Pairs (names that GGUF files use for a pre-tokenizer, separated by spaces; the pre-tokenizer itself)."""
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     name: words for names, words in _SPELLINGS for name in names.split()
 }

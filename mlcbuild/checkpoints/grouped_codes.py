@@ -44,7 +44,8 @@ class GroupedMatrix:
     columns: int
     bits: int
     group: int
-    """Number of consecutive columns in a group; the last group may be shorter."""
+    """Number of consecutive columns of a matrix row that share a scale; the last such group may be
+    shorter."""
     codes: Read
     """Function that reads the integer codes of some rows of the matrix: uint8 [rows, columns]."""
     scales: Read

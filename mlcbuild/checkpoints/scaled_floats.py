@@ -50,8 +50,8 @@ class _Scaled:
 
 
 def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: int, last: int) -> Floats:
-    """Returns rows first..last-1 of a tensor of scales, which holds one scale per block of a matrix, as
-    float32 [last - first, columns of the grid]. grid: shape of this tensor.
+    """Returns rows first..last-1 of a tensor that holds one scale for each block of a matrix, as float32
+    [last - first, columns of this tensor]. grid: shape of this tensor.
     """
     if grid == (1, 1):
         return whole(reader, scale).reshape(1, 1)

@@ -132,7 +132,7 @@ def _early(
 
 @dataclass
 class _Dealt:
-    """One possible assignment of final steps to shards."""
+    """One possible assignment to shards of the final steps, those on which no other step depends."""
 
     held: list[set[str]]
     """For each shard, the names of the steps that it would run if no store held any result."""

@@ -22,14 +22,15 @@ class Search:
     scale.
     """
     shift: int
-    """Number of bits by which a weight's magnitude is shifted right to be its importance, after the group's
-    largest magnitude was scaled to the integer `unit`. Sums of eight products of importance with two codes
-    then fit in int16, of which NumPy handles twice as many at once as of float32, and sums of 32 products
-    with a code and the weight are exact in float32."""
+    """Number of bits by which a weight's magnitude is shifted right to get its importance, which weights its
+    error in the search. Before the shift, the group's largest magnitude is scaled to the integer `unit`. The
+    number is chosen so that sums of eight products of importance with two codes fit in int16, which NumPy
+    adds twice as fast as float32, and sums of 32 products with a code and the weight are exact in float32."""
     widths: tuple[int, ...]
-    """Distances between two codes from which the search for a scale starts, on a grid where the largest
-    magnitude of the group is the integer `unit`. With the first two, that magnitude is `top` and `top - 1`
-    codes from 0, so that weights on such grids are represented exactly."""
+    """Step widths between neighbouring codes from which the search for a scale starts, in units in which the
+    largest magnitude of the group is the integer `unit`. With the first width that magnitude gets the code
+    `top`, with the second `top - 1`; so groups whose weights are multiples of such a step are represented
+    exactly."""
     top: int
     """The largest code. Codes are 1 - top .. top; the sign of the scale is such that the weight of largest
     magnitude is positive.

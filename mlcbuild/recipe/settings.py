@@ -82,7 +82,8 @@ class Settings:
 
 _Value: TypeAlias = int | float | str | Path | tuple[str, ...]
 _Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
-"""The settings that a section of the recipe states: key -> (value, position in the file)."""
+"""The settings that one section of the recipe states, such as `compile`: key -> (value, its position in the
+file)."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,9 @@ class _Layer:
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
-    """Returns include entries -> the resulting settings, for each tuple in `uses`. Invalid settings become
-    problems of `reading`.
-
-    uses: tuples of indices of include entries, in order; () stands for the recipe's settings without any
-    entry.
+    """Returns the settings that result when certain `include` entries of a recipe's matrix are applied to its
+    general settings: indices of the entries, in order -> settings. uses: the tuples of indices to compute; ()
+    stands for the general settings alone. Invalid settings become problems of `reading`.
     """
     look = cache(_prompts_fault)  # Many entries may name the same file.
     base = _read_layer(reading, (), look)

@@ -142,8 +142,8 @@ def _variables(document: Document, settings: Mapping[str, str], done: Substituti
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """Parses a command line's text as a value of the type of `old`, and returns it; None if that is
-    impossible.
+    """Parses a text of the command line as a value of the same type as `old`, the value that it replaces;
+    returns None if that is impossible.
     """
     if isinstance(old, str):
         return text

@@ -257,8 +257,9 @@ def _untangle(layers: list[list[str]], near: Mapping[str, list[str]]) -> None:
 
 
 def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[str, float]:
-    """Returns name of a node -> vertical position, near the mean of its neighbours' and in the order of its
-    layer. near: node -> its neighbours.
+    """Returns name of a node -> its vertical position in the picture, in pixels. Each node is placed near the
+    mean position of its neighbours, and nodes of a layer keep their order. layers: names of nodes; near: node
+    -> its neighbours.
     """
     pitch = _HEIGHT + _GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)

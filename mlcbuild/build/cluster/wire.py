@@ -23,7 +23,8 @@ from mlcbuild.store.records import BuildInfo, Record
 
 FORMAT = "mlcbuild-job/1"
 TOPIC = "mlcbuild"
-"""Topic of the progress events of jobs. All runs share one, because a scheduler never deletes a topic."""
+"""Name of the dask topic on which workers publish progress events of jobs. All runs share one topic, because
+a scheduler never deletes one."""
 
 
 @dataclass(frozen=True)

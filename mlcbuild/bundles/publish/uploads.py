@@ -23,7 +23,8 @@ class Sent:
     """Name of the bundle: that of its variant in a recipe, or that of its directory if it was sent by path.
     """
     to: str
-    """Address as the recipe or the caller stated it; "" for a variant that is not sent."""
+    """Address of the registry or hub to which the bundle is sent, as the recipe or the caller stated it; ""
+    for a variant that is not sent."""
     status: Literal["published", "present", "failed", "skipped"]
     """The outcome of sending the bundle: "present" means that the destination already had all files,
     "skipped" that a recipe's variant is not published because it is not verified.

@@ -172,9 +172,10 @@ def _check_zeros(matrix: _Integers, scale: Tensor) -> None:
 
 
 def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) -> Tensor:
-    """Returns the weight of a module of 4-bit floats. packed: the part with the codes; overall: the part
-    with a scale for the whole matrix, which is NVFP4's, or a name without a part for MXFP4; divides: True
-    if scales are divided by it. Raises CheckpointError if a part is missing, or has another type or shape.
+    """Returns the weight of a module of 4-bit floats in the format NVFP4 or MXFP4. packed: name of the tensor
+    with the codes; overall: name of the tensor with a scale for the whole matrix, which only NVFP4 has:
+    without such a tensor the format is MXFP4; divides: True if scales are divided by it. Raises
+    CheckpointError if a tensor is missing, or has another type or shape.
     """
     rows, half = parts.matrix(packed)
     parts.check(packed, ("U8",), (rows, half))

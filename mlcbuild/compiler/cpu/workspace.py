@@ -37,10 +37,9 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
     """Returns the number of bytes of the buffers that TVM's memory planner has put into a library's
-    functions: for each size of a buffer, the largest number in use at one time.
-
-    A step uses the buffers of `embed` and of `trunk`, which calls all layers, together with those of one
-    layer, then those of `trunk` with those of the function that the runtime has called.
+    functions: for each size of a buffer, the largest number that is in use at one time. The runtime calls a
+    function such as `step`; that calls `embed`, then `trunk`, which calls the layers one after the other, and
+    each function has buffers of its own.
     """
     planned = {
         str(name.name_hint): _blocks(function)

@@ -145,9 +145,9 @@ class _Mixture:
         buffers: Buffers,
     ) -> list[Launch]:
         """Returns the kernel launches of a product with a stack of experts' matrices, one for each part of
-        the stack that a device can bind. make: builds the kernel; product: (name of the stack, such as
-        gate_up; fields of its ProductSpec; further arguments of `make`); sizes, buffers: scalars and buffers
-        that every launch has.
+        the stack that a device can bind. make: function that builds the kernel; product: (name of the stack,
+        such as gate_up; fields of its ProductSpec; further arguments of `make`); sizes, buffers: scalars and
+        buffers that all of the launches receive.
         """
         part, fields, more = product
         name, launches = f"{self._base}.experts.{part}.weight", []

@@ -38,9 +38,9 @@ from mlcbuild.compiler.cpu.kernels.int8_cache import scaled
 from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
 
 MANY_TASKS = 16
-"""Minimum number of attention tasks per kv head with which the kv heads of a part of a sequence are computed
-one after the other; fewer tasks would not keep all cores equally busy in that order. It took a step of 8
-sequences of SmolLM2-135M's shape from 20.8 to 18.9 CPU ms (`ci/bench/cpu`)."""
+"""Minimum number of attention tasks per KV head for which tasks are ordered by part of a sequence and then by
+KV head; with fewer tasks, that order would not keep all cores equally busy. It took a step of 8 sequences of
+SmolLM2-135M's shape from 20.8 to 18.9 CPU ms (`ci/bench/cpu`)."""
 SHORT = 4
 """Largest number of rows of a sequence for which reading keys and values takes longer than computing."""
 

@@ -96,9 +96,8 @@ class _Task:
 
     @property
     def capped_unit(self) -> float:
-        """Returns the factor by which scores are multiplied after soft-capping to get the true scores: 1.0 if
-        the model caps scores, since the cap has already applied the factor.
-        """
+        """Returns the factor by which scores are multiplied after soft-capping to get the true scores. It is
+        1.0 if the model caps scores, since the factor is then applied before the cap."""
         return self.unit if self.call.spec.softcap is None else 1.0
 
 

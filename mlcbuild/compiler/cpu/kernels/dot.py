@@ -100,10 +100,10 @@ class Products:
         return 1 if self.bits == 8 else 2
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits code that unpacks weights, and returns for each quad (four consecutive weights of each row)
-        in `packed` its operands of the dot-product instruction: int32 vectors with a lane for each row.
-        packed: run j, from 0, of 4 * lanes bytes of a group of 32 columns, in the x16 layout (tiles of 16
-        rows); high: the group's runs that hold the bits of weights above the low four.
+        """Emits code that unpacks stored codes into operands of the dot-product instruction. Returns, for
+        each quad (four consecutive weights of each row) in `packed`, its operands: int32 vectors with a lane
+        for each row. packed: vector `j`, from 0, of the packed codes of a group of 32 columns, 4 * lanes
+        bytes; high: the vectors with the bits above the low four.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
@@ -124,9 +124,9 @@ class Products:
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 
     def paired(self, operands: Sequence[list[Expr]]) -> list[list[Expr]]:
-        """Emits code that rearranges the weights of a group for the smmla instruction, and returns the
-        vectors, two for each pair of quads (four consecutive k): eight k of weight rows 0 and 1, and of rows
-        2 and 3. operands: one vector for each quad.
+        """Emits code that rearranges the weights of a group of 32 columns for Arm's smmla instruction.
+        Returns two vectors for each eight consecutive k (the summed dimension): those of weight rows 0 and 1,
+        and those of weight rows 2 and 3. operands: one vector for each four consecutive k.
         """
         pairs = [(low[0], high[0]) for low, high in zip(operands[::2], operands[1::2], strict=True)]
         orders = ([0, 4, 1, 5], [2, 6, 3, 7])

@@ -89,7 +89,7 @@ class RowFormat(Protocol):
         which saves shifts. The activations x are divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
-        """Declares and returns the stored tensors as the next arguments of the kernel."""
+        """Declares the stored tensors as the next arguments of the kernel, and returns their buffers."""
 
     def stacked(self, count: int) -> RowFormat:
         """Returns the description of reads from a stack of `count` matrices [n, k] of the same format, stored

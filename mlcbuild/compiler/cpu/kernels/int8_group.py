@@ -23,9 +23,10 @@ class Column:
     """The weights of one vector of rows in one group of 32 columns, with their scales and minima."""
 
     operands: list[list[Expr]]
-    """For each quad (four consecutive columns) of a group of 32, the int32 vectors of weights, a lane for
-    each row, that dot-product instructions take. If two rows of x are multiplied at a time: for each two
-    quads, a vector with eight columns of weight rows 0 and 1, then one with those of rows 2 and 3.
+    """The int32 vectors of weights that dot-product instructions take: a list for each quad (four consecutive
+    columns) of a group of 32, with a lane for each weight row. For an instruction that multiplies two rows of
+    x at a time, two vectors for each two quads instead: eight columns of weight rows 0 and 1, then of rows 2
+    and 3.
     """
     scales: list[Expr]
     """float32 vectors with the scales of a group of 32 columns, one lane for each weight row: two vectors if

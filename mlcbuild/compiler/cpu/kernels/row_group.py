@@ -28,10 +28,10 @@ from mlcbuild.quant.groups import GROUP
 @dataclass(frozen=True)
 class GroupRows:
     """Emits reads of the rows of a quantized matrix [n, k] in blocks; an implementation of RowFormat in
-    float_product.py. A block is one vector of uint32 words. Plane p of a block is the p-th code (of `bits`
-    bits) of each word, masked but not shifted: its value is 2**(bits * p) times too large, for which x is
-    divided beforehand, exactly. Only the last code is shifted down, because at the top of a word it would
-    include the sign bit.
+    float_product.py. A block is one vector of uint32 words, each with 32 / `bits` codes. To save shifts, code
+    p of a word is only masked, so its value is 2**(bits * p) times too large; x is divided by this factor
+    beforehand, which is exact. Only the highest code of a word is shifted down, because it would include the
+    sign bit.
     """
 
     isa: ISA

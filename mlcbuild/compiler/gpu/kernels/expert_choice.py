@@ -262,8 +262,9 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
 
 
 def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
-    """Emits sums over all experts with a lower number than `expert`, and returns arrays of one element with
-    (number of their choices, number of their tiles). counts: number of choices of each expert.
+    """Emits two sums over all experts with a lower number than `expert`, the number of their choices and the
+    number of their tiles, and returns them as arrays of one element. counts: number of choices of each
+    expert.
     """
     total, tiles = local(1, "int32"), local(1, "int32")
     put(total, T.int32(0), 0)

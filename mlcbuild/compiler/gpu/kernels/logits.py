@@ -260,9 +260,9 @@ class _Line:
         return bind(T.reinterpret("float32", bits))
 
     def find_threshold(self, low: Value) -> None:
-        """Emits a search, bit by bit from the highest, for the threshold that at least 64 logits of the row
-        reach, the largest int32 key in the order of logits, and its store in `low`, an array of one int32 per
-        thread.
+        """Emits a search for the largest threshold that at least 64 logits of the row reach, bit by bit from
+        the highest, and its store in `low`, an array of one int32 per thread. The threshold is a key: an
+        int32 that is ordered like the logit.
         """
         thread_count, tx = self.thread_count, self.tx
         put(low, T.int32(_SMALLEST), 0)

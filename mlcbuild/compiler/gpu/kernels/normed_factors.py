@@ -39,7 +39,7 @@ class RowBlock:
     count: int
     n: Value
     added: AddedRows | None = None
-    """The rows that are added to x while it is read; None: nothing is added."""
+    """Rows that are normalized and added to x while it is read; None: nothing is added."""
 
     def place(self, index: Value) -> Value:
         """Returns the index, in x, of row `index` of the block of rows that a workgroup multiplies. Positions
@@ -48,9 +48,9 @@ class RowBlock:
         return bind(T.min(self.first + index, self.n - 1))
 
     def chunk(self, index: Value, column: Value) -> list[Value]:
-        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, rows that
-        are added to x included, with 0 beyond the end of the row. index: position of the row in the
-        workgroup's block.
+        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, plus the
+        normalized row that is added to it if there is one; values beyond the end of the row are 0. index:
+        position of the row in the workgroup's block.
         """
         place = self.place(index)
         values = self.x.chunk(place, column)

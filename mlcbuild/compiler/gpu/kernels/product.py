@@ -332,8 +332,8 @@ def finish(
 
 
 def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
-    """Emits the sums of runs of `count` values in each of several shared arrays, stored at the start of a
-    run, with one barrier per round for all arrays.
+    """Emits code that sums consecutive groups of `count` values, a power of two, in each of several shared
+    arrays. The sum is stored in the place of the group's first value. All arrays share one barrier per round.
     """
     barrier()
     step = count // 2
