@@ -1,4 +1,4 @@
-"""Request bodies of every kind: a checked call or a RequestError, and nothing else."""
+"""Tests that any request body gives either a checked call or a RequestError, and no other exception."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 BUSY = settings(suppress_health_check=[HealthCheck.too_slow])
-"""Other tests take this machine's time."""
+"""Hypothesis settings for slow tests: other tests may use this machine's processors at the same time."""
 NAMES = st.sampled_from(sorted({*api.CHAT, *api.COMPLETION, "odd"}))
 HI: Json = [{"role": "user", "content": "hi"}]
 

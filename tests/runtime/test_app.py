@@ -1,4 +1,4 @@
-"""Tests of what the application answers when the model or the engine fails, without a socket between."""
+"""Tests of the HTTP application's answers when the model or the engine fails, without a socket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ POISON = 111
 
 
 class Faulty(Stepwise):
-    """Fails on one token at once, and on any other when the context has grown."""
+    """An executor that fails when it meets the token POISON, or when a decoding sequence has reached a length
+    of 4 tokens."""
 
     def step(self, step: ModelStep, params: Sequence[SamplingRow], masks: Any = ()) -> StepOutput:
         if POISON in step.tokens or (is_decode(step) and 4 in step.lengths):
@@ -65,7 +66,8 @@ def complete(engine: Engine, body: object) -> httpx.Response:
 
 
 def test_requests_wait_by_their_clients_address(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constraints and chat templates are served to addresses in turn: see text/turns.py."""
+    """Checks that requests to compile constraints and to render templates carry the client's address, because
+    addresses are served in turn (see text/turns.py)."""
     addresses = []
 
     def chat(engine: Engine, body: Mapping[str, Json]) -> CompletionJob:

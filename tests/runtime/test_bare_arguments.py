@@ -1,4 +1,4 @@
-"""Arguments with bare keys: written, and read back in pieces of any size."""
+"""Tests of tool call arguments with unquoted keys: they are written, and read back in pieces of any size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ VALUES: list[dict[str, Json]] = [
 
 
 def read(text: str, sizes: random.Random | None = None) -> tuple[str, str]:
-    """Returns (JSON, unread text) after a reader has got a text in pieces."""
+    """Returns (JSON text, text that was not read) after a reader has received a text in pieces. sizes: random
+    sizes of the pieces; None: one piece."""
     reader, written, buffer, at = BareReader(QUOTE), "", "", 0
     while at < len(text):
         size = len(text) if sizes is None else sizes.randrange(1, 8)

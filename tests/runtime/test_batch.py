@@ -1,4 +1,4 @@
-"""The inputs of a step."""
+"""Tests of the inputs of a step of the model."""
 
 from __future__ import annotations
 

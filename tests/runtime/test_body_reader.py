@@ -1,4 +1,4 @@
-"""Bodies of requests: received in parts, bounded, parsed."""
+"""Tests of reading request bodies: they arrive in parts, are limited in size, and are parsed."""
 
 from __future__ import annotations
 

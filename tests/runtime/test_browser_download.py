@@ -1,4 +1,4 @@
-"""Downloads of bundles by the browser engine."""
+"""Tests of downloading bundles with the browser engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_weights_arrive_in_whole_words_however_they_are_cut(part: int, tmp_path:
 
 
 class Broken(SimpleHTTPRequestHandler):
-    """Sends half of the rest of a file, so that a client must go on from there."""
+    """A file server that sends half of the remaining bytes and then closes the connection, so that a client
+    must resume."""
 
     ranges = True
 

@@ -1,5 +1,5 @@
-"""The browser's engine against the Python runtime and the libraries that it stands for: digests, random
-numbers, sampling, tokens, text, templates, weights."""
+"""Tests that compare the browser's engine with the Python runtime and with libraries: digests, random
+numbers, sampling, tokens, texts, templates, weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def logits_of(seed: int, count: int = 300) -> NDArray[np.float32]:
 
 
 def top_of(logits: NDArray[np.float32]) -> list[int]:
-    """Returns what the kernel `top` writes of a row: the 64 largest logits, here in any order."""
+    """Returns the output of the GPU kernel `top` for a row of logits: the largest logit, the sum of
+    exponentials, and the 64 largest logits with their tokens."""
     order = np.argsort(-logits, kind="stable")[:64]
     words = np.empty(2 + 2 * 64, np.float32)
     words[0], words[1] = logits.max(), np.exp(logits - logits.max()).sum()

@@ -1,4 +1,5 @@
-"""JSON answers of the browser's engine: its token masks against those of the Python runtime."""
+"""Tests of JSON answers in the browser's engine: its token masks are compared with those of the Python
+runtime."""
 
 from __future__ import annotations
 
@@ -72,8 +73,8 @@ def form(schema: Any) -> dict[str, Any]:
 
 
 def walk(grammars: Grammars, value: Any, rng: random.Random, message: bool) -> tuple[list[int], list[Any]]:
-    """Returns the tokens of an answer that is drawn at random, and for each place the tokens that the Python
-    runtime allows, with whether the next byte is free."""
+    """Draws an answer at random under a constraint. Returns (its tokens; for each position the tokens that
+    the Python runtime allows, and True if the constraint allows more than one next byte)."""
     constraint = response_format(value)
     assert constraint is not None
     matcher = grammars.compiled(constraint, message).matcher()
@@ -128,7 +129,8 @@ def test_the_tokens_that_may_come_next_are_those_of_the_runtime(message: bool) -
 
 
 def test_answers_are_what_their_schema_accepts() -> None:
-    """The judge is the package jsonschema."""
+    """Checks that random answers of the browser's engine are valid under their JSON schema, by the package
+    jsonschema."""
     schemas = [schema for schema in SCHEMAS for _ in range(12)]
     asked = {"formats": [form(schema) for schema in schemas], "vocab": SIZE, "ends": ENDS, "limit": 3000}
     answers = call("answers", {**asked, **tokenizer_files(TINY)})

@@ -1,4 +1,4 @@
-"""The page that needs no server, in a real browser: Chromium with its software GPU."""
+"""Tests of the chat page that runs a model in the browser, in Chromium with a GPU in software."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def site(webgpu_bundle: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def page(site: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Yields a browser whose page has loaded the model."""
+    """Yields a browser whose page has loaded the model. Skips the test without Chromium."""
     if CHROMIUM is None or shutil.which("bash") is None:
         pytest.skip("Chromium is not installed")
     browser = Browser(tmp_path_factory.mktemp("profile"), GPU)
@@ -46,7 +46,8 @@ def page(site: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bro
 
 
 def evaluate(browser: Browser, body: str) -> Any:
-    """Returns the value that the body of an async function returns on the page; `lines` show its progress."""
+    """Executes the body of an async JavaScript function on the page and returns its value. As long as lines
+    of text appear on the page, it may take any time."""
     script = f"""
         window.result = null;
         (async () => {{ {body} }})().then(
@@ -271,7 +272,8 @@ def test_requests_wait_for_each_other_and_end_early(page: Browser) -> None:
 
 
 def test_a_lost_device_and_a_freed_one_are_named(page: Browser) -> None:
-    """It is the last test of this page; another one after it would load the model again."""
+    """Checks the error messages after the GPU device is lost and after the model is unloaded. It runs last,
+    because a later test would have to load the model again."""
     body = f"""{ENGINE}
         window.engine.device.device.destroy();
         const lost = await message(create("hi"));

@@ -1,4 +1,5 @@
-"""The site of `serve --browser`: what it serves and writes, what it refuses, and how large the engine is."""
+"""Tests of the web site of `serve --browser`: what it serves and writes, what it refuses, and the size of the
+engine."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ from .browser_engine import ENGINE
 LIMIT = 60_000
 """Bytes of the engine that a page loads, compressed with gzip as a web server does it."""
 VOCABULARIES = {"json_vocabulary.js", "piece_vocabulary.js"}
-"""Files of which a model needs one."""
+"""Files of the engine of which a model loads exactly one, depending on its tokenizer."""
 ON_DEMAND = {"json_schema.js", "byte_grammar.js", "token_masks.js"} | VOCABULARIES
-"""Files that the engine imports when it needs them; those of JSON schemas, for the first such answer."""
+"""Files that the engine imports only when it needs them; those for JSON schemas are imported for the first
+answer with a schema."""
 
 
 @pytest.fixture(scope="module")

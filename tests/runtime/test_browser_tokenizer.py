@@ -1,4 +1,4 @@
-"""Tokens and chat texts of the browser engine equal those of the runtime."""
+"""Tests that the browser engine computes the same tokens and the same chat prompts as the Python runtime."""
 
 from __future__ import annotations
 

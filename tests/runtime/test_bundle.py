@@ -1,4 +1,5 @@
-"""The bundle format, and bundles damaged in every way: one sentence, no traceback, no signal."""
+"""Tests of reading bundles, and of bundles that are damaged in many ways: each is refused with one sentence,
+without a traceback and without a crash."""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ def section(actual: dict[str, Json], key: str) -> dict[str, Json]:
 
 
 def edit(path: Path, change: Callable[[dict[str, Json]], object]) -> None:
-    """Applies a change to the manifest of a bundle, as an editor would."""
+    """Reads bundle.json, calls `change` with its content, and writes it back."""
     actual = document(path)
     change(actual)
     (path / "bundle.json").write_text(json.dumps(actual))
 
 
 def reseal(path: Path) -> None:
-    """Makes sizes and digests agree with the files again: what is wrong is then found by other checks."""
+    """Updates sizes and digests in bundle.json after files were damaged, so that other checks must detect the
+    damage."""
 
     def change(actual: dict[str, Json]) -> None:
         for name, entry in section(actual, "files").items():
@@ -88,7 +90,8 @@ def write(name: str, data: bytes, again: bool = True) -> Callable[[Path], None]:
 
 
 def header(**changes: Json) -> Callable[[Path], None]:
-    """Replaces entries of the weights' header, resealed."""
+    """Returns a function that replaces entries of the header of a bundle's weights file and updates the
+    manifest."""
 
     def damage(path: Path) -> None:
         data = (path / WEIGHTS).read_bytes()
@@ -102,20 +105,23 @@ def header(**changes: Json) -> Callable[[Path], None]:
 
 
 def other_weights(path: Path) -> None:
-    """Replaces the weights of a bundle by those of another model: a whole file, with another signature."""
+    """Replaces the weights of a bundle by a valid file with the weights of another model, whose signature
+    differs."""
     toy.write_weights(path / WEIGHTS, "ab" * 32)
     reseal(path)
 
 
 def other_model(path: Path) -> None:
-    """Replaces manifest and weights by those of another model, so that only the library disagrees."""
+    """Replaces the weights and the signature in the manifest by those of another model, so that only the
+    library does not fit."""
     toy.write_weights(path / WEIGHTS, "ab" * 32)
     put("signature", "ab" * 32)(path)
     reseal(path)
 
 
 def elf_with_far_segment(path: Path) -> None:
-    """Headers that promise more than the file holds: mapping it would end the process by SIGBUS."""
+    """Damages a library's headers so that they claim more bytes than the file has. Loading it without a check
+    would end the process by SIGBUS."""
     data = bytearray((path / "model.so").read_bytes())
     if data[:4] != b"\x7fELF":  # another system's library: cutting it is the same promise
         del data[len(data) // 2 :]

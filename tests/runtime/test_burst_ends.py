@@ -1,4 +1,4 @@
-"""Bursts of steps that end early: for new requests, for other models, after failures."""
+"""Tests of bursts of decode steps that end early: for new requests, for other engines, and after failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["toy_bundle"]  # the fixture of test_engine, with both devices
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows decode steps to be slow, as they are beside other tests."""
+    """Removes the time limit of bursts for a test, because decode steps are slow while other tests run."""
     monkeypatch.setattr(loop, "BURST_SECONDS", 60.0)
 
 
@@ -58,7 +58,8 @@ def test_who_comes_ends_the_steps_of_constraints_too(toy_bundle: Path) -> None:
 
 
 def test_who_comes_ends_the_steps_at_once(tiny_bundle: Path) -> None:
-    """An arrival interrupts the steps of others: the call that runs executes no more of them."""
+    """Checks that a new request interrupts a running burst: the call of the library executes no further
+    steps."""
     executor, counts = CpuExecutor.load(tiny_bundle), set[int]()
     step, params = ModelStep.of([([5], 1, [1, 2])], prompt=False), [(0.0, -np.inf, 1.0, 0.0, 0.0)]
 
@@ -80,7 +81,7 @@ def test_who_comes_ends_the_steps_at_once(tiny_bundle: Path) -> None:
 
 
 class Watched(Counted):
-    """Records which threads interrupt it, and the order of its calls."""
+    """An executor that records which threads interrupt it, and the order of its calls."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -147,7 +148,8 @@ def test_who_waits_for_a_turn_halts_the_model_that_has_it(toy_bundle: Path) -> N
 
 
 def test_prompts_are_not_kept_waiting(toy_bundle: Path) -> None:
-    """While there is a prompt to compute, there is one step of decoding between two chunks of it."""
+    """Checks that at most one decode step is executed between two chunks of a prompt that is being
+    computed."""
     engine = begin(toy_bundle, Watched)
     first = ask(engine, greedy([1], 200))
     first.get(timeout=120)
@@ -165,7 +167,7 @@ def test_prompts_are_not_kept_waiting(toy_bundle: Path) -> None:
 
 
 class Broken(Wrapped):
-    """Fails after some calls, or computes NaN."""
+    """An executor whose calls fail after the first ones, or return NaN."""
 
     left, wrong = 2, False
 

@@ -1,4 +1,5 @@
-"""Several steps of decoding in one call of the library: the same answers, and nobody waits for them."""
+"""Tests of several decode steps in one call of the library: answers are the same, and no client waits longer
+for its tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows decode steps to be slow, as they are beside other tests."""
+    """Removes the time limit of bursts for a test, because decode steps are slow while other tests run."""
     monkeypatch.setattr(loop, "BURST_SECONDS", 60.0)
 
 
@@ -66,7 +67,8 @@ def single(executor: Executor, parts: list[Part], params: list[list[SamplingRow]
 
 
 def filled(executor: Executor, source: random.Random, count: int) -> list[Part]:
-    """Returns sequences that have some tokens in the cache, and one to come."""
+    """Returns the parts of sequences that have a few tokens in the KV cache and one token to be computed:
+    (new tokens, length after them, pages) of each."""
     vocab, pages = executor.manifest.vocab_size, [[1 + 4 * n, 3 + 4 * n, 2 + 4 * n] for n in range(count)]
     prompts = [[source.randrange(vocab) for _ in range(source.randrange(4, 9))] for _ in range(count)]
     step = ModelStep.of([(p, len(p), own) for p, own in zip(prompts, pages, strict=True)], prompt=True)
@@ -135,8 +137,8 @@ SEEDS = [(0, 0), (2, 0.5), (3, 1), *([(1, 0), (4, 1)] if EVERY else [])]
 def test_answers_are_what_they_are_step_by_step(
     bundle: Path, seed: int, share: float, pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all that happens to requests: ends, stop strings, constraints, others that come and go, too few
-    pages."""
+    """Checks that bursts do not change answers, under everything that happens to requests: ends, stop
+    strings, constraints, requests that come and go, and too few pages."""
 
     def answers(seconds: float) -> list[list[tuple[str, int, str | None]]]:
         monkeypatch.setattr(loop, "BURST_SECONDS", seconds)
@@ -166,7 +168,8 @@ def test_an_answer_takes_few_calls(engine: Engine) -> None:
 
 
 def test_texts_that_may_end_an_answer_are_looked_for_often(engine: Engine) -> None:
-    """Tokens after such a text are computed in vain."""
+    """Checks that a request with a stop string is decoded in short bursts, because steps after the stop
+    string would be wasted."""
     drain(ask(engine, replace(greedy([1, 2], 100), stop=("never there",))))
     counted: Any = engine.executor
     assert max(counted.bursts) == 4

@@ -1,4 +1,5 @@
-"""Tool calls in the text of an answer: every syntax is read, whole or cut off, and can be forced."""
+"""Tests of tool calls in an answer's text: every syntax is parsed, even if the answer is cut off, and can be
+enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_styles_of_models_are_read_and_allowed(
 
 
 def assert_allowed(text: str, form: Form, tool: Tool) -> None:
-    """Asserts that an answer of a text is allowed, written with special tokens where it has their names."""
+    """Asserts that the constraint for calls of `tool` allows the answer `text`, in which the names of special
+    tokens stand for these tokens."""
     compiled = GRAMMARS["tools"].compiled(constraint(Toolbox((tool,), "auto", True), form, False), False)
     matcher = compiled.matcher()
     by_name = {token: SPECIAL.token_bytes(token) for token in range(SIZE)}
@@ -156,7 +158,8 @@ TYPED = (
 )
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_arguments_of_every_type(name: str, arguments: dict[str, Json], seed: int | None) -> None:
-    """Arguments that are texts are written unquoted, and read as texts even if they look like JSON."""
+    """Checks arguments of every type: text arguments are written without quotes in some syntaxes, and are
+    read as texts even if they look like JSON."""
     form, reader_texts = FORMS[name], {"edit": text_parameters(EDIT)}
     text = f"{LOOK}{form.first}{form.write('edit', arguments)}{form.last}"
     reader, source, written = Reader(form, "auto", False, reader_texts), random.Random(seed), ""
@@ -178,6 +181,6 @@ def test_an_answer_that_is_cut_off_keeps_whole_arguments() -> None:
 
 
 def test_ids_are_what_a_template_takes() -> None:
-    """Mistral's templates refuse ids that are not nine letters and digits."""
+    """Checks the form of tool call ids: Mistral's templates accept only nine letters and digits."""
     assert re.fullmatch("[a-z0-9]{9}", FORMS["mistral"].call_id())
     assert HERMES.call_id().startswith("call_")

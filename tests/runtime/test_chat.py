@@ -1,4 +1,4 @@
-"""The terminal chat, piped and on a terminal."""
+"""Tests of the terminal chat, with piped input and on a pseudo terminal."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_reader_that_leaves_is_no_fault(toy_bundle: Path) -> None:
 
 
 class Terminal:
-    """A child process on a terminal of its own."""
+    """A child process on a new pseudo terminal."""
 
     def __init__(self, *command: str) -> None:
         self.pid, self.file = pty.fork()
@@ -150,7 +150,7 @@ class Terminal:
         os.write(self.file, text.encode())
 
     def wait_for(self, text: str) -> str:
-        """Reads until `text` has come; returns all up to it, and forgets that."""
+        """Reads the terminal until `text` appears. Returns the output before it, and drops both."""
         end = time.monotonic() + shared.WAIT
         while text not in self.unread:
             assert time.monotonic() < end, self.unread
@@ -160,7 +160,7 @@ class Terminal:
         return before
 
     def wait_for_some(self) -> None:
-        """Reads until anything but line ends has come."""
+        """Reads the terminal until it has printed anything but line breaks."""
         end = time.monotonic() + shared.WAIT
         while not self.unread.strip():
             assert time.monotonic() < end, self.unread
@@ -171,7 +171,8 @@ class Terminal:
 
 
 def test_control_c_interrupts_an_answer_and_not_the_program(toy_bundle: Path) -> None:
-    """The model is slowed so that there is time to interrupt it."""
+    """Checks that Ctrl-C interrupts an answer and not the program. The model is slowed down so that there is
+    time to interrupt it."""
     slow = (
         "import sys, time\nfrom mlcbuild_runtime import chat\n"
         "from mlcbuild_runtime.devices import cpu\nforward = cpu.CpuExecutor.step\n"
@@ -215,7 +216,8 @@ def test_a_signal_ends_a_piped_chat(toy_bundle: Path) -> None:
 
 
 def test_a_message_of_several_lines(toy_bundle: Path) -> None:
-    """The prompt's tokens are its bytes, so that their number shows what was put together."""
+    """Checks how messages of several lines are joined, by the number of tokens in the prompt: every byte is a
+    token."""
     result = talk(
         toy_bundle,
         *("/set max_tokens=1", "a\\", "b", "/stats", "/reset", '"""', " a", "", "/b", '"""', "/stats"),

@@ -1,4 +1,5 @@
-"""Chat templates: what they may use, how they fail, and that they are ended; in real servers and chats."""
+"""Tests of chat templates: what they may use, how they fail, and that endless ones are stopped, in servers
+and in chats."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ENDLESS = (
     "{% for m in messages %}{% if m.content == 'loop' %}{% for i in range(99999) %}"
     "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
 )
-"""Goes on for ever for a message `loop`, and is quick for others."""
+"""A chat template that never ends for a message `loop`, and is fast for other messages."""
 LOOP = {"messages": [{"role": "user", "content": "loop"}], "max_tokens": 2}
 QUICK = {"messages": HI, "max_tokens": 2}
 
@@ -39,7 +40,7 @@ LESS = "from mlcbuild_runtime.text import jinja\njinja.SECONDS = 0.2\n"
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets templates compute for a tenth of their time, and wait as long as ever."""
+    """Gives templates a tenth of their usual CPU time, and the usual wall-clock time."""
     monkeypatch.setattr(jinja, "SECONDS", 0.2)
     monkeypatch.setattr(chat_template, "BUSY", 10 * chat_template.BUSY)
     monkeypatch.setattr(child, "_PROGRAM", LESS + child._PROGRAM)
@@ -249,11 +250,12 @@ chat_template.BUSY, chat_template.LONGEST_WAIT = 25.0, 1.0
 child._PROGRAM = {LESS!r} + child._PROGRAM
 sys.exit(main())
 """
-"""Program of a server whose templates may compute for 0.2 s, and whose requests wait 1 s for them."""
+"""Program of a server that gives chat templates 0.2 CPU seconds, and lets requests wait 1 s for them."""
 
 
 def test_a_server_goes_on_while_templates_have_no_end(toy_copy: Path) -> None:
-    """On every route that renders; other routes are served meanwhile."""
+    """Checks that a server answers requests without templates while endless templates are rendered on all
+    other routes."""
     with_template(toy_copy, ENDLESS)
     bodies = [
         (CHAT, LOOP),

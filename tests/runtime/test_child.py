@@ -1,4 +1,5 @@
-"""Child processes: answers, ends of all kinds, and that nothing of them is left."""
+"""Tests of child processes: their answers, all the ways in which they can end, and that no process is left
+over."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LONG = shared.WAIT
 
 @pytest.fixture(autouse=True)
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets child processes import the modules beside this one."""
+    """Lets child processes import the modules in this directory."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 

@@ -1,4 +1,5 @@
-"""The client's side of a sequence: where an answer ends, and the times of a request."""
+"""Tests of the part of a sequence that serves the client: where an answer ends, and the times of a
+request."""
 
 from __future__ import annotations
 

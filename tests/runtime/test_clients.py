@@ -126,7 +126,8 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yields the toy with room for the long prompts of such clients."""
+    """Yields a server of the toy model with a context that is long enough for the prompts of these
+    clients."""
     needs("tvm")
 
     def build(out: Path) -> None:

@@ -1,4 +1,5 @@
-"""Objects of schemas are closed where that changes no meaning but that of further keys."""
+"""Tests of closing the objects of a JSON schema: it changes the meaning of a schema only by excluding
+additional keys."""
 
 from __future__ import annotations
 

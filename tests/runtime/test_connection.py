@@ -1,4 +1,4 @@
-"""Tests of what is received over connections that share one buffer, with a real server."""
+"""Tests of receiving data on connections that share one buffer, with a real server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @contextmanager
 def serving(protocol: type[HttpToolsProtocol]) -> Iterator[int]:
-    """Yields the port of a server that gives back what it is sent."""
+    """Yields the port of a server that returns the body of each request."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(echo, http=protocol, lifespan="off", log_level="error"))
@@ -55,7 +55,8 @@ def serving(protocol: type[HttpToolsProtocol]) -> Iterator[int]:
 
 
 def test_bodies_come_as_they_were_sent() -> None:
-    """Many clients send at once, in pieces of any size: the bytes of one never reach another's request."""
+    """Checks that bodies of many clients, which send at the same time in pieces of any size, are never
+    mixed."""
 
     def send(seed: int) -> bool:
         chosen = random.Random(seed)
@@ -102,7 +103,8 @@ def test_a_small_request_takes_little_memory(protocol: type[HttpToolsProtocol], 
 
 @contextmanager
 def connected(loop: asyncio.AbstractEventLoop, **options: Any) -> Iterator[tuple[socket.socket, Any]]:
-    """A client, and how its connection is opened in the event loop."""
+    """Yields a client's socket, and an awaitable that opens the server's side of its connection in the event
+    loop."""
     config = uvicorn.Config(echo, lifespan="off", log_level="error", **options)
     config.load()
     with socket.socket() as listener:
@@ -119,7 +121,8 @@ def connected(loop: asyncio.AbstractEventLoop, **options: Any) -> Iterator[tuple
 
 @pytest.mark.parametrize("way", ["late", "refuse", "end", "unsent"])
 def test_a_client_that_resets_a_connection_while_it_ends(way: str) -> None:
-    """Nothing is raised in the event loop, which would log a traceback, and the connection is closed."""
+    """Checks that a client which resets its connection while it is being closed causes no exception in the
+    event loop, and that the connection is closed."""
     raised: list[dict[str, Any]] = []
 
     async def talk() -> None:
@@ -150,7 +153,8 @@ def test_a_client_that_resets_a_connection_while_it_ends(way: str) -> None:
 
 
 def test_the_last_answer_arrives_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads slowly gets all of it, then the end of the connection."""
+    """Checks that a client that reads slowly receives the last answer completely, and then the end of the
+    connection."""
     monkeypatch.setattr("mlcbuild_runtime.http.connection.LINGER_SECONDS", 60.0)
 
     async def talk() -> int:

@@ -1,4 +1,5 @@
-"""Answers under a constraint: drawn as among the texts that fit, with as few masks as can be."""
+"""Tests of answers under a constraint: their distribution is that of the allowed texts, and few masks are
+computed."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def answer(sample: Sample, sequence: Sequence, rows: Floats) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("top_k", [0, SIZE - 1])
 def test_constrained_answers_are_as_likely_as_among_those_that_fit(sample: Sample, top_k: int) -> None:
-    """This holds both where the model's own choice is tried first (there is no filter) and where it is
-    not."""
+    """Checks the distribution of answers under a constraint: with a filter, where a mask is computed at once,
+    and without one, where the unconstrained sample is tried first."""
     pattern, draws, total = "[a-d][ef]{4}", np.random.default_rng(3), 4000
     rows = draws.normal(0, 0.5, (2, SIZE)).astype(np.float32)
     matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
@@ -99,7 +100,8 @@ def test_answers_that_follow_by_themselves_need_no_mask(
 def test_masks_are_there_before_the_model_is_asked(
     sample: Sample, top_k: int, follows: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where one will be needed: what the model wants did not fit, or cannot be tried."""
+    """Checks that a mask is computed in advance where it will be needed: the sample before it violated the
+    constraint, or cannot be tried without a mask."""
     monkeypatch.setattr(Backoff, "LONGEST", 1 << 30)
     actual = sequence(sample, "[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
     token_id = TOKENIZERS["json"].vocabulary.token_id
@@ -128,18 +130,16 @@ def test_where_a_text_must_come_no_mask_is_made(sample: Sample, monkeypatch: pyt
 
 
 def test_a_guess_leaves_logits_as_they_are(sample: Sample) -> None:
-    """Sampling a draft token leaves the logits unchanged, because the token's lead over the others is
-    computed from them afterwards.
-    """
+    """Checks that sampling a draft token does not change the row of logits, from which the token's lead over
+    other tokens is computed afterwards."""
     actual, row = sequence(sample, "[ab]{9}", Sampling(0)), np.zeros(SIZE, np.float32)
     assert actual.propose(row) and not row.any()
     assert TOKENIZERS["json"].vocabulary.token_bytes(actual.draft.tokens[0]).strip(b"ab") == b""
 
 
 def test_log_probabilities_are_of_all_tokens(sample: Sample) -> None:
-    """Reported log-probabilities are those of the whole vocabulary, so the library must not mask logits
-    then.
-    """
+    """Checks that log-probabilities cover the whole vocabulary: if they are requested, the library must not
+    apply the mask to the logits."""
     actual = sequence(sample, "[ab]{50}", Sampling(0, top_k=5))
     actual.request = replace(actual.request, logprobs=1, sampling=Sampling(1.0, top_k=5, seed=1))
     row = np.zeros(SIZE, np.float32)
@@ -151,7 +151,8 @@ def test_log_probabilities_are_of_all_tokens(sample: Sample) -> None:
 
 
 def test_backoff_skips_more_tokens_after_each_violation() -> None:
-    """Tries in vain become rare, and come back with success."""
+    """Checks that sampling without a mask is tried less often after violations of the grammar, and more often
+    again after successes."""
 
     def tries(fits: List[bool], start: int) -> list[bool]:
         results = []

@@ -1,4 +1,5 @@
-"""Loading and calling libraries: the toy library exactly, a compiled model against itself."""
+"""Tests of loading and calling libraries on the CPU: the toy library is compared with exact numbers, a
+compiled model with itself."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ print(idle / (time.process_time() - before))
 
 def test_threads_without_work_leave_the_cores_to_others(tiny_bundle: Path) -> None:
     def share(*more: str, **extra: str) -> float:
-        """Returns CPU time without work, relative to a loop's that never sleeps."""
+        """Returns the CPU time that an idle process uses, as a fraction of that of a loop which never
+        sleeps."""
         return float(shared.run("-c", IDLE, str(tiny_bundle), *more, extra=extra).stdout)
 
     assert share() < 0.1
@@ -146,7 +148,8 @@ print(len(found))
 
 
 def test_how_many_threads_compute_does_not_show(tiny_bundle: Path) -> None:
-    """Prefill gives the same bits with any number of them, and so does decoding."""
+    """Checks that the logits have the same bits with any number of threads, for prompts and for decode
+    steps."""
     assert int(shared.run("-c", COUNTS, str(tiny_bundle)).stdout) <= 2
 
 
@@ -196,7 +199,8 @@ def test_decoding_and_prefill_agree(tiny: CpuExecutor) -> None:
 
 
 def test_a_batch_gives_what_each_gives_alone(tiny: CpuExecutor) -> None:
-    """Ragged prefill on scattered pages, then decoding in another order."""
+    """Checks that a batch gives the same logits as each of its sequences alone: prompts of different lengths
+    on scattered pages, then decode steps in another order."""
     prompts = [[1, *range(30 + 9 * i, 41 + 20 * i)] for i in range(4)]
     pages = [[20 + i, 3 * i, 40 - i, 12 + i, 60 + i, 80 + i] for i in range(4)]
     alone = [tiny.score([*prompt, 25])[-2:] for prompt in prompts]

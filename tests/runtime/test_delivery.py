@@ -1,4 +1,5 @@
-"""Delivery of events without an engine: ends free pages, and the trace has every request."""
+"""Tests of delivering events without an engine: the last event frees the pages, and every request is in the
+trace."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .scripted import sequence
 
 
 class Log:
-    """A trace that keeps its calls."""
+    """A trace that stores the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

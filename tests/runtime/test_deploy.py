@@ -1,4 +1,4 @@
-"""The files of runtime/deploy hold what the program accepts."""
+"""Tests that the files in runtime/deploy use only options and paths that the server has."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 
 def paths() -> set[str]:
-    """Returns the paths that the server has routes for."""
+    """Returns the paths of the server's routes."""
     return set(re.findall(r'Route\("([^"]+)"', Path(server.__file__).read_text(encoding="utf-8")))
 
 
 def dockerfile() -> dict[str, str]:
-    """Returns the Dockerfile: instruction -> its arguments. No instruction stands there twice."""
+    """Returns the Dockerfile as a mapping: instruction -> its arguments. Asserts that no instruction occurs
+    twice."""
     text = (DEPLOY / "Dockerfile").read_text()
     lines = [line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
     assert len({instruction for instruction, _ in lines}) == len(lines)
@@ -58,7 +59,8 @@ def test_the_unit_starts_a_server_and_waits_longer_than_it_drains() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """Its program is replaced by the one of this environment, since systemd requires that it exists."""
+    """Checks the unit file with systemd-analyze. The program in it is replaced by that of this environment,
+    because systemd requires that the file exists."""
     program = Path(sys.executable).with_name("mlcbuild-serve")
     unit = (DEPLOY / "mlcbuild.service").read_text()
     for name, text in (("good", unit), ("bad", unit.replace("DynamicUser=", "DynamikUser="))):

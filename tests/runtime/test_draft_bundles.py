@@ -1,4 +1,4 @@
-"""Drafts by a second bundle, and by predictions of clients."""
+"""Tests of draft tokens from a second bundle, and of those that clients predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafts of one sequence: how many tokens a step verifies for it."""
+"""Tests of the draft state of one sequence, such as the number of tokens that a step verifies."""
 
 from __future__ import annotations
 

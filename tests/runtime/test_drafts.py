@@ -1,4 +1,5 @@
-"""Drafts without a model: lookup, predictions, and whether drafts pay."""
+"""Tests of drafting without a model: prompt lookup, clients' predictions, and estimating whether drafts save
+time."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_a_prediction_is_taken_up_again(answer: list[int], count: int, expected:
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=3, max_size=50), count=st.integers(1, 6))
 def test_lookup_branches_where_something_else_followed(tokens: list[int], count: int) -> None:
-    """After what the text and the draft end with, by the longest n-gram that has been there."""
+    """Checks where branches leave a draft of prompt lookup: at tokens that followed the same n-gram earlier
+    in the text, for the longest n-gram that has occurred."""
     lookup = Lookup()
     draft = lookup.propose(tokens, 5)
     left = count
@@ -109,7 +111,8 @@ def test_lookup_branches_where_something_else_followed(tokens: list[int], count:
 
 
 def test_as_many_tokens_as_rows_are_cheap() -> None:
-    """Four rows take as long as one, and eight as two."""
+    """Checks the number of draft tokens for kernels that compute rows in groups of four: four rows take as
+    long as one, and eight as long as two such groups."""
     prices = Prices()
     assert prices.best(1, 5) == 5  # nothing is known
     tried = []

@@ -1,4 +1,4 @@
-"""Libraries that would end the process are refused by their headers."""
+"""Tests that libraries which would crash the process are refused after their headers were read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .test_bundle import reseal
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a place for notes about tokenizers, which is empty."""
+    """Returns the directory, which does not exist yet, in which the runtime records the files that a child
+    process has loaded successfully."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "cache"
@@ -92,7 +93,8 @@ def test_libraries_that_would_end_the_process(toy_copy: Path, damage: Damage, me
 
 
 def test_a_library_that_ends_its_process_is_a_sentence(toy_copy: Path) -> None:
-    """Its headers are right, and its first function is none: only loading it shows that."""
+    """Checks a library whose headers are valid but whose first function is not executable code: only loading
+    it in a child process reveals that."""
     data = bytearray((toy_copy / "model.so").read_bytes())
     if data[:4] != b"\x7fELF" or _INIT not in Image(bytes(data))._values:
         pytest.skip("not a Linux library with a function that the loader calls by its address")
@@ -112,7 +114,7 @@ def test_a_library_that_ends_its_process_is_a_sentence(toy_copy: Path) -> None:
 
 
 def test_libraries_of_this_machine_are_whole() -> None:
-    """No library that a linker made is refused."""
+    """Checks that the libraries of installed packages, which a linker wrote, are all accepted."""
     import numpy
 
     items = list(Path(numpy.__file__).parent.rglob("*.so"))

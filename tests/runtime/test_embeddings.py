@@ -1,4 +1,4 @@
-"""/v1/embeddings on a real model, against the float64 reference of the builder."""
+"""Tests of /v1/embeddings with a real model, compared with the builder's float64 reference."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_text_may_fill_the_context(real: Server) -> None:
 
 
 def test_a_library_without_hidden_states(server: Server) -> None:
-    """Older builders made such libraries."""
+    """Checks the error for a library without the function for hidden states, such as older builders made."""
     response = post(server, PATH, {"input": "hello"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "no_embeddings"

@@ -1,4 +1,4 @@
-"""The engine over the toy model, whose tokens depend on the whole sequence before them, on all devices."""
+"""Tests of the engine on all devices, with the toy model, whose tokens depend on all tokens before them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .wrapped import Stepwise, is_decode
 
 GREEDY = Sampling(temperature=0)
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ
-"""True if the tests that use `toy_bundle` run on a GPU adapter, too; test_executor.py always does."""
+"""True if the tests that use `toy_bundle` also run on a GPU adapter. test_executor.py always runs on one."""
 POISON = 111
 """Prompt token on which the faulty model fails."""
 
 
 class Faulty(Stepwise):
-    """Fails as a library can: by raising, and by logits that are not numbers."""
+    """An executor that fails for some tokens as a library can fail: by an exception, or by NaN logits."""
 
     def step(self, step: ModelStep, params: List[SamplingRow], masks: Any = ()) -> StepOutput:
         if POISON in step.tokens:
@@ -59,8 +59,8 @@ def same(executor: Executor) -> Executor:
 def start(
     bundle: Path, wrap: Callable[[Executor], Any] = same, pages: int | None = None, **options: Any
 ) -> Engine:
-    """Starts an engine over the toy bundle. wrap: returns what the engine uses instead of the executor that
-    is loaded."""
+    """Starts an engine for the toy bundle. wrap: function that replaces the loaded executor, for example by
+    one that records its calls; pages: pages of the KV cache."""
     executor = loading.load(bundle, pages=pages)
     tokenizer = Tokenizer.load(bundle, executor.manifest.serving)
     tokenizer.eos = frozenset()
@@ -69,7 +69,7 @@ def start(
 
 @pytest.fixture(scope="module", params=["cpu", "numpy", *(["webgpu"] if EVERY else [])])
 def toy_bundle(request: pytest.FixtureRequest) -> Path:
-    """Returns the toy on each device: the engine knows none of them."""
+    """Returns the toy bundle for each device in turn, since the engine does not depend on the device."""
     bundle: Path = request.getfixturevalue(f"{request.param}_toy_bundle")
     return bundle
 
@@ -89,7 +89,8 @@ def ask(engine: Engine, request: Request) -> SimpleQueue[Event]:
 
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
-    """Keeps the engine's thread from working, so that all requests submitted meanwhile arrive at once."""
+    """Blocks the engine's thread while the block runs, so that all requests submitted in it arrive at the
+    same time."""
     reached, release = threading.Event(), threading.Event()
 
     def hold(_event: Event) -> None:
@@ -112,7 +113,7 @@ def drain(events: SimpleQueue[Event]) -> list[Event]:
 
 
 def tokens_of(events: list[Event]) -> list[int]:
-    """Returns the chosen tokens, from the reported log-probabilities."""
+    """Returns the sampled tokens, read from the log-probabilities of the events."""
     return [event.logprob.token for event in events if event.logprob is not None]
 
 
@@ -325,8 +326,9 @@ FORCING = (
 
 @pytest.mark.parametrize("pages", [None, 10])
 def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, pages: int | None) -> None:
-    """But where its log-probability is wanted. The answer is the same, whatever runs beside, and where pages
-    have to be given up."""
+    """Checks that tokens which a constraint forces are not sampled from the model, unless their
+    log-probabilities are requested, and that the answer is the same in both cases, also with too few pages.
+    """
     executor = loading.load(toy_bundle, pages=pages)
     engine = Engine(executor, Tokenizer.load(toy_bundle, executor.manifest.serving)).start()
     try:

@@ -1,4 +1,4 @@
-"""Streams of events, and clients that leave them, without a server."""
+"""Tests of the HTTP streams of events, and of clients that disconnect, without a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 
 class Batches:
-    """Answers whose events are known."""
+    """The answers of requests, with prepared batches of events."""
 
     def __init__(self, *batches: list[tuple[int, Event]]) -> None:
         self._batches, self.cancelled = batches, False
@@ -45,7 +45,8 @@ def cancelled(submitted: AsyncAnswers) -> bool:
 
 
 def job() -> CompletionJob:
-    """Returns a job whose documents name the answer and the text; an empty text has none."""
+    """Returns a job whose documents contain the answer's index and the event's text; an event without text
+    has no document."""
 
     def chunks(index: int, event: Event, include_usage: bool) -> Iterator[dict[str, object]]:
         if event.text:
@@ -55,7 +56,7 @@ def job() -> CompletionJob:
 
 
 def request(*messages: str) -> Request:
-    """Returns a request that receives these messages, and then nothing more."""
+    """Returns an HTTP request that receives these messages, and then waits for ever."""
     left = list(messages)
 
     async def receive() -> dict[str, Any]:

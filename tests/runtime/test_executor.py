@@ -1,5 +1,5 @@
-"""Tests of what the engine expects of every device: tests of the Executor interface, over each executor there
-is."""
+"""Tests of the Executor interface, which the engine requires of every device. They run for each executor that
+exists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_step_draws_from_the_rows_that_it_names(executor: Executor) -> None:
 
 
 def test_keys_and_values_are_in_the_pages_of_the_step(executor: Executor) -> None:
-    """Two sequences on interleaved pages, one of which was split over several steps."""
+    """Checks two sequences whose pages are interleaved, one of which was computed in several steps."""
     first, second = list(range(40, 80)), list(range(9, 42))
     prefill(executor, first[:20], [5, 1])
     prefill(executor, second[:32], [0, 6])
@@ -134,7 +134,8 @@ def test_the_clock_runs_while_the_device_computes(executor: Executor) -> None:
 
 
 def test_pages_are_prepared_in_parts(executor: Executor) -> None:
-    """The first ones, which are in use, keep what they hold."""
+    """Checks that preparing further pages of the KV cache does not change those in use, which are the first
+    ones."""
     text = list(range(30, 46))
     prefill(executor, text, [0])
     for _ in executor.prepare_pages(1):

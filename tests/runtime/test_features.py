@@ -1,4 +1,4 @@
-"""Fields and endpoints of the API beyond plain answers, on real server processes."""
+"""Tests of additional fields and endpoints of the API, with real server processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Untrusted JSON documents and their fields: what is read, and what each refusal says."""
+"""Tests of reading untrusted JSON documents and their fields: values, and the messages of refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fields that other servers add: translated, accepted where they change nothing, refused or dropped."""
+"""Tests of request fields that other servers define: they are translated, accepted where they change nothing,
+refused, or dropped."""
 
 from __future__ import annotations
 

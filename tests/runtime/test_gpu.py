@@ -1,4 +1,4 @@
-"""The engine and the server on a GPU bundle of the embedded model, as on a CPU's."""
+"""Tests of the engine and the server with a GPU bundle of the embedded model, as with a CPU bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs of strangers on a real adapter: what is accepted stays within its buffers."""
+"""Tests of untrusted GPU programs on a real adapter: a program that is accepted never accesses memory outside
+of its buffers."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ COUNT = 1000 if "MLCBUILD_TEST_EVERY" in os.environ else 60
 SEED = int(os.environ.get("MLCBUILD_TEST_SEED", "11"))
 GUARD = np.full(256, 0xA5, np.uint8)
 PAGES, LONGEST = 8, 1 << 16
-"""Pages of the KV cache, and the largest scalar with which a kernel runs: loops depend on scalars."""
+"""PAGES is the number of pages of the KV cache. LONGEST is the largest value of a scalar with which a kernel
+is executed, because loops depend on scalars."""
 
 
 class Guarded:
-    """A device whose buffers have bytes behind them that nobody may write, and that compiles a text once."""
+    """A device that adds a guard area, which no kernel may change, behind each buffer, and that compiles each
+    kernel only once."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -63,7 +66,7 @@ class Guarded:
         return self._pipelines[key]
 
     def destroy(self) -> None:
-        """Keeps the device: it serves the next program."""
+        """Does nothing, because the next program uses the same device."""
 
     def is_intact(self) -> bool:
         return all(
@@ -73,7 +76,7 @@ class Guarded:
 
 
 def mutated(rng: random.Random, document: Any) -> Any:
-    """Returns a program with one other number or name."""
+    """Returns a copy of a GPU program in which one number or name is changed at random."""
     document = parse_json(program_json.to_bytes(document))
     parts = [document[name] for name in ("sizes", "kernels", "buffers", "inputs", "functions")]
     mutations.change_value(rng, parts)

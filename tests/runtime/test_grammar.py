@@ -1,4 +1,5 @@
-"""Constrained output: whatever tokens are drawn under the masks, the text is what the constraint asks for."""
+"""Tests of constrained output: whatever tokens are sampled under the masks, the text satisfies the
+constraint."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_regular_expressions(pattern: str) -> None:
 
 
 def test_text_that_spells_a_special_token() -> None:
-    """It is forced as text, or chosen as text; an end token would end the answer."""
+    """Checks that text which spells the name of a special token is produced as ordinary text, whether it is
+    forced or chosen: the special token itself would end the answer."""
     for text in ("<|end|>", "a <s> b", "[TOOL_CALLS]"):
         schemas: list[dict[str, Json]] = [{"const": text}, {"enum": [text, text + "!"]}]
         for schema in schemas:
@@ -177,13 +179,14 @@ def test_what_cannot_be_compiled(constraint: Constraint, reason: str) -> None:
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """Lets the next masks take CPU time as given."""
+    """Makes the clock report these CPU seconds for the next masks."""
     times = [time for each in seconds for time in (0.0, each)]
     monkeypatch.setattr("time.thread_time", lambda: times.pop(0))
 
 
 def test_masks_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One mask of an answer may be slow, since a loaded machine charges threads with more than their own."""
+    """Checks the time limit for a single mask. The slowest mask of an answer is exempt, because on a loaded
+    machine a thread may be charged with the work of others."""
     for seconds in ((0.0, 0.0, 1.0, 0.26), (0.26, 1.0), (1.0, 0.0, 0.26)):
         matcher = GRAMMARS["json"].compiled(Constraint("regex", "[a-z]+", "x"), message=False).matcher()
         taking(monkeypatch, *seconds)
@@ -195,7 +198,8 @@ def test_masks_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masks_that_take_long_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is quick enough, and together they would hold up everybody else for the whole answer."""
+    """Checks the limit for the average time of masks: each is fast enough alone, but together they would
+    delay all other requests during the whole answer."""
     matcher = GRAMMARS["json"].compiled(Constraint("regex", "[a-z]+", "x"), message=False).matcher()
     taking(monkeypatch, *[0.12] * 4)
     for _ in range(3):
@@ -267,7 +271,7 @@ def test_a_model_without_an_end_cannot_be_constrained() -> None:
 
 
 class Words:
-    """A vocabulary of two words and an end."""
+    """A vocabulary of two words and an end-of-sequence token."""
 
     leading_space = False
 

@@ -1,4 +1,5 @@
-"""Answers in channels: split into reasoning, calls and text, and constrained."""
+"""Tests of answers in harmony channels: they are split into reasoning, tool calls and text, and can be
+constrained."""
 
 from __future__ import annotations
 
@@ -40,9 +41,8 @@ NAMED_FIRST = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS
 
 
 def split(text: str, seed: int | None = None, has_tools: bool = True) -> dict[str, str]:
-    """Reads an answer whose text arrives in parts, and returns kind of piece -> joined text of the pieces of
-    this kind.
-    """
+    """Parses an answer whose text arrives in random parts. Returns kind of piece -> joined text of the pieces
+    of this kind. seed: of the sizes of the parts; None: one part."""
     return read_in_parts(HarmonyReader(has_tools), text, seed)
 
 

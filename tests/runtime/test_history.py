@@ -1,4 +1,5 @@
-"""The responses that a server stores: which are kept, which are dropped, and the conversations they form."""
+"""Tests of the responses that a server stores: which are kept, which are dropped, and the conversations that
+they form."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_bytes_are_limited_and_freed() -> None:
 
 
 def test_short_values_count_as_the_memory_that_they_take() -> None:
-    """A list of empty lists is short as JSON, and large as objects."""
+    """Checks that the memory of stored responses is not underestimated: a list of empty lists is short as
+    JSON but large as Python objects."""
     count = 100
     history = History(max_bytes=VALUE_BYTES * count)
     history.keep(kept("a", {"list": [[] for _ in range(count)]}))

@@ -1,4 +1,4 @@
-"""Heads of requests whose host or coding servers understand differently."""
+"""Tests of request heads whose Host or Transfer-Encoding servers interpret differently."""
 
 from __future__ import annotations
 

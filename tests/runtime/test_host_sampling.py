@@ -1,4 +1,5 @@
-"""Sampling on the host: against a plain definition, and from the largest logits only."""
+"""Tests of sampling on the host, compared with a plain definition: from whole rows, and from the largest
+logits only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ TOP = 64
 
 
 def expected(logits: NDArray[np.float32], params: abi.SamplingParams) -> int:
-    """Samples as the words of abi.SamplingParams say, token by token."""
+    """Returns the token that abi.SamplingParams defines for a row of logits, computed token by token."""
     weights = {token: float(value) for token, value in enumerate(logits)}
     order = sorted(weights, key=lambda token: -weights[token])
     if params.top_k:

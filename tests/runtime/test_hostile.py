@@ -1,4 +1,5 @@
-"""Connections that mean harm, with a real server: what they send is bounded, and costs nobody else."""
+"""Tests of hostile connections to a real server: what they send is limited, and other clients are not
+affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies that mean harm: large, deep or odd ones are refused, and cost nobody else anything."""
+"""Tests of hostile request bodies: large, deep or odd ones are refused, and other clients are not
+affected."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_windows_of_a_body_hide_nothing(window: int, monkeypatch: pytest.MonkeyP
 
 
 def test_no_call_on_a_large_body_keeps_other_threads_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regular expression holds the interpreter's lock until it returns."""
+    """Checks that no single call of a regular expression on a large body is long, because it blocks all other
+    threads until it returns."""
     lengths: list[int] = []
 
     class Watched:
@@ -108,7 +110,8 @@ def test_no_call_on_a_large_body_keeps_other_threads_waiting(monkeypatch: pytest
 
 
 def test_large_bodies_wait_for_no_other_but_one_with_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constraint of another client's body may take a minute."""
+    """Checks that a large body waits for other bodies only if it has many values: another client's constraint
+    may take a minute."""
     import asyncio
 
     from mlcbuild_runtime.http import body_reader

@@ -1,4 +1,5 @@
-"""Pages of other sites, and requests under other names: a local server answers its own only."""
+"""Tests that a local server refuses requests from web pages of other origins and requests for other host
+names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of an engine."""
+"""Tests of the queue through which requests reach an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .scripted import GREEDY, sequence
 
 
 class Door:
-    """An intake with three places, whose interruptions and announcements are recorded."""
+    """A queue for three waiting requests; interruptions of the engine and announcements of requests are
+    recorded."""
 
     def __init__(self) -> None:
         self.interrupts = 0

@@ -24,7 +24,8 @@ from . import shared
 
 
 def closure() -> set[str]:
-    """Returns names of the runtime's dependencies and theirs, as far as they apply here."""
+    """Returns the names of the runtime's dependencies, direct and indirect, as far as they apply to this
+    system."""
     project = tomllib.loads((shared.ROOT / "runtime" / "pyproject.toml").read_text())["project"]
     names_read: set[str] = set()
     pending = list(project["dependencies"])

@@ -1,4 +1,4 @@
-"""The paths of llama.cpp's server, and OpenAI's without /v1."""
+"""Tests of the endpoints of llama.cpp's server, and of OpenAI's endpoints without the prefix /v1."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def get(server: Server, path: str) -> Any:
 
 
 def prompt(text: str) -> str:
-    """Returns a prompt that is continued by `text`."""
+    """Returns a prompt that the simulated model continues with `text`."""
     return f"{say(text)}<|assistant|>"
 
 

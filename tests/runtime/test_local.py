@@ -1,4 +1,5 @@
-"""The Python API: OpenAI's shape over an engine in the same process."""
+"""Tests of the Python API, which offers the interface of OpenAI's client for an engine in the same
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The engine's loop on the NumPy device, in the thread of the test: which steps it makes, and how it ends."""
+"""Tests of the engine's loop with the NumPy device, executed in the test's thread: which steps it computes,
+and how it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ CHUNK, PAGES = 16, 32
 
 
 class Recorded(Wrapped):
-    """Records steps: ("prompt" or "decode", number of new tokens) or ("burst", number of steps)."""
+    """An executor that records its steps: ("prompt" or "decode", number of new tokens) or ("burst", number of
+    steps)."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -49,7 +51,8 @@ class Recorded(Wrapped):
 
 
 class Engine:
-    """A loop and its intake. Requests are submitted first; `run` ends with the last of their events."""
+    """An engine loop and its queue. A test submits requests first; `run` returns after the last of their
+    events."""
 
     def __init__(self, bundle: Path) -> None:
         self.executor = Recorded(loading.load(bundle, pages=PAGES))

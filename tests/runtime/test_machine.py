@@ -1,4 +1,5 @@
-"""This machine against targets: other systems, architectures and processors are refused in one sentence."""
+"""Tests of comparing this machine with a bundle's target: other systems, architectures and processors are
+refused in one sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ LAPTOP = frozenset(
 
 
 MISSING = min(processors.CHECKABLE[processors.family(platform.machine())] - (processors.present() or set()))
-"""A feature that this machine's processor lacks."""
+"""Name of a processor feature that this machine lacks."""
 
 
 def test_this_machine_runs_what_is_made_for_it() -> None:
@@ -98,8 +99,8 @@ def test_nothing_is_asked_for_bundles_without_tile_registers() -> None:
 
 
 def test_a_system_that_refuses_tile_registers() -> None:
-    """Linux refuses them to a process whose signal stack would be too small for them, and where the
-    processor has none."""
+    """Checks the message if Linux refuses AMX tile registers. It does so for a process whose signal stack is
+    too small for them, and on processors without them."""
     program = """
 import ctypes
 from mlcbuild_runtime.devices import machine

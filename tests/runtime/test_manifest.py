@@ -1,4 +1,4 @@
-"""Every field of a manifest has a type and a range, and names only plain files."""
+"""Tests of the fields of a manifest: each has a type and a range, and it names regular files only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .test_bundle import edit, put, section
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a place for notes about tokenizers, which is empty."""
+    """Returns the directory, which does not exist yet, in which the runtime records the files that a child
+    process has loaded successfully."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""How much of the machine a bundle may use, by mode and by option."""
+"""Tests of how much of a machine's memory a bundle may use, by memory mode and by command-line options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of a chat, checked and simplified for a template."""
+"""Tests of checking the messages of a chat and simplifying them for chat templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlcbuild_runtime.openai.messages import content_text, messages
 
 
 class Body:
-    """A request's body with nothing but messages."""
+    """A request body with the field `messages` only."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Metrics of answers and engines, without a server."""
+"""Tests of the metrics of answers and engines, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several bundles in one process, and how much of the machine each may take."""
+"""Tests of several bundles in one process, and of the memory that each of them may use."""
 
 from __future__ import annotations
 

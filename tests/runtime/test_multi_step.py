@@ -1,4 +1,4 @@
-"""Several decode steps at once, on sequences without an engine."""
+"""Tests of several decode steps in one call, for sequences without an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def executor(numpy_toy_bundle: Path) -> Executor:
 
 
 def ready(executor: Executor, prompt: list[int], page: int, ignore_eos: bool = True) -> Sequence:
-    """Returns a sequence whose prompt but for its last token is in the cache."""
+    """Returns a sequence whose prompt is in the KV cache except for its last token."""
     tokenizer = Tokenizer.load(executor.path, executor.manifest.serving)
     request = Request(tuple(prompt), 40, GREEDY, ignore_eos=ignore_eos)
     seq = Sequence(request, lambda _: None, Ticket(lambda: None, None), tokenizer, executor.sample)

@@ -1,4 +1,4 @@
-"""The access log and the trace of a real server."""
+"""Tests of the access log and the trace of a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import shared
 
 @dataclass(frozen=True)
 class Watched:
-    """The files and output of a server that has answered `ask`."""
+    """The log lines, the output and the trace of a server that has answered the requests of `ask`."""
 
     lines: list[dict[str, Any]]
     text: str
@@ -141,7 +141,8 @@ def test_the_log_may_be_standard_output(toy_bundle: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json", "auto"])
 def test_lines_on_standard_error(toy_bundle: Path, tmp_path: Path, form: str) -> None:
-    """`auto` prints nothing where standard error is no terminal."""
+    """Checks the log lines on standard error for each value of --log. `auto` prints none here, because
+    standard error is not a terminal."""
     command = [sys.executable, "-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", "--log", form]
     errors = tmp_path / "errors"
     with (

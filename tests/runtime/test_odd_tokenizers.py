@@ -1,4 +1,4 @@
-"""Tokenizers and templates that cannot be loaded, or try to do harm."""
+"""Tests of tokenizers and chat templates that cannot be loaded, or that are hostile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .test_bundle import put, reseal
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a place for notes about tokenizers, which is empty."""
+    """Returns the directory, which does not exist yet, in which the runtime records the files that a child
+    process has loaded successfully."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "cache"
@@ -76,7 +77,7 @@ MANY_TOKENS: dict[str, Json] = {
     "pair": [],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 4000, "tokens": ["<s>"] * 4000}},
 }
-"""A part of a tokenizer that puts 4,000 tokens before each text."""
+"""A post-processor for a tokenizer.json that puts 4,000 tokens in front of each text."""
 TOKENIZERS: list[tuple[str, Damage, str]] = [
     ("a map that is cut", charsmap("AAAA"), "not a tokenizer that can be read"),
     ("a map of 8 GB", charsmap("/////w=="), "its tokenizer is not usable: the process|not a tok"),

@@ -1,4 +1,5 @@
-"""Ollama's /api: bodies become chats and texts, answers become lines, and Ollama's own client reads them."""
+"""Tests of Ollama's endpoints /api: bodies become chats and completions, answers become JSON lines, and
+Ollama's client understands them."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_messages_and_options_become_those_of_a_chat() -> None:
 
 
 class Compared(str):
-    """A text that counts how often it is compared."""
+    """A string that counts the comparisons of all such strings."""
 
     total = 0
     __hash__ = str.__hash__
@@ -76,7 +77,8 @@ class Compared(str):
 
 
 def test_results_find_their_calls_in_any_order_and_number() -> None:
-    """No result is searched for among all calls: a body may hold 100,000 of each."""
+    """Checks that tool results find their calls without searching all of them, measured in comparisons: a
+    body may have 100,000 calls and results."""
     size = 500
     calls: list[Json] = [
         {"id": f"c{i}", "function": {"name": Compared(f"f{i % 3}"), "arguments": {}}} for i in range(size)

@@ -1,4 +1,4 @@
-"""The chat page in a real browser, driven over Chromium's debugging pipe."""
+"""Tests of the chat page in a real browser, controlled through Chromium's debugging pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def _high_pipe() -> tuple[int, int]:
 
 
 class Browser:
-    """One page of a headless browser. Messages are JSON, each with a zero byte at its end."""
+    """One page of a headless Chromium, controlled through pipes. Each message is JSON, followed by a zero
+    byte."""
 
     def __init__(self, profile: Path, gpu: tuple[str, ...] = ("--disable-gpu",)) -> None:
         assert CHROMIUM is not None
@@ -87,7 +88,8 @@ class Browser:
         return actual["result"].get("value")
 
     def until(self, script: str, progress: str = "document.body?.innerText ?? ''") -> None:
-        """Returns when an expression is true. While the value of `progress` changes, it may take any time."""
+        """Waits until a JavaScript expression is true. Fails if the value of `progress` has not changed for
+        WAIT seconds."""
         last, end = None, 0.0
         while not self.run(script):
             value = self.run(progress)

@@ -1,4 +1,4 @@
-"""The pages of the KV cache against a plain model of what they hold."""
+"""Tests of the pages of the KV cache, compared with a simple model of their contents."""
 
 from __future__ import annotations
 

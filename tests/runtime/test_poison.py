@@ -1,4 +1,5 @@
-"""Requests that are wrong on purpose: each is refused with the reason, and harms nobody who streams."""
+"""Tests of requests that are wrong on purpose: each is refused with its reason, and does not affect a client
+that streams an answer."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ GAP = shared.WAIT
 
 
 class Bystander:
-    """Streams the same answer again and again while others misbehave."""
+    """A well-behaved client that streams the same answer repeatedly while other clients misbehave, and
+    records the longest wait for a token."""
 
     def __init__(self, server: Server, expected: str) -> None:
         self.longest, self.streams = 0.0, 0
@@ -251,7 +253,8 @@ def test_a_body_without_end(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_costly_constraint_stalls_nobody(server: Server, bystander: Bystander) -> None:
-    """Compiling it takes half a minute and half a gigabyte."""
+    """Checks that a constraint whose compilation would take half a minute and half a gigabyte is refused
+    without delaying other clients."""
     bystander.longest = 0
     with httpx.Client(timeout=shared.WAIT) as client:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The table of processors that builder and runtime share."""
+"""Tests of the table of processors that builder and runtime share."""
 
 from __future__ import annotations
 

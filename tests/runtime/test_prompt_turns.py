@@ -1,4 +1,5 @@
-"""How prompts share turns: the rules of the policy, and what they do on slow and fast machines."""
+"""Tests of dividing the computation of prompts into turns: the rules, and their effect on slow and fast
+machines."""
 
 from __future__ import annotations
 

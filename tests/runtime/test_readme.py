@@ -1,4 +1,4 @@
-"""The commands and programs of runtime/README.md, as they stand there."""
+"""Tests that execute the commands and programs of runtime/README.md as they are printed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def place(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """Returns a directory with the bundle where the README has it, and mlcbuild-serve on its path."""
+    """Returns a directory in which the bundle has the path that the README states, and a program
+    mlcbuild-serve in bin/."""
     (tmp_path / "dist").mkdir()
     (tmp_path / BUNDLE).symlink_to(tiny_bundle)
     (tmp_path / "bin").mkdir()
@@ -71,7 +72,8 @@ def test_serving(place: Path) -> None:
 
 
 def pattern_of_ready_line(port: str) -> str:
-    """Returns the README's own line, with the figures of this machine and this bundle open."""
+    """Returns a regular expression of the line that the README shows for a started server; numbers of this
+    machine and the bundle's name may differ."""
     (shown,) = (block for block in blocks("text") if "is ready at" in block)
     plain = re.escape(shown.replace("8000", port))
     plain = re.sub(r"(threads|context|batch|prefill|memory)\\ [0-9.\\]+", r"\1\\ [0-9.]+", plain)

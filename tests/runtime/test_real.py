@@ -1,4 +1,5 @@
-"""The embedded model, compiled: its answers over HTTP, alone and together, with both kinds of tokenizer."""
+"""Tests of the compiled embedded model over HTTP: its answers alone and beside others, with both kinds of
+tokenizer files."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def scored(server: Server, prompt: object, **more: object) -> list[dict[str, Any
 
 
 def test_log_probabilities_of_a_prompt(tiny_server: Server, tiny_bundle: Path) -> None:
-    """Tools that rate texts request them in this way."""
+    """Checks the log-probabilities of a prompt's tokens over HTTP, as programs request them that score texts
+    with a model."""
     text = "Copy this: é🙂 one two three. " * 7
     tokens = Tokenizer.load(tiny_bundle).encode(text)
     assert len(tokens) > 2 * SCORED, "several steps"
@@ -152,7 +154,8 @@ def test_a_prompt_may_be_computed_only(tiny_server: Server) -> None:
 
 
 def test_both_tokenizer_files_give_the_same(tiny_bundle: Path, tmp_path: Path) -> None:
-    """The checkpoint carries its SentencePiece model and the same as tokenizer.json."""
+    """Checks that the checkpoint's two tokenizer files, of SentencePiece and tokenizer.json, give the same
+    tokens and prompts."""
     for path in tiny_bundle.iterdir():
         if path.name.startswith(("tokenizer", "chat", "special")) and path.name != "tokenizer.json":
             shutil.copy(path, tmp_path)

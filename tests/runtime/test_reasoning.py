@@ -1,4 +1,5 @@
-"""Reasoning: recognised by template, split from answers, and free of the answer's constraint."""
+"""Tests of reasoning in answers: it is recognised by the chat template, split from the answer, and not
+subject to the answer's constraint."""
 
 from __future__ import annotations
 
@@ -44,9 +45,8 @@ def test_templates_imply_reasoning(begin: str, end: str) -> None:
 
 
 def split(text: str, thinking: Thinking, seed: int | None = None, form: Form | None = None) -> dict[str, str]:
-    """Reads an answer whose text arrives in parts, and returns kind of piece -> joined text of the pieces of
-    this kind.
-    """
+    """Parses an answer whose text arrives in random parts. Returns kind of piece -> joined text of the pieces
+    of this kind. seed: of the sizes of the parts; None: one part."""
     inner = None if form is None else Reader(form, "auto")
     return read_in_parts(ThinkingReader(thinking, inner), text, seed)
 
@@ -109,7 +109,8 @@ def test_a_constraint_holds_after_reasoning(begun: bool, seed: int, kind: str) -
 
 
 def _ending(source: str, param: str) -> Any:
-    """Returns a constraint whose reasoning has two letters at most, so that a random text ends it."""
+    """Returns a grammar with at most two letters of reasoning, so that random texts reach the answer after
+    it."""
     assert source.count(r"/(.|\n)*/") >= 1
     short = schema_constraint({}, param)
     return type(short)("lark", source.replace(r"/(.|\n)*/", "/[a-z]{0,2}/", 1), param)

@@ -1,4 +1,4 @@
-"""Answers on a terminal: what is escaped, and where Markdown may be cut."""
+"""Tests of showing answers on a terminal: which characters are escaped, and where Markdown may be divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handle of a request: cancellation, back-pressure, and receivers that have gone."""
+"""Tests of a request's handle (ticket): cancellation, back-pressure, and receivers that fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mlcbuild_runtime.engine.request import Event, Ticket, late
 
 
 def ticket(window: int | None) -> tuple[Ticket, list[None]]:
-    """Returns a ticket, and a list that grows with each call of its `wake`."""
+    """Returns a ticket, and a list to which each call of the ticket's function `wake` appends an item."""
     calls: list[None] = []
     return Ticket(lambda: calls.append(None), window), calls
 

@@ -1,4 +1,4 @@
-"""Received bytes are taken up to the end of each request, however they arrive."""
+"""Tests of dividing received bytes into requests, in whatever pieces they arrive."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from mlcbuild_runtime.http.request_input import HEAD_BYTES, HEAD_FIELDS, Request
 
 HEAD = b"POST /v1 HTTP/1.1\r\nHost: a\r\n\r\n"
 BODY = b"12\n\n45"
-"""Content with an empty line, which ends nothing."""
+"""Content of a request body. Its empty line must not count as the end of a head."""
 
 
 def taken(stream: bytes, pieces: list[bytes]) -> list[bytes]:
-    """Returns the parts of two requests with bodies of a known length, as a parser gets them."""
+    """Returns the parts that the parser of a connection receives, for two requests whose bodies have a
+    Content-Length. pieces: the bytes as they arrive."""
     source, parts, part = RequestInput(), list[bytes](), b""
     for piece in pieces:
         source.receive(piece)
@@ -53,7 +54,8 @@ def test_a_head_is_limited_in_bytes_and_fields() -> None:
 
 
 def test_a_body_may_not_be_mostly_framing() -> None:
-    """Chunks of one byte are framed by five, which is allowed; extensions of chunks are limited."""
+    """Checks the limit of chunked encoding: chunks of one byte, each with five bytes of framing, are
+    accepted, but long chunk extensions are not."""
     source = RequestInput()
     source.end_head([])
     for _ in range(HEAD_BYTES):

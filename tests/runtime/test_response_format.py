@@ -1,4 +1,4 @@
-"""The field response_format: what each form constrains, and which values are refused."""
+"""Tests of the field `response_format`: the constraint of each of its forms, and refused values."""
 
 from __future__ import annotations
 

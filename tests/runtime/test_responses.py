@@ -1,4 +1,4 @@
-"""/v1/responses through the official client, on real server processes."""
+"""Tests of /v1/responses with OpenAI's client and real server processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on the NumPy device, without the engine's thread."""
+"""Tests of executing batches on the NumPy device, without the engine's thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .wrapped import Wrapped
 
 
 class Bench:
-    """A runner with its schedule, and the events of each request."""
+    """A runner with its schedule and an executor, and the events of each request."""
 
     def __init__(self, bundle: Path, wrap: Any = lambda executor: executor) -> None:
         executor: Executor = wrap(loading.load(bundle, pages=16))

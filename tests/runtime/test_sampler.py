@@ -1,4 +1,4 @@
-"""Tests of which token one request gets, without an engine."""
+"""Tests of sampling the tokens of one request, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling against its definition, and its independence of the batch."""
+"""Tests of sampling in the library, compared with its definition, and of its independence of the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], f
 
 
 def kept(logits: Floats, sampling: Sampling) -> list[int]:
-    """Returns the tokens that can be chosen, by the plain definition."""
+    """Returns the tokens that can be sampled from a row of logits, by the definition of the filters."""
     p = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     p /= p.sum()
     order = sorted(range(len(p)), key=lambda i: -logits[i])  # of equal probabilities, too
@@ -71,7 +71,8 @@ def test_temperature_zero_takes_the_most_likely(sample: Sample) -> None:
 @pytest.mark.parametrize("width", [5, 260, 4103])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_mask_lacks_is_not_chosen(sample: Sample, width: int, temperature: float) -> None:
-    """It may have more bits than a row. Rows may lie anywhere, and one without a mask stays as it is."""
+    """Checks that a token which the mask excludes is never sampled. A mask may have more bits than a row,
+    rows may start at any address, and a row without a mask is not changed."""
     random = np.random.default_rng(width)
     memory = random.standard_normal(1 + 3 * width).astype(np.float32)
     logits = memory[1:].reshape(3, width)
@@ -131,7 +132,8 @@ def test_every_kept_token_can_be_chosen(sample: Sample) -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one(sample: Sample) -> None:
-    """By the definition: the first token up to which the probabilities sum to more than the number."""
+    """Checks sampling from a large vocabulary by its definition: the sampled token is the first one up to
+    which the probabilities sum to more than the random number."""
     random = np.random.default_rng(8)
     logits = random.normal(0, 3, 1234).astype(np.float32)
     logits[random.random(1234) < 0.5] = -np.inf

@@ -1,4 +1,4 @@
-"""Log-probabilities, penalties and random numbers of a request."""
+"""Tests of log-probabilities, penalties and random numbers of a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_logprobs_are_of_the_whole_softmax() -> None:
 
 @given(st.integers(1, 700), st.integers(0, 70), st.integers(1, 60), st.integers(0, 9), st.integers(0, 999))
 def test_the_most_likely_of_many(size: int, count: int, different: int, masked: int, seed: int) -> None:
-    """Few different values: ties. Against a whole sort and sums in float64."""
+    """Checks log-probabilities and the most likely tokens, with many equal logits, against a complete sort
+    and sums in float64."""
     random = np.random.default_rng(seed)
     logits = random.normal(0, 9, different).astype(np.float32)[random.integers(different, size=size)]
     logits[1:][random.random(size - 1) < masked / 9] = -np.inf

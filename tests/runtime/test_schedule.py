@@ -1,4 +1,5 @@
-"""Prefix cache, preemption, priorities, slow readers, deadlines: over the toy model, on two devices."""
+"""Tests of scheduling with the toy model on two devices: prefix cache, preemption, priorities, clients that
+read slowly, deadlines."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from .wrapped import Stepwise, is_decode
 
 
 class Recorder(Stepwise):
-    """Records its steps, and may sleep before each."""
+    """An executor that records its steps, and may sleep before each."""
 
     pause = 0.0
 
@@ -76,7 +77,8 @@ def test_only_what_is_common_is_shared(engine: Engine) -> None:
 
 
 def test_an_answer_is_prefilled_when_it_comes_back_as_a_prompt(engine: Engine) -> None:
-    """Its keys and values came from decoding, which may round otherwise."""
+    """Checks that the pages of an answer are not shared with a later prompt that contains it, because keys
+    and values from decoding may be rounded in another way."""
     first = tokens_of(drain(ask(engine, greedy(prompt(3, 32), 40))))
     events = drain(ask(engine, greedy(prompt(3, 32) + first, 5)))
     assert events[-1].cached == 32
@@ -136,7 +138,8 @@ def test_answers_are_the_same_when_pages_run_out(toy_bundle: Path, pages: int) -
 
 
 def test_what_was_given_up_is_computed_again_many_tokens_at_a_time(tiny_bundle: Path) -> None:
-    """By kernels that give the same bits, so that answers are those of an engine with room for all."""
+    """Checks that a preempted request computes its old tokens again in large steps, with kernels that give
+    the same bits, so that its answer does not change."""
     requests = [
         Request(
             tuple(3 + token % 200 for token in prompt(i, 30)),
@@ -290,7 +293,8 @@ def test_random_cancellations_leave_no_trace(toy_bundle: Path) -> None:
 
 
 def test_pages_outside_of_a_window_are_free_for_others(window_bundle: Path) -> None:
-    """Answers are those of an engine that keeps all pages; what is let go of is written anew all the time."""
+    """Checks a model with attention windows: pages outside of the window are released and used again, and the
+    answers equal those of an engine that keeps all pages."""
     sampled = Sampling(0.8, seed=4)
     jobs = [(prompt(i // 2, 20 + 40 * (i % 3)), 130 + i) for i in range(8)]
     requests = [

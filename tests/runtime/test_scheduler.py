@@ -1,4 +1,5 @@
-"""The schedule without an engine: who is admitted, who gives way, and which pages everyone has."""
+"""Tests of the schedule without an engine: which requests are admitted and preempted, and which pages they
+have."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def schedule(pages: int, batch: int = 8, window: int | None = None) -> Schedule:
 def waiting(
     requests: Schedule, order: int, *prompt: int, priority: int = 0, window: int | None = None
 ) -> Sequence:
-    """Returns a new sequence of the schedule; without tokens its prompt is five tokens of its own."""
+    """Adds a new waiting sequence to a schedule and returns it. prompt: its tokens; without any, five tokens
+    that no other sequence has."""
     tokens = prompt or tuple(range(100 * order, 100 * order + 5))
     added, _ = sequence(Request(tokens, 9, priority=priority), window=window)
     added.order = order
@@ -32,13 +34,14 @@ def waiting(
 
 
 def rest(running: Sequence) -> None:
-    """Makes a sequence with a window of one event wait for its client."""
+    """Delivers one event to a sequence whose window is one event, so that it pauses until its client
+    reads."""
     running.client.deliver(Event("a"))
     assert running.resting
 
 
 def computed(requests: Schedule, *sequences: Sequence) -> None:
-    """Marks the prompts as computed, and appends a token to each answer."""
+    """Records the prompts of sequences as computed, and appends one token to each answer."""
     for each in sequences:
         requests.computed(each, len(each.request.prompt) - each.length)
         each.tokens.append(7)

@@ -1,4 +1,4 @@
-"""One sequence without an engine: tokens, drafts, ends and events."""
+"""Tests of one sequence without an engine: tokens, drafts, the end of an answer, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server process: its options, clients that leave, and its end."""
+"""Tests of a server process: its options, clients that disconnect, and how it ends."""
 
 from __future__ import annotations
 

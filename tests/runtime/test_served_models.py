@@ -1,4 +1,4 @@
-"""Bundles by name in one process: loaded when they are used, unloaded when others need room."""
+"""Tests of loading bundles by name in one process, and of unloading them when others need memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP API of a real server process, by the official client and by hand."""
+"""Tests of the HTTP API of a real server process, with OpenAI's client and with plain requests."""
 
 from __future__ import annotations
 
@@ -344,7 +344,8 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Server) -> None:
 
 
 def with_template(bundle: Path, template: str | None, *changed: str) -> None:
-    """Replaces the chat template of a copy, and the digests in its manifest of it and what is `changed`."""
+    """Replaces the chat template of a bundle, or removes it for None, and updates the digests of
+    tokenizer_config.json and of the files `changed` in the manifest."""
     config = {} if template is None else {"chat_template": template}
     (bundle / "tokenizer_config.json").write_text(json.dumps(config))
     document = json.loads((bundle / "bundle.json").read_bytes())

@@ -1,4 +1,4 @@
-"""A chat with another server: what that server may send, whatever it is."""
+"""Tests of chatting with another server, whatever that server sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def event(text: str) -> bytes:
 
 @contextmanager
 def sending(answer: bytes, more: bytes = b"") -> Iterator[str]:
-    """Runs a server that answers each request with the same bytes, and then with `more` without end. Yields
+    """Starts a server that sends the bytes `answer` to each request, and then `more` again and again. Yields
     its URL."""
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Requests from pages of other sites, by their headers alone."""
+"""Tests of recognising requests from web pages of other origins by their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: answers are what they are without it, whatever is drafted."""
+"""Tests of speculative decoding: answers are the same as without it, whatever tokens are drafted."""
 
 from __future__ import annotations
 
@@ -208,7 +208,8 @@ def test_cancelling_leaves_no_trace(drafting: Engine) -> None:
 
 @pytest.mark.parametrize("guess", GUESSES)
 def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
-    """Masks are those of each place; the matcher never sees a token that was not chosen."""
+    """Checks answers with constraints: each position of a draft uses its own mask, and the matcher never
+    receives a token that was not sampled."""
     constraint = Constraint("regex", "[a-f]{3}(-[0-9]+){2}[xyz]{5,40}", "response_format")
     engine, without = start(toy_bundle, guess, eos=True), start(toy_bundle, None, eos=True)
     try:
@@ -224,7 +225,8 @@ def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
 
 
 def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bundle: Path) -> None:
-    """This tokenizer puts a space before a text: no forced text may begin with it."""
+    """Checks forced tokens with a tokenizer that puts a space in front of a text: no forced text may begin
+    with this space. A failed matcher forces nothing."""
     tokenizer = Tokenizer.load(tiny_bundle, _tiny(tiny_bundle).manifest.serving)
     grammars = Grammars(tokenizer.vocabulary, 432, tokenizer.eos)
     matcher = grammars.compiled(Constraint("regex", "the end of all(xyz|abc)", "x"), message=False).matcher()
@@ -241,7 +243,8 @@ def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bu
 
 @pytest.mark.parametrize("guess", [perfect, partly])
 def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
-    """Triples of tokens against the product of exact probabilities."""
+    """Checks the distribution of sampled tokens, in groups of three, against the product of their exact
+    probabilities."""
     model = CpuExecutor.load(toy_bundle)
     prompt, total = [7, 8, 9], 1500
 
