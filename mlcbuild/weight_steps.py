@@ -19,7 +19,7 @@ from mlcbuild.targets.backends import backend
 MANY_CORES = 64
 """Number of cores that a step requests if it can use all cores of a machine."""
 BUDGET_FILES = ("budget.json", "quantization.yaml")
-"""Names of the files of a budget step that bundles hold."""
+"""Names of those files that are copied into bundles from the step which chooses schemes under a budget."""
 
 
 def storage_of(variant: Variant) -> quant.Storage:

@@ -55,7 +55,8 @@ class Upgrade:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The upgrades that lead from the smallest mixture of schemes for a model to the most accurate one."""
+    """The way from the smallest version of a model to the most accurate one: the smallest scheme of each
+    matrix, and the replacements (upgrades) by larger schemes."""
 
     smallest: Mapping[str, Option]
     """Name of a matrix -> the scheme that stores it in the fewest bytes."""
@@ -67,8 +68,8 @@ class Ladder:
     """Bytes of the parameters that are not matrices, whose schemes do not change."""
 
     def mixture(self, applied: Sequence[Upgrade]) -> dict[str, Option]:
-        """Returns name of a matrix -> its scheme: the last one to which the upgrades `applied` replace it, or
-        its smallest one without any."""
+        """Returns name of a matrix -> its quantization scheme after the replacements `applied`: the scheme of
+        the matrix's last replacement, or its smallest scheme if it has none."""
         return {**self.smallest, **{upgrade.matrix: upgrade.option for upgrade in applied}}
 
     def size(self, options: Mapping[str, Option]) -> int:

@@ -34,9 +34,9 @@ class Past:
     """
 
     length: int
-    """Number of positions of the sequence whose states are stored here."""
+    """Number of tokens of the sequence whose keys and values are stored in this state."""
     states: tuple[State, ...]
-    """The state of each layer's mixer, such as its keys and values."""
+    """For each layer, the stored arrays of its attention, such as keys and values."""
 
 
 EMPTY = Past(0, ())
@@ -49,7 +49,7 @@ class Reference:
     config: ModelConfig
     weights: Weights
     dtype: type[np.float32] | type[np.float64] = np.float32
-    """The NumPy type of all arithmetic."""
+    """The NumPy type in which all numbers of the reference computation are computed."""
     context_window: int | None = None
     """Context window in tokens. It selects LongRoPE's frequencies as in a library compiled for it; None means
     the model's maximum.

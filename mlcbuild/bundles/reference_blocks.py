@@ -29,9 +29,9 @@ from mlcbuild.models.rounding import bf16
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 State: TypeAlias = tuple[Array, ...]
-"""The state of a mixer after the positions so far; () before the first. Attention: keys (rotated) and values,
-each [kv heads, positions, head_dim], which a window does not shorten. Latent attention: latents and rotated
-keys, each [positions, ..].
+"""The arrays that a layer's attention stores of the positions so far; () before the first one. Ordinary
+attention: (rotated) keys and values, each [KV heads, positions, head_dim], which an attention window does not
+shorten. Latent attention: latents and rotated keys, each [positions, ..].
 """
 
 BLOCK = 1 << 24
@@ -57,8 +57,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one layer's mixer and feed-forward, except for the rows of the residual stream: weights,
-    positions, rotary embeddings, and the mixer's state.
+    """The inputs of one layer's attention and feed-forward, except for the rows of the residual stream:
+    weights, positions, rotary embeddings, and stored keys and values.
     """
 
     weight: Callable[..., Array]

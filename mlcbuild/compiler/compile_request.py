@@ -31,7 +31,8 @@ class CompileRequest:
     target: Target
     limits: Limits
     kv_cache: str = "auto"
-    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
+    """How the KV cache stores keys and values: "auto" for the floating point type of the quantization scheme,
+    "int8" for 8-bit integers with scales."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:

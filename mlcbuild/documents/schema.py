@@ -44,7 +44,8 @@ class SchemaError:
     where: Where
     message: str
     on_key: bool = False
-    """True if the key at this path is wrong; False if its value is."""
+    """Part of a mapping entry that violates the schema: True for its key, False for the value under
+    the key."""
     is_misspelt: bool = False
     """True if this required key is absent because it is misspelt. Users then read the message about the
     unknown key in its place.

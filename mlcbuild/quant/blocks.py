@@ -27,7 +27,7 @@ class Blocks:
     """
 
     bits: Literal[4, 5, 6, 8]
-    """Number of bits of one code."""
+    """Number of bits in which one weight's integer code is stored."""
     group: Literal[16, 32] = 32
     """Number of consecutive weights that share a scale and, where there is one, a minimum."""
     scale: Literal["float16", "float32", "levels"] = "float16"

@@ -100,13 +100,14 @@ class Variant:
     """The target; its `name` is the name that the recipe gives it."""
     limits: RequestedLimits
     verify: Verify | None
-    """The accuracy limits; None if the recipe has no `verify` section."""
+    """Limits on the bundle's loss of accuracy; None if the recipe has no `verify` section."""
     output: Path
     """Absolute path of the bundle's directory."""
     destinations: tuple[str, ...] = ()
     """Addresses to which the bundle of this variant is published."""
     kv_cache: str = "auto"
-    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
+    """How the KV cache stores keys and values: "auto" for the floating point type of the quantization scheme,
+    "int8" for 8-bit integers with scales."""
 
 
 Inspect: TypeAlias = Callable[[Iterable[RecipeModel]], Iterable[Problem]]

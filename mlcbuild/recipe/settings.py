@@ -77,7 +77,8 @@ class Settings:
     limits: RequestedLimits
     verify: Verify | None
     kv_cache: str = _AUTO
-    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
+    """How the KV cache stores keys and values: "auto" for the floating point type of the quantization scheme,
+    "int8" for 8-bit integers with scales."""
 
 
 _Value: TypeAlias = int | float | str | Path | tuple[str, ...]

@@ -23,7 +23,7 @@ from mlcbuild.remotes.transport import Body, Buffer
 FIRST = 8 << 20
 """Number of bytes in the first range of an object. Its transfer measures the speed of the server."""
 FAST = 200_000_000
-"""Rate in bytes per second above which only one connection is used."""
+"""Download rate in bytes per second above which an object is read over one connection only."""
 GROWTH = 8
 """Ratio of a range's size to that of the previous range, on a fast connection."""
 PIECE = 4 << 20

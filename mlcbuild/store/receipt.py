@@ -172,9 +172,9 @@ def inodes(directory: str) -> list[str]:
 
 
 def store(arguments: Sequence[str]) -> str:
-    """Returns the directory of the store that a command line names with --store, or of the user's default
-    store. If --store is meant otherwise, for example as another option's value, there is no receipt in that
-    directory, and an ordinary run follows."""
+    """Returns the directory of the store that the option --store of a command line names, or of the user's
+    default store. The text after --store is taken literally: if it is really another option's value, no
+    receipt is found in that directory, and an ordinary run follows."""
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":

@@ -27,7 +27,7 @@ class Target:
     """
 
     name: str
-    """Name for display, which is never part of a key."""
+    """The target's name in messages, which is never part of a cache key."""
     triple: str
     """LLVM triple, for example x86_64-unknown-linux-gnu."""
     cpu: str

@@ -43,7 +43,7 @@ CONVERTER = ("torch==2.13.0", "transformers")
 """Packages with which the converters of two peers read a checkpoint. Their engines do not import them."""
 
 WEIGHTS = (".gguf", ".bin", ".data")
-"""Suffixes of the names of the peers' weights files."""
+"""Suffixes of the names of weights files in the formats of the other engines."""
 
 PEERS: Mapping[str, Peer] = {
     "llama": Peer(
@@ -79,7 +79,7 @@ ik_library.py.
 
 @dataclass(frozen=True)
 class Entry:
-    """One model in the form of one engine."""
+    """One model, converted for one engine, with the command that starts the engine."""
 
     name: str
     bits: int

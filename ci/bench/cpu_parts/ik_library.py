@@ -17,7 +17,7 @@ SETTINGS = (
     "-DGGML_IQK_FA_ALL_QUANTS=OFF",  # for caches of other types than ours and its default, float16
 )
 NATIVE = ("-DGGML_NATIVE=ON",)
-"""Options that choose all instructions of this machine."""
+"""Options of CMake with which a build uses all instruction sets of this machine."""
 
 
 def build(source: Path, place: Path, processor: tuple[str, ...] = NATIVE) -> Path:

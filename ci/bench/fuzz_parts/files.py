@@ -175,7 +175,8 @@ class Records(Files):
 
 
 class Stores(Records):
-    """Creates records as `Records` does, in a store that commands read."""
+    """Creates records of step results, as a remote may return them, puts them into a store, and runs commands
+    that read the store."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
@@ -253,7 +254,8 @@ class Manifests(Files):
         return None
 
     def _list(self, path: Path) -> None:
-        """Writes the file's digest into the manifest, as the author of a malicious bundle would."""
+        """Replaces the size and the digest of a changed file in the bundle's manifest, as the author of a
+        malicious bundle would. path: the changed file."""
         document = json.loads(self.files["bundle.json"])
         entry = toy.describe(path)
         document["files"][path.name] = {"blake3": entry.blake3, "size": entry.size}

@@ -40,7 +40,7 @@ SECONDS = 10.0
 MOST_LINES, LONGEST_LINE = 61, 4000
 """Maximum number of lines in an error message, and maximum characters of a line."""
 LARGEST = 1 << 24
-"""Maximum bytes of a program's buffers that are allocated here."""
+"""Total size in bytes of the buffers and parameters of a GPU program up to which the program is also run."""
 Entry: TypeAlias = tuple[bytes, int, bytes]
 """An entry of GGUF metadata: key, type and value."""
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -175,9 +175,9 @@ class GgufSeed:
     whole: bytes
     entries: list[Entry]
     descriptions: bytes
-    """The descriptions of the tensors, with the padding behind them."""
+    """The descriptions of all tensors in the GGUF file, with the padding that follows them."""
     data: int
-    """Offset of the first tensor."""
+    """Offset in bytes of the first tensor's data in the GGUF file."""
 
     @classmethod
     def of(cls, path: Path) -> GgufSeed:
@@ -189,7 +189,7 @@ class GgufSeed:
         return seed
 
     def written(self, entries: list[Entry]) -> bytes:
-        """Returns the file with other metadata."""
+        """Returns the bytes of the GGUF file with these metadata entries in place of its own."""
         head = self.whole[:16] + struct.pack("<Q", len(entries))
         for key, kind, value in entries:
             head += struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value

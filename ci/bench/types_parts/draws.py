@@ -28,7 +28,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2",
 
 @dataclass
 class Draw:
-    """One config while it is drawn. All random choices come from `rng`."""
+    """A random config.json while its fields are drawn. All random choices come from `rng`."""
 
     rng: Random
     name: str
@@ -41,7 +41,8 @@ class Draw:
         return self.rng.random() < share
 
     def size(self, kind: str, value: int) -> None:
-        """Sets a size under the field name that the type uses."""
+        """Sets a size, such as that of the hidden state, in the config, under the field name that the model
+        type uses for it. kind: a key of SIZES."""
         for name in SIZES[kind]:
             if name in self.defaults:
                 self.config[name] = value

@@ -33,7 +33,7 @@ class ISA:
     features: tuple[str, ...]
     """LLVM features that a processor must have for this instruction set; () fits every processor."""
     lanes: int
-    """Number of float32 values in one vector."""
+    """Number of float32 values in one vector register."""
     half: bool
     """True if the instruction set has an instruction that converts float16 to float32; False: integer
     operations do it.

@@ -71,7 +71,8 @@ class Parts:
     scheme: Storage
     machine: Target
     kv_cache: str = "auto"
-    """How keys and values of earlier tokens are kept: "auto", as the scheme's floats, or "int8"."""
+    """How the KV cache stores keys and values: "auto" for the floating point type of the quantization scheme,
+    "int8" for 8-bit integers with scales."""
 
     @cached_property
     def isa(self) -> ISA:

@@ -24,7 +24,7 @@ FIXED = 75
 """Percentage of a loop's iterations that are assigned to cores statically; the rest are taken by whichever
 core is free. Taking them so made prompts 5 to 8 % faster (`ci/bench/cpu`, two cores of Zen 4)."""
 _AWAY = 8
-"""int64 values of padding around a counter, one cache line, against false sharing."""
+"""Number of int64 values by which a counter is padded to whole cache lines, against false sharing."""
 
 
 def one_launch() -> AbstractContextManager[None]:

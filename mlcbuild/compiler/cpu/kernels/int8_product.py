@@ -68,7 +68,7 @@ class Int8Call:
 
     matrix: TiledMatrix
     weights: tuple[Buffer, ...]
-    """The tensors that store the matrix, in order."""
+    """The tensors that store the matrix, in the order in which its format lists them."""
     output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
     """Function that emits the code which computes one row of x, and returns (buffer that holds it as float32,

@@ -26,7 +26,7 @@ class Heads:
 
     layers: int
     query: int
-    """Number of query heads; a multiple of `kv`."""
+    """Number of query heads, a multiple of the number of KV heads."""
     kv: int
     """Number of key and value heads."""
     dim: int

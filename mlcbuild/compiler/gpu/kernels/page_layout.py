@@ -43,7 +43,7 @@ class CacheSpec:
 
     @property
     def words(self) -> int:
-        """Returns the number of 32-bit words in one head's vector."""
+        """Returns the number of 32-bit words that one head's key or value vector takes in the KV cache."""
         return self.head_dim // 2 if self.half else self.head_dim
 
     @property
