@@ -20,17 +20,13 @@ from mlcbuild_format.errors import ServingError
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from mlcbuild import models
-from mlcbuild.checkpoints import exact_weights
 from mlcbuild.cli import main
-from mlcbuild.errors import MlcbuildError
-from mlcbuild.models import parsing
 from mlcbuild.remotes.signing import RefusedError, unseal
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests import checkpoint_files, product
 from tests.conftest import TINY
 from tests.runtime import toy
-from tests.schemes import SCHEMES
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:
@@ -266,60 +262,6 @@ class Manifests(Files):
             Tokenizer.load(self.bundle, bundle.manifest(self.bundle).serving)
         except ServingError as error:
             return fault(1, str(error), (1,))
-        return None
-
-
-class Checkpoints(Files):
-    """Creates headers of a safetensors file, and indices of several files."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        content = checkpoint_files.tensors()
-        self.single, self.sharded = place / "single", place / "sharded"
-        checkpoint_files.single(self.single, content)
-        checkpoint_files.sharded(self.sharded, content)
-        self.whole = {
-            "model.safetensors": (self.single / "model.safetensors").read_bytes(),
-            "model.safetensors.index.json": (self.sharded / "model.safetensors.index.json").read_bytes(),
-        }
-        checkpoint_files.write(self.single, place / "first", SCHEMES["q4f16_1"])
-        self.names = [param.name for param in models.parameters(checkpoint_files.CONFIG)]
-
-    def make(self, random: Random) -> bytes:
-        name = random.choice(list(self.whole))
-        data = self.whole[name]
-        if name.endswith(".json"):
-            return name.encode() + b"\n" + dumped(mutated_json(random, json.loads(data)))
-        base = 8 + int.from_bytes(data[:8], "little")
-        header, rest = data[8:base], data[base:]
-        if random.random() < 0.75:
-            header = dumped(mutated_json(random, json.loads(header)))
-        else:
-            header = mutated_bytes(random, header)
-        size = len(header)
-        if random.random() < 0.1:
-            size = random.choice((0, 7, 2**31, 2**63, 2**64 - 1, size + 1, size - 1)) % 2**64
-        if random.random() < 0.1:
-            rest = rest[: random.randrange(len(rest))]
-        return name.encode() + b"\n" + size.to_bytes(8, "little") + header + rest
-
-    def check(self, case: bytes) -> str | None:
-        file, _, data = case.partition(b"\n")
-        name = file.decode()
-        root = self.sharded if name.endswith(".json") else self.single
-        out = self.place / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        try:
-            (root / name).write_bytes(data)
-            config = checkpoint_files.CONFIG
-            parameters = exact_weights.checkpoint(root, config, parsing.tensor_names(config))
-            if list(parameters) != self.names:
-                return "a checkpoint is accepted that lacks parameters"
-            checkpoint_files.write(root, out, SCHEMES["q4f16_1"])
-        except MlcbuildError:
-            return None
-        finally:
-            (root / name).write_bytes(self.whole[name])
         return None
 
 
