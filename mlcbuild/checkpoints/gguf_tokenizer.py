@@ -13,11 +13,13 @@ from mlcbuild.checkpoints.gguf_vocabulary import (
     CONVERT,
     UNUSED,
     USER_DEFINED,
+    WORD_PIECE,
     GgufVocabulary,
     MetadataReader,
     check_name,
     read_vocabulary,
 )
+from mlcbuild.checkpoints.gguf_word_pieces import as_word_pieces, word_piece_parts
 from mlcbuild.errors import CheckpointError
 
 LARGEST_TEMPLATE = 1 << 20
@@ -78,15 +80,23 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
-    """Returns name of a tokenizer file -> its bytes; {} if the file names an unknown pre-tokenizer, which
-    `reader` then lists as a problem.
+    """Returns name of a tokenizer file -> its bytes; {} if the file names an unknown pre-tokenizer or lacks a
+    token that its kind of vocabulary needs, which `reader` then lists as a problem.
     """
     if vocabulary.model == "gpt2":
         if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
             return {}
         words = PRE_TOKENIZERS[vocabulary.pre_tokenizer]
-        files = {"tokenizer.json": _document(_tokenizer_json(vocabulary, words))}
+        files = {
+            "tokenizer.json": _document(_tokenizer_json(vocabulary, _byte_level_parts(vocabulary, words)))
+        }
         adds_bos = words.adds_bos
+    elif vocabulary.model == "bert":
+        vocabulary = as_word_pieces(vocabulary, reader)
+        if reader.problems:
+            return {}
+        files = {"tokenizer.json": _document(_tokenizer_json(vocabulary, word_piece_parts(vocabulary)))}
+        adds_bos = True
     else:
         files = {"tokenizer.model": tokenizer_model(vocabulary, reader)}
         adds_bos = vocabulary.model == "llama"
@@ -105,11 +115,10 @@ def _adds(vocabulary: GgufVocabulary, role: str, default: bool) -> bool:
     return role in vocabulary.ids and vocabulary.flags.get(f"add_{role}_token", default)
 
 
-def _tokenizer_json(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str, object]:
-    """Returns the JSON document of a tokenizer.json for byte-level BPE. words: the pre-tokenizer that splits
-    text into words.
+def _tokenizer_json(vocabulary: GgufVocabulary, parts: Mapping[str, object]) -> dict[str, object]:
+    """Returns the JSON document of a tokenizer.json. parts: its fields that depend on the kind of
+    vocabulary.
     """
-    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     added = [
         {
             "id": token,
@@ -120,7 +129,7 @@ def _tokenizer_json(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str
             "normalized": False,
             "special": kind == CONTROL,
         }
-        for token, (content, kind) in enumerate(kinds)
+        for token, (content, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if kind in (CONTROL, USER_DEFINED)
     ]
     return {
@@ -128,6 +137,16 @@ def _tokenizer_json(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str
         "truncation": None,
         "padding": None,
         "added_tokens": added,
+        **parts,
+    }
+
+
+def _byte_level_parts(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str, object]:
+    """Returns the fields of a tokenizer.json that byte-level BPE has other than WordPiece. words: the
+    pre-tokenizer that splits text into words.
+    """
+    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    return {
         "normalizer": {"type": "NFC"} if words.is_nfc else None,
         "pre_tokenizer": words.to_json(),
         "post_processor": _post_processor(vocabulary, words.adds_bos),
@@ -174,12 +193,12 @@ def _post_processor(vocabulary: GgufVocabulary, adds_bos: bool) -> dict[str, obj
 def _config(vocabulary: GgufVocabulary, templates: Mapping[str, str], adds_bos: bool) -> dict[str, object]:
     config: dict[str, object] = {
         f"{role}_token": vocabulary.tokens[vocabulary.ids[role]]
-        for role in ("bos", "eos", "unk", "pad")
+        for role in ("bos", "eos", "unk", "pad", *WORD_PIECE)
         if role in vocabulary.ids
     }
     config["add_bos_token"] = _adds(vocabulary, "bos", adds_bos)
     config["add_eos_token"] = _adds(vocabulary, "eos", vocabulary.model == "t5")
-    if vocabulary.model != "gpt2" and (split := split_tokens(vocabulary)):
+    if vocabulary.model in ("llama", "t5") and (split := split_tokens(vocabulary)):
         config["added_tokens_decoder"] = {
             str(token): {"content": content, "special": False} for token, content in split.items()
         }

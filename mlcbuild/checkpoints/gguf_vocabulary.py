@@ -18,8 +18,10 @@ LARGEST_ARRAY = 1 << 24
 """Largest number of entries in a metadata array other than the tokens: a vocabulary has up to three merges
 for each token.
 """
-MODELS = ("gpt2", "llama", "t5")
-"""Supported values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, and SentencePiece unigram."""
+MODELS = ("gpt2", "llama", "t5", "bert")
+"""Supported values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, SentencePiece unigram, and
+WordPiece.
+"""
 IDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -27,8 +29,17 @@ IDS = {
     "eom": "eom_token_id",
     "unk": "unknown_token_id",
     "pad": "padding_token_id",
+    "sep": "seperator_token_id",
+    "mask": "mask_token_id",
+    "cls": "cls_token_id",
 }
-"""Role of a token, such as "eos" -> the metadata key that holds its id."""
+"""Role of a token, such as "eos" -> the metadata key that holds its id, in GGUF's spelling."""
+WORD_PIECE = ("sep", "mask", "cls")
+"""Roles that only WordPiece uses; other files may hold anything there."""
+FLAGS = (
+    *("add_bos_token", "add_eos_token", "add_space_prefix"),
+    *("normalizer.lowercase", "normalizer.strip_accents"),
+)
 CONVERT = "convert the model again with a current converter, or use another file"
 _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 
@@ -50,8 +61,9 @@ class GgufVocabulary:
     ids: Mapping[str, int]
     """Role of a token, such as "bos" -> its id. Roles that the file does not state are absent."""
     flags: Mapping[str, bool]
-    """Name of a tokenizer flag (add_bos_token, add_eos_token, add_space_prefix) -> its value in the GGUF
-    file. Flags that the GGUF file does not state are absent.
+    """Name of a tokenizer flag (add_bos_token, add_eos_token, add_space_prefix, normalizer.lowercase,
+    normalizer.strip_accents) -> its value in the GGUF file. Flags that the GGUF file does not state are
+    absent.
     """
 
 
@@ -147,22 +159,22 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
     if model == "t5":
         _check_normalization(reader)
     tokens = _tokens(reader)
-    ids = _ids(reader, len(tokens))
+    ids = _ids(reader, len(tokens), WORD_PIECE if model == "bert" else ())
     flags = {
         name: value
-        for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
+        for name in FLAGS
         if isinstance(value := reader.scalar(f"tokenizer.ggml.{name}", bool), bool)
     }
     for role in ("bos", "eos"):
         if flags.get(f"add_{role}_token") and role not in ids:
             key = f"tokenizer.ggml.add_{role}_token"
             reader.problem(key, f"needs tokenizer.ggml.{IDS[role]}, which is absent or wrong; {CONVERT}")
-    types = _types(reader, tokens, ids, pieces=model != "gpt2")
+    types = _types(reader, tokens, ids, pieces=model in ("llama", "t5"))
     if UNKNOWN in types:
         ids.setdefault("unk", types.index(UNKNOWN))
     pre_tokenizer = reader.text("tokenizer.ggml.pre") or ""
     merges = _merges(reader, tokens, types) if model == "gpt2" else []
-    scores = _scores(reader, len(tokens)) if model != "gpt2" else []
+    scores = _scores(reader, len(tokens)) if model in ("llama", "t5") else []
     if len(reader.problems) > before:
         return None
     return GgufVocabulary(model, tokens, types, scores, merges, pre_tokenizer, ids, flags)
@@ -244,9 +256,14 @@ def _tokens(reader: MetadataReader) -> list[str]:
     return tokens
 
 
-def _ids(reader: MetadataReader, size: int) -> dict[str, int]:
+def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, int]:
+    """Returns role of a token -> its id. size: tokens in the vocabulary; more: roles of `WORD_PIECE` to read
+    as well.
+    """
     ids = {}
     for role, name in IDS.items():
+        if role in WORD_PIECE and role not in more:
+            continue
         value = reader.scalar(f"tokenizer.ggml.{name}", int)
         if not isinstance(value, int):
             continue

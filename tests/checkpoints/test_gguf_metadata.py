@@ -40,7 +40,7 @@ PIECES: Metadata = {
 }
 T = "tokenizer.ggml."
 WRONG: list[tuple[Metadata, Metadata, str]] = [
-    (SMALL, {T + "model": "rwkv"}, "model: 'rwkv' is not supported; supported: gpt2, llama, t5"),
+    (SMALL, {T + "model": "rwkv"}, "model: 'rwkv' is not supported; supported: gpt2, llama, t5, bert"),
     (SMALL, {T + "model": None}, "model: is absent"),
     (SMALL, {T + "model": 7}, "model: must be a string, not 7"),
     (SMALL, {T + "pre": "gpt2"}, "pre: 'gpt2' is unknown; did you mean 'gpt-2'?"),

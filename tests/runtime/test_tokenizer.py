@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlcbuild_format.bundle import Serving
 from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_runtime.text.tokenizer import TextStream, Tokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 SAMPLE = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.",
@@ -216,9 +217,9 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 def test_an_unknown_decoder_is_refused(byte_level: Path, tmp_path: Path) -> None:
     document = json.loads((byte_level / "tokenizer.json").read_bytes())
-    document["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    document["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(BundleError, match="its decoder is not of a kind this runtime supports: WordPiece"):
+    with pytest.raises(BundleError, match="its decoder is not of a kind this runtime supports: BPEDecoder"):
         Tokenizer.load(tmp_path)
     document["decoder"] = None
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
@@ -307,3 +308,20 @@ def test_a_template_that_is_not_utf8(byte_level: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(BundleError, match=r"chat_template\.jinja: not UTF-8: .* at byte 3$"):
         Tokenizer.load(tmp_path)
+
+
+def test_word_pieces_become_text_as_their_decoder_joins_them(tmp_path: Path) -> None:
+    words = ["[UNK]", "a", "##b", "n't", ".", "'s", "<tool>"]
+    own = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    own.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    own.add_special_tokens(["[UNK]"])
+    own.add_tokens([tokenizers.AddedToken("<tool>", normalized=False)])
+    for cleanup in (True, False):
+        own.decoder = decoders.WordPiece(cleanup=cleanup)
+        own.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer.load(tmp_path)
+        tokens = [1, 2, 3, 1, 0, 4, 1, 5, 6, 1]
+        assert tokenizer.encode("ab a. <tool>a") == [1, 2, 1, 4, 6, 1]
+        assert tokenizer.decode(tokens) == own.decode(tokens)
+        stream = tokenizer.stream()  # a continuation keeps its space
+        assert stream.push(1) + stream.push(2) + stream.finish() == " ab"

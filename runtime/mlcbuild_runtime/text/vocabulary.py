@@ -25,6 +25,14 @@ MAX_TOKENIZER = 256 << 20
 """Largest tokenizer.json or tokenizer.model that is read, in bytes."""
 _SPACE = "▁"
 """The letter that SentencePiece writes for a space inside a piece."""
+_CLEANED = {
+    **{f" {mark}": mark for mark in ".?!,"},
+    " ' ": "'",
+    **{f" {ending}": ending for ending in ("n't", "'m")},
+    " do not": " don't",
+    **{f" {ending}": ending for ending in ("'s", "'ve", "'re")},
+}
+"""Text -> what stands for it, in this order, where a WordPiece decoder cleans up its tokens."""
 
 
 class Vocabulary(Protocol):
@@ -80,8 +88,9 @@ class JsonVocabulary:
         steps = _decoder_steps(self._tokenizer)
         self._byte_level = "ByteLevel" in steps
         self._fallback = "ByteFallback" in steps
-        self.leading_space = bool(steps.keys() & {"Strip", "Metaspace"})
-        supported = {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
+        self._word_piece = steps.get("WordPiece")
+        self.leading_space = bool(steps.keys() & {"Strip", "Metaspace", "WordPiece"})
+        supported = {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace", "WordPiece"}
         if steps.keys() - supported or not steps:
             unsupported = ", ".join(sorted(steps.keys() - supported)) or "none"
             raise BundleError(f"{path}: its decoder is not of a kind this runtime supports: {unsupported}")
@@ -102,10 +111,14 @@ class JsonVocabulary:
         return data
 
     def _find_bytes(self, token: int) -> bytes:
-        if token in self._added:
-            content, special = self._added[token]
-            return b"" if special else content.encode()
+        content, special = self._added.get(token, ("", False))
+        if special:
+            return b""
         piece = self._tokenizer.id_to_token(token) or ""
+        if self._word_piece is not None:
+            return _word_piece(piece, self._word_piece)
+        if content:
+            return content.encode()
         if self._byte_level:
             return _byte_level(piece)
         return _piece_bytes(piece, self._fallback)
@@ -175,6 +188,16 @@ def _piece_bytes(piece: str, fallback: bool) -> bytes:
     if fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace(_SPACE, " ").encode()
+
+
+def _word_piece(piece: str, settings: Json) -> bytes:
+    """Returns the bytes of a WordPiece token inside a text. settings: JSON object of the decoder."""
+    assert isinstance(settings, dict)
+    prefix = str(settings["prefix"])
+    text = piece[len(prefix) :] if piece.startswith(prefix) else f" {piece}"
+    for dirty, clean in _CLEANED.items() if settings["cleanup"] else ():
+        text = text.replace(dirty, clean)
+    return text.encode()
 
 
 class PieceVocabulary:
