@@ -1,4 +1,5 @@
-"""The built-in schemes as CPUs and as GPUs store them, and packing of one matrix, for tests."""
+"""The built-in schemes with the layouts of CPUs and of GPUs, and functions that pack single matrices, for
+tests."""
 
 from __future__ import annotations
 
@@ -29,6 +30,6 @@ def pack(weight: Array, scheme: Storage, name: str = "matrix") -> tuple[Array, .
 
 
 def unpack(tensors: tuple[Array, ...], scheme: Storage, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the matrix that stored tensors stand for."""
+    """Returns the dequantized matrix of stored tensors."""
     rows, columns = shape
     return scheme.definition.unpack(tensors, (rows, columns))

@@ -1,4 +1,5 @@
-"""The page that builder and runtime share: names in order, and no second copy of it anywhere."""
+"""Tests of the interface of compiled libraries that builder and runtime share: the order of arguments, and
+that no other file repeats its names."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_names_are_unique_and_each_function_belongs_to_a_capability() -> None:
 
 
 def test_the_random_number_is_the_last_column() -> None:
-    """Runtimes append it to the parameters that a request fixes."""
+    """Checks that the random number is the last of the sampling parameters, because runtimes append it to
+    those that a request fixes."""
     assert abi.SAMPLING_COLUMNS[-1] == "random"
     assert len(abi.SKIP) == len(abi.SAMPLING_COLUMNS) and abi.SKIP.inverse_temperature < 0
 

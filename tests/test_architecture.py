@@ -1,4 +1,4 @@
-"""The direction of imports, as a table, and what a light command may load."""
+"""Tests of the allowed directions of imports, which a table states, and of what light commands import."""
 
 from __future__ import annotations
 
@@ -261,7 +261,8 @@ def test_only_its_table_entry_names_a_device_of_the_runtime() -> None:
 
 
 def test_a_program_knows_no_device() -> None:
-    """compiler/program works with Ops; what is a CPU's stands below compiler/cpu, and the rest names none."""
+    """Checks that compiler/program does not mention CPUs, and that no part of the compiler outside of
+    compiler/cpu imports it."""
     words = re.compile("isa|amx|llvm|cpu")
     for path in (BUILDER / "compiler" / "program").glob("*.py"):
         assert not words.search(path.read_text()), path
@@ -289,7 +290,8 @@ def test_the_action_of_a_backend_holds_no_other_backend() -> None:
 
 
 def loaded_by(*command: str) -> set[str]:
-    """Returns top-level packages that a fresh interpreter holds after a command line of ours."""
+    """Runs a command line in a new interpreter, and returns the names of the top-level packages that it has
+    imported."""
     code = (
         "import json, sys; from mlcbuild.cli import main; code = main(sys.argv[1:]);"
         "print(json.dumps([code, sorted(name for name in sys.modules if '.' not in name)]), file=sys.stderr)"

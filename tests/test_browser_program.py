@@ -1,4 +1,5 @@
-"""The browser's check of GPU programs, against the one in Python, on whole and mutated programs."""
+"""Tests that compare the browser's check of GPU programs with the one in Python, on valid and on mutated
+programs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.test_program import PROGRAM, REFUSED, changed, mutated
 
 PAGES = 32
 STRICTER = r"too large|more than \d+ digits|must hold|duplicate|there twice|nested too deeply|surrogate|UTF-8"
-"""Reasons of Python that are about JSON or about numbers which JavaScript does not hold."""
+"""Regular expression of those reasons of Python's check that do not exist in JavaScript: they concern JSON
+syntax, or numbers that JavaScript cannot represent."""
 
 
 def outcomes(documents: list[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Identities: canonical JSON, digests, code digests. Golden values change only on purpose."""
+"""Tests of digests: canonical JSON, digests of files and trees, keys and import closures. Their golden values
+change only on purpose."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_trees_that_differ_have_different_digests(one: list[Entry], other: list[
 
 
 def test_golden_digests() -> None:
-    """The digests of some values are fixed: if one changes, every stored result of every user is rebuilt."""
+    """Checks the digests of fixed values: if one changed, every stored result of every user would be built
+    again."""
     entries = [Entry("b.txt", "22" * 32, 2), Entry("a/c.bin", "11" * 32, 10**12)]
     assert canon.tree_digest(entries) == GOLDEN["tree"]
     assert canon.salt({"a.py": "00" * 32}, {"tool": "1.2"}) == GOLDEN["salt"]
@@ -125,7 +127,8 @@ GOLDEN = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a package `<name>` whose module `start` imports in every way there is."""
+    """Writes a package whose module `start` contains every kind of import, adds it to the import path, and
+    returns its directory."""
     root = tmp_path / f"pkg_{tmp_path.name.replace('-', '_')}"
     (root / "deep").mkdir(parents=True)
     (root / "__init__.py").write_text("")

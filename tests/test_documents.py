@@ -1,4 +1,4 @@
-"""Commands, paths, links and messages in the documents."""
+"""Tests of the commands, paths, links and messages in the documents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
 
 
 def test_functions_named_by_the_guide_exist() -> None:
-    """The guide names a function as `name` in `path`."""
+    """Checks that every function which the guide mentions, as `name` in `path`, exists there."""
     text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)` in `([\w./]+\.py)`", text)
     assert len(named) > 30

@@ -1,4 +1,4 @@
-"""How durations are shown to people."""
+"""Tests of formatting durations for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user says of a run to the options of the build engine."""
+"""Tests of converting a user's options for a run to those of the build engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A family, a format and its kernel, and a device are added to a copy of the source as mlcbuild/README.md
-says, and models are built, verified and served with them."""
+"""Tests that add a family, a format with its kernel, and a device to a copy of the source as
+mlcbuild/README.md describes it, and that build, verify and serve models with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def extend(root: Path) -> None:
-    """Does to a copy of the source what the guide says: three files, and a line in each of two tables."""
+    """Adds the examples of the guide to a copy of the source: a family, a format and its kernel, with a line
+    in each of two tables."""
     package = root / "mlcbuild"
     (package / "models" / "families" / "toy.py").write_text(example("Extend: a model family"))
     (package / "quant" / "formats" / "toy.py").write_text(example("Extend: a format"))
@@ -149,7 +150,8 @@ BACKENDS["numpy"] = Backend(
 
 
 def add_device(root: Path) -> None:
-    """Adds a device as the guide says: an entry in each of two tables, and its name in the schema."""
+    """Adds the example device of the guide to a copy of the source: an entry in each of two tables, and its
+    name in the schema."""
     for package in ("mlcbuild_format", "mlcbuild_runtime"):
         shutil.copytree(
             ROOT / "runtime" / package, root / package, ignore=shutil.ignore_patterns("__pycache__")

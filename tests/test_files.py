@@ -1,4 +1,5 @@
-"""Files of a bundle, which nobody has checked before: regular, not too large, and exactly those listed."""
+"""Tests of reading untrusted files of a bundle: regular files only, up to a size, and exactly those that the
+manifest lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fork server: a process that it starts is what `python -m` starts."""
+"""Tests that a process which the fork server starts behaves like one that `python -m` starts."""
 
 from __future__ import annotations
 

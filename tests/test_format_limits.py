@@ -1,4 +1,4 @@
-"""The limits of a library: one record for builder, manifest and runtime."""
+"""Tests of the limits of a library, a single type for builder, manifest and runtime."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mlcbuild_format.limits import Limits
 
 
 def test_pages_hold_whole_sequences() -> None:
-    """A page that is partly used counts whole, for each sequence."""
+    """Checks the number of pages for sequences: each sequence needs whole pages."""
     limits = Limits(context_window=33, prefill_chunk=8, max_batch=4)
     assert (limits.page_size, limits.sequence_pages, limits.pages) == (16, 3, 12)
     assert Limits(32, 8, 4).pages == 8

@@ -1,4 +1,4 @@
-"""A little of what `ci/bench/fuzz` does at length, and the cases that once found something."""
+"""Tests that run `ci/bench/fuzz` briefly, and that repeat the cases in which it has found faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = {
     "requests": 40,
     "bodies": 120,
 }
-"""Target -> cases, which take a second or two."""
+"""Name of a fuzzed reader -> number of cases, which take one or two seconds."""
 
 
 def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle that tests of the runtime use, too. Read only."""
+    """Returns the toy bundle, which the runtime's tests use, too. Tests must not change it."""
     return shared.once(tmp_path_factory, "toy", toy.write)
 
 

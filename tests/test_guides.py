@@ -1,4 +1,5 @@
-"""The guides for devices, upgrading and troubleshooting: recipes, messages and versions are looked up."""
+"""Tests that the recipes, messages and versions in the guides for devices, upgrading and troubleshooting are
+those of the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The lines of the front page that install, each from a copy of the checkout and in a new environment."""
+"""Tests of the front page's commands for installing, each with a copy of the checkout and in a new
+environment."""
 
 from __future__ import annotations
 

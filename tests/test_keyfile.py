@@ -1,4 +1,4 @@
-"""Keys that sign records and provenance: their files, names and signatures."""
+"""Tests of the keys that sign records and provenance: their files, their names and their signatures."""
 
 from __future__ import annotations
 

@@ -40,11 +40,12 @@ GPU = "webgpu"
 ALL_KINDS = RECIPE.replace("targets: [", f"targets: [{GPU}, ").replace(
     "[q4f16_1]", "{q4f16_1: q4f16_1, small: {target_bits: 8, candidates: [q4f16_1, q8f16_1]}}"
 )
-"""A recipe with every kind of step, each first without a budget."""
+"""A recipe that has every kind of step. The first quantization is a scheme, the second one a budget."""
 
 
 def closures(recipe: Path) -> dict[str, list[str]]:
-    """Returns the content of GOLDEN. `recipe` may name CPUs and the target GPU."""
+    """Returns kind of step -> relative paths of the source files in the keys of such steps, for a recipe that
+    may name CPUs and the target GPU."""
     kinds: dict[str, set[str]] = {}
     for step in build(load(recipe), Lock({})).graph.steps():
         kind = step.name.partition("/")[0]
@@ -58,20 +59,23 @@ def closures(recipe: Path) -> dict[str, list[str]]:
 
 
 def added(kind: str, names: Iterable[str], module: Callable[[str], str]) -> dict[str, set[str]]:
-    """Returns `kind` -> the source files that all modules import, and "kind/NAME" -> those only one has."""
+    """Returns `kind` -> the source files that all of these modules import, and "kind/NAME" -> the source
+    files that only the module of NAME imports."""
     closures = {name: set(code_files(module(name))) for name in names}
     shared = set.intersection(*closures.values())
     return {kind: shared} | {f"{kind}/{name}": files - shared for name, files in closures.items()}
 
 
 def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
-    """A longer list means that edits of more files rebuild a step: a lazy import once put a server in."""
+    """Checks which source files are in each key. A longer list means that more edits rebuild a step: a late
+    import once added an HTTP server to it."""
     recipe = project(tmp_path, ALL_KINDS)
     assert closures(recipe) == json.loads(GOLDEN.read_text())
 
 
 def test_no_backend_is_in_the_keys_of_another() -> None:
-    """Backends share `mlcbuild/compiler/*.py`, and CPUs alone use Relax, `program/`."""
+    """Checks that no backend's files are in the keys of another backend. They share `mlcbuild/compiler/*.py`;
+    only the CPU's keys contain Relax passes and `program/`."""
     entries = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
 
     def rooms(kind: str) -> set[str]:
@@ -122,7 +126,8 @@ def test_a_format_is_in_the_keys_of_its_weights_and_libraries_only(tmp_path: Pat
 
 
 FIRST = {"config", "tokenizer"}
-"""Kinds of steps that read sources only. All others wait for them, and run only if a result changes."""
+"""Kinds of steps whose inputs are source files only. All other steps wait for their results, and run again
+only if these change."""
 RUNS: Mapping[str, set[str]] = {
     "mlcbuild/bench/speed.py": {"bench"},
     "mlcbuild/bundles/assemble.py": {"tokenizer"},
@@ -167,7 +172,8 @@ RUNS: Mapping[str, set[str]] = {
     "runtime/mlcbuild_runtime/executor/batch.py": {"verify", "bench"},
     "runtime/mlcbuild_runtime/text/tokenizer.py": {"reference"},
 }
-"""File -> kinds of steps that must run. What waits for their results runs only if those change."""
+"""Source file -> kinds of steps that run again after an edit of it. Steps behind them run only if their
+results change."""
 RUNS_NOTHING = (
     "mlcbuild/bench/exchange.py",
     "mlcbuild/build/cluster/client.py",
@@ -237,10 +243,12 @@ class Source:
 
     root: Path
     server: ForkServer
-    """Runs the command line of the copy. What it has imported is never edited but by comments."""
+    """Fork server that runs the command line of the copied packages. Tests edit only comments, so the modules
+    that it has imported stay valid."""
 
     def run(self) -> list[tuple[str, str]]:
-        """Runs the recipe with work of a few bytes, on which no key depends: see tests/product.py."""
+        """Runs the recipe with actions that write a few bytes (see tests/product.py), and returns (kind,
+        status) of every step. Keys do not depend on these actions."""
         return self._steps("tests.product", "fill", "recipe.yaml", "--json")
 
     def plan(self) -> list[tuple[str, str]]:
@@ -293,7 +301,8 @@ def test_an_edit_runs_the_steps_whose_keys_hold_the_file(source: Source, name: s
 
 @pytest.mark.xdist_group("keys")  # one process builds the copy
 def test_an_edit_of_what_no_key_holds_runs_nothing(source: Source) -> None:
-    """All are edited at once. If something runs, each is edited alone, to name the files."""
+    """Checks that edits of files which are in no key rebuild nothing. All files are edited at once; if a step
+    runs, each is edited alone to find the file."""
     wrong = {}
     if runs_after_edits(source, *RUNS_NOTHING):
         wrong = {name: kinds for name in RUNS_NOTHING if (kinds := runs_after_edits(source, name))}
@@ -301,7 +310,8 @@ def test_an_edit_of_what_no_key_holds_runs_nothing(source: Source) -> None:
 
 
 def test_a_file_of_every_room_is_edited() -> None:
-    """A room is a folder with modules, at any depth, or a module at the top of a package."""
+    """Checks that these tests edit a file of every room: of every directory with modules, and every module at
+    the top of a package."""
     packages = [ROOT / name for name in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime")]
     rooms = {path for package in packages for path in package.glob("*.py") if not path.name.startswith("__")}
     for package in packages:
@@ -312,7 +322,8 @@ def test_a_file_of_every_room_is_edited() -> None:
 
 @pytest.mark.xdist_group("keys")  # one process builds the copy
 def test_an_edit_without_effect_stops_at_its_step(source: Source) -> None:
-    """The family's config step runs again, gives the same bytes, and all behind it is reused."""
+    """Checks that an edit of a family's file without effect runs its config step again, which gives the same
+    bytes, so that all later steps are reused."""
     path = source.root / "mlcbuild" / "models" / "families" / "llama.py"
     text = path.read_bytes()
     path.write_bytes(text + b"\n# edited\n")

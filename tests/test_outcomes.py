@@ -1,4 +1,4 @@
-"""Explanations of steps that this machine cannot run."""
+"""Tests of explaining why this machine cannot run a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of which steps a recipe becomes, what they share, and what is refused before anything runs."""
+"""Tests of the steps that a recipe becomes: which steps variants share, and what is refused before any step
+runs."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ targets: [x86-64-v2, x86-64-v3]
 
 
 def fine_tune(directory: Path) -> None:
-    """Writes a second checkpoint of the same architecture, under another name."""
+    """Writes a checkpoint with the architecture of the embedded model and another name to directory/copy."""
     copy = directory / "copy"
     copy.mkdir(parents=True)
     for path in TINY.iterdir():
@@ -180,7 +181,7 @@ def test_faults_of_models_are_told_at_their_place_all_at_once(tmp_path: Path) ->
 
 
 def damaged(directory: Path, name: str, damage: Callable[[Path], object]) -> str:
-    """Returns the message about a recipe whose model has a damaged file."""
+    """Returns the error message for a recipe whose model is damaged. name: the file that `damage` changes."""
     fine_tune(directory)
     damage(directory / "copy" / name)
     with pytest.raises(InputError) as caught:

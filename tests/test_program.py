@@ -1,4 +1,5 @@
-"""The format of GPU programs, and that a stranger's program cannot reach beyond its buffers."""
+"""Tests of the format of GPU programs, and that an untrusted program cannot access memory outside of its
+buffers."""
 
 from __future__ import annotations
 
@@ -272,7 +273,8 @@ def test_a_program_beyond_the_device_is_refused(limits: DeviceLimits, message: s
 
 
 def mutated(rng: random.Random) -> Any:
-    """Returns a program with one other number or name, or with other JSON somewhere."""
+    """Returns a copy of a GPU program in which one number or name is changed, or any JSON value is replaced,
+    at random."""
     if rng.random() < 0.4:
         return parse_json(mutations.document(rng, to_json(PROGRAM)))
     document = changed(lambda document: None)
@@ -281,7 +283,8 @@ def mutated(rng: random.Random) -> Any:
 
 
 def test_a_thousand_mutated_programs_are_refused_or_keep_within_their_buffers() -> None:
-    """Kernels here only note their calls; the interpreter asserts that each gets the bytes it declares."""
+    """Checks a thousand mutated GPU programs: each is refused, or the interpreter confirms that every kernel
+    gets the bytes that it declares. The kernels here do nothing."""
     rng, ran = random.Random(7), 0
     for _ in range(1000):
         try:

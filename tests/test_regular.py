@@ -1,4 +1,4 @@
-"""Reading of files that may be anything."""
+"""Tests of reading files that may not be regular files."""
 
 from __future__ import annotations
 

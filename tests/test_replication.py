@@ -1,4 +1,4 @@
-"""Copies between a store and remotes, with a directory as the remote."""
+"""Tests of copying records between a store and a directory as the remote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The headers of safetensors files: what is refused, what is written, and that another reader agrees."""
+"""Tests of the headers of safetensors files: which are refused, and that another reader accepts those that
+are written."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_a_truncated_file_is_refused(size: int, tmp_path: Path) -> None:
 
 
 def test_a_large_header_is_not_read(tmp_path: Path) -> None:
-    """The file is sparse: it has the size that the length states."""
+    """Checks that a header which is too large is refused without being read. The file is sparse and has the
+    size that its header's length implies."""
     path, size = tmp_path / "a.safetensors", safetensors.MAX_HEADER + 1
     path.write_bytes(size.to_bytes(8, "little"))
     os.truncate(path, size + 8)

@@ -1,4 +1,5 @@
-"""The library API: what a Python program gets from a recipe, with real builds of the embedded model."""
+"""Tests of the library API: what a Python program gets from a recipe, with real builds of the embedded
+model."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ publish: [{to: "toy://shelf/{model}"}]
 
 @dataclass
 class Built:
-    """A recipe that was built once, and what the caller received."""
+    """A recipe that was built once, with the result and the events that the caller received."""
 
     recipe: Path
     store: Path
@@ -70,7 +71,8 @@ class Built:
 
 @pytest.fixture(autouse=True)
 def toy_kind(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Publishes to a dictionary, address -> name of the bundle; addresses with `broken` fail."""
+    """Adds a kind of remote that publishes to a dictionary, and returns it: address -> name of the bundle.
+    Publishing to an address that contains "broken" fails."""
     shelf: dict[str, str] = {}
     module = types.ModuleType("toy_session_publisher")
 
@@ -219,7 +221,7 @@ def test_an_exception_of_the_caller_ends_the_run(built: Built) -> None:
 
 
 def test_two_threads_share_one_store(built: Built, tmp_path: Path) -> None:
-    """Two sessions in this process, each in a thread of its own, with different outputs."""
+    """Checks that two sessions in threads of one process can build into different outputs with one store."""
     results: dict[str, session.Result] = {}
     barrier = threading.Barrier(2)
 
@@ -379,7 +381,8 @@ def test_damage_in_the_store_is_reported_as_an_event(built: Built, tmp_path: Pat
 
 
 def test_the_chapter_of_the_guide_runs(built: Built, tmp_path: Path) -> None:
-    """In a store that holds the library already."""
+    """Checks that the Python program of the guide's section "From Python" runs. Its store has the library
+    already."""
     project(tmp_path, RECIPE.partition("publish:")[0])
     (tmp_path / "store").symlink_to(built.store)
     code = example("From Python", "recipes/README.md")

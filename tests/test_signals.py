@@ -1,4 +1,4 @@
-"""The end of a run by a signal or by the caller, without a run."""
+"""Tests of ending a run by a signal or by the caller, without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that people write and read."""
+"""Tests of parsing and formatting sizes for people."""
 
 from __future__ import annotations
 

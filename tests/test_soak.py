@@ -1,4 +1,4 @@
-"""A short form of ci/bench/soak; MLCBUILD_SOAK_MINUTES makes it longer."""
+"""Tests that run ci/bench/soak briefly; MLCBUILD_SOAK_MINUTES makes it longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite itself: what it says of tests that this machine cannot run."""
+"""Tests of the test suite: for example, how it reports tests that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def trees(files: str, pattern: str) -> list[ast.Module]:
 
 
 def test_every_reason_to_skip_says_what_is_missing() -> None:
-    """Reasons in conditions and calls are constants, f-strings and names of constants."""
+    """Checks that every reason for skipping a test names what is missing. Reasons that are names of constants
+    are not checked."""
     reasons = set()
     for tree in trees("*.py", r"\bskip"):
         for node in ast.walk(tree):
@@ -81,7 +82,8 @@ def compared_with_numbers(function: ast.FunctionDef) -> list[str]:
 
 
 def test_no_test_asserts_a_number_of_seconds() -> None:
-    """A slow or busy machine would fail it: tests count, or compare with work done in the same process."""
+    """Checks that no test asserts a number of seconds, because a slow or busy machine would fail it: tests
+    count, or compare with other work in the same process."""
     functions = [
         node
         for tree in trees("test_*.py", CLOCKS.pattern)
@@ -95,7 +97,8 @@ def test_no_test_asserts_a_number_of_seconds() -> None:
 
 
 LARGE = 100
-"""Lines of code, without docstrings and comments, from which a module needs a file of tests with its name."""
+"""Number of lines of code, without docstrings and comments, from which a module must have a test file with
+its name."""
 PACKAGES = (ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_format", ROOT / "runtime" / "mlcbuild_runtime")
 
 

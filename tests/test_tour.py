@@ -64,7 +64,8 @@ ELSEWHERE = {
         "tests/remotes/test_kinds.py, tests/compiler/test_backends.py",
     ),
 }
-"""Blocks that other tests try: how many, and where."""
+"""(document, language) of code blocks that are not executed here -> (number of such blocks, where they are
+tested)."""
 
 
 VARYING = {
@@ -76,7 +77,8 @@ VARYING = {
     r"\d+ cores": r"\d+ cores",
     r"threads \d+": r"threads \d+",
 }
-"""A pattern in a stated output that may differ -> a pattern of the text that may stand there instead."""
+"""Pattern in a stated output that may differ from the real output -> pattern of the text that may stand in
+its place."""
 
 
 def pattern(expected: str) -> str:
@@ -164,7 +166,7 @@ class Tour:
     checkout: Path
     port: int
     printed: str = ""
-    """The output of the commands in the block before."""
+    """The output of the commands in the previous block."""
 
     def take(self, block: Block) -> None:
         kind, _, rest = block.mark.partition(" ")

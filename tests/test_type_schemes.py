@@ -1,4 +1,5 @@
-"""Model types with all schemes, on tiny random checkpoints; ci/bench/type_schemes runs whole builds, too."""
+"""Tests of all model types with all schemes, on tiny random checkpoints. ci/bench/type_schemes also runs
+whole builds."""
 
 from __future__ import annotations
 

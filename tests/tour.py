@@ -1,4 +1,4 @@
-"""Documents, and the blocks of commands in them."""
+"""Reads the documents whose code blocks tests execute."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ DOCUMENTS = (
 class Block:
     place: str
     mark: str
-    """The words of the comment before it, after "tour: "."""
+    """The text after "tour: " in the comment before the block."""
     language: str
     text: str
 
 
 RESULTS = re.compile(r"<!-- results: .*?<!-- end of results -->", re.DOTALL)
-"""Tables that ci/bench/results has made; tests/ci/test_results.py compares them."""
+"""Regular expression of the tables that ci/bench/results writes into a document; tests/ci/test_results.py
+compares them."""
 
 
 def blocks(document: str) -> list[Block]:

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints of every model type, each with a tokenizer, and what schemes make of them."""
+"""Tiny random checkpoints of every model type, each with a tokenizer, and the loss that schemes cause in
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests import experts_golden, typegoldens
 from tests.checkpoint_files import entry, save
 
 CHARACTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
-"""All text that the tokenizer knows; with three special tokens it fits the smallest vocabulary, of 71."""
+"""The characters that the tokenizer has. With three special tokens they fit the smallest vocabulary, which
+has 71 tokens."""
 FOLDERS = {
     "gemma2": "gemma2",
     "llama": "llama-llama3-gqa",

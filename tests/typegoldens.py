@@ -27,7 +27,8 @@ Config = dict[str, Any]
 
 
 def _sizes(**more: Any) -> Config:
-    """Returns sizes that no tile and no group divides."""
+    """Returns fields of config.json whose sizes are not multiples of a tile or a group. more: further
+    fields."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": 36,

@@ -298,7 +298,8 @@ def _tiny(path: Path) -> CpuExecutor:
 
 @pytest.mark.parametrize("how", ["lookup", "draft", "smaller", "predicted"])
 def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle: Path, how: str) -> None:
-    """Drafted by itself, nearly all is accepted: draws and masks are those of the model."""
+    """Checks that speculative decoding gives a compiled model the same answers as decoding without drafts.
+    Where the model drafts for itself, nearly all draft tokens are accepted."""
     tokenizer = Tokenizer.load(tiny_bundle, CpuExecutor.load(tiny_bundle).manifest.serving)
     prompt = tuple(tokenizer.encode(TEXT))
     fields = '{"name": {"type": "string"}, "age": {"type": "integer"}}'

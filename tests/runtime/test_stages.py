@@ -1,4 +1,4 @@
-"""Constraints that cost little pass those that cost much, whatever the machine does meanwhile."""
+"""Tests that cheap constraints overtake expensive ones, however busy the machine is."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ LONG = 60.0
 
 
 class Costs:
-    """Replaces trials: a grammar is the number of CPU seconds that it takes, and none are spent."""
+    """A replacement for trials of constraints: a grammar is the text of a number, the CPU seconds that its
+    trial claims to take. No time is spent."""
 
     def __init__(self) -> None:
         self.held = threading.Event()
-        """Trials of the last stage wait for it."""
+        """Event for which trials in the last stage wait."""
         self.ran: list[tuple[str, float]] = []
-        """Grammar and limit of each trial, in order."""
+        """(grammar, limit in CPU seconds) of each trial, in order."""
 
     def run(self, trial: Trial, grammar: str) -> TrialOutcome:
         self.ran.append((grammar, trial._seconds))
@@ -88,7 +89,7 @@ def test_each_constraint_goes_through_the_stages_that_it_needs(costs: Costs, tri
 
 
 def test_cheap_constraints_pass_those_that_wait(costs: Costs, trials: Trials[int]) -> None:
-    """Forty constraints of two seconds and more; nobody else waits for any of them."""
+    """Checks that no cheap constraint waits for any of forty constraints that take two seconds or more."""
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(passed, trials, f"{3 + number}") for number in range(40)]
         last = trials.tries[-1].turns
@@ -105,7 +106,8 @@ def test_cheap_constraints_pass_those_that_wait(costs: Costs, trials: Trials[int
 
 
 def test_a_client_with_many_constraints_does_not_delay_another(costs: Costs, trials: Trials[int]) -> None:
-    """Both need the last stage, whose trials are given to addresses in turn."""
+    """Checks that one client's constraint does not wait for all those of another client in the last stage,
+    whose trials are given to addresses in turn."""
 
     def ask(address: str, grammar: str) -> int | str:
         client.set(address)
@@ -145,7 +147,7 @@ def test_only_so_many_wait_for_a_stage(costs: Costs) -> None:
 
 
 def test_what_is_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real trials, of which the last one has a tenth of its time."""
+    """Checks the refusals of constraints, with real trials; the last stage has a tenth of its usual time."""
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
     last = replace(STAGES[-1], seconds=0.2, places=0, patience=LONG)
     monkeypatch.setattr(grammars, "_trials", Trials(grammars._tokens, (STAGES[0], last)))

@@ -1,4 +1,4 @@
-"""Events on their way to a thread or an event loop, without an engine's thread."""
+"""Tests of passing events to a thread or an event loop, without an engine's thread."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_when_one_request_is_refused_none_runs() -> None:
 def in_loop(
     engine: Submitted, send: Callable[[], None], count: int = 1
 ) -> tuple[AsyncAnswers, list[list[tuple[int, Event]]]]:
-    """Returns the batches that arrive when another thread calls `send`."""
+    """Returns (the answers, the batches of events that reach the event loop when another thread calls
+    `send`). count: number of requests."""
 
     async def run() -> tuple[AsyncAnswers, list[list[tuple[int, Event]]]]:
         answers = AsyncAnswers(cast(Engine, engine), [REQUEST] * count)

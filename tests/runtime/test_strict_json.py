@@ -1,4 +1,5 @@
-"""One reader of strict JSON: duplicate keys and NaN are refused, everything else is what it is elsewhere."""
+"""Tests of the reader of strict JSON: it refuses duplicate keys and NaN, and reads everything else like
+Python's json."""
 
 from __future__ import annotations
 

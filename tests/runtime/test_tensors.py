@@ -1,4 +1,4 @@
-"""Memory of weights and of the KV cache."""
+"""Tests of the memory of weights and of the KV cache."""
 
 from __future__ import annotations
 

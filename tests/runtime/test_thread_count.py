@@ -1,4 +1,5 @@
-"""The default number of threads on simulated machines: cores of two speeds, paired threads, CPU quotas."""
+"""Tests of the default number of threads on simulated machines: cores of two speeds, cores with two threads,
+CPU quotas."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def siblings(pairs: int, singles: int = 0) -> dict[str, str]:
-    """Returns the files of `pairs` cores with two threads each, processors 2i and 2i + 1, then of `singles`
-    cores."""
+    """Returns path -> content of the /sys files that describe `pairs` cores with two threads each (processors
+    2i and 2i + 1), followed by `singles` cores with one thread."""
     name = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     paired = {name.format(cpu): f"{cpu - cpu % 2}-{cpu - cpu % 2 + 1}" for cpu in range(2 * pairs)}
     return paired | {name.format(cpu): str(cpu) for cpu in range(2 * pairs, 2 * pairs + singles)}
@@ -49,7 +50,8 @@ def test_slow_cores_are_used_where_they_shorten_a_step(speeds: list[float], coun
 
 
 def test_the_best_count_is_the_soonest_of_all_counts() -> None:
-    """Against a simulation: equal parts first, then the rest in small pieces to whoever is free."""
+    """Checks the number of threads against a simulation: each thread gets an equal part of the work, then
+    small pieces of the rest whenever it is free."""
 
     def seconds(speeds: list[float]) -> float:
         pieces, share = 2000, thread_count.STATIC / len(speeds)
@@ -104,7 +106,8 @@ def test_what_linux_does_not_tell_makes_all_cores_alike(tmp_path: Path, text: st
 
 
 def nodes(cpulists: list[str], distances: list[str]) -> dict[str, str]:
-    """Returns the files of NUMA nodes: processors of each, and its distance to every node."""
+    """Returns path -> content of the /sys files that describe NUMA nodes: the processors of each, and its
+    distances to all nodes."""
     place = "sys/devices/system/node/"
     files = {f"{place}node{node}/cpulist": cpus for node, cpus in enumerate(cpulists)}
     files |= {f"{place}node{node}/distance": line for node, line in enumerate(distances)}

@@ -1,4 +1,4 @@
-"""Turns of engines, and threads that are used again."""
+"""Tests of the lock that engines take in turn, and of the threads that tasks use again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlcbuild_runtime.engine.threads import Task, Turns
 
 
 def waiting(turns: Turns, count: int) -> None:
-    """Waits until `count` threads wait for a turn."""
+    """Waits until `count` threads wait for the lock."""
     end = time.monotonic() + 120
     while len(turns._waiting) < count:
         assert time.monotonic() < end

@@ -1,4 +1,5 @@
-"""Tokens to text against the tokenizers' own libraries, stop strings, chat templates."""
+"""Tests of converting tokens to text, compared with the tokenizers' own libraries, and of stop strings and
+chat templates."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def test_pieces_survive(pieces: Path, text: str) -> None:
 
 @given(tokens=st.lists(st.integers(3, 419), max_size=30))
 def test_both_forms_of_pieces_agree(pieces: Path, pieces_as_json: Path, tokens: list[int]) -> None:
-    """Whole characters agree with the libraries too; they differ in how they show broken ones."""
+    """Checks that both kinds of tokenizer files give the same text for tokens, and that the libraries agree.
+    Only the marks for incomplete characters differ."""
     ours = Tokenizer.load(pieces).decode(tokens)
     assert Tokenizer.load(pieces_as_json).decode(tokens) == ours
     if "\ufffd" not in ours:
@@ -228,7 +230,7 @@ def test_an_unknown_decoder_is_refused(byte_level: Path, tmp_path: Path) -> None
 
 
 class Letters:
-    """A vocabulary whose tokens are texts, for cutting texts at will."""
+    """A vocabulary whose tokens are given texts, so that a test chooses where a text is divided."""
 
     leading_space = False
 
@@ -249,7 +251,7 @@ class Letters:
 
 
 def plain_stop(text: str, stops: Sequence[str]) -> str:
-    """Returns the definition: read on until a stop string is complete, leave it out."""
+    """Returns the text up to the first complete stop string, by the definition."""
     for end in range(len(text) + 1):
         whole = [stop for stop in stops if text[:end].endswith(stop)]
         if whole:

@@ -1,4 +1,4 @@
-"""Tools: what a request may offer, and calls in the answers of real servers."""
+"""Tests of tools: which tools a request may state, and tool calls in the answers of real servers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ANSWER: dict[str, Json] = {
     "required": ["name"],
     "additionalProperties": False,
 }
-"""A schema of answers that look like a call for a while."""
+"""A JSON schema whose answers begin like a tool call."""
 
 
 @settings(max_examples=80, deadline=None)
@@ -77,7 +77,8 @@ def test_every_answer_is_calls_or_has_its_format(form: str, seed: int) -> None:
 
 
 def test_a_special_token_is_no_text() -> None:
-    """Where calls begin with a special token, an answer cannot write its name instead, nor other tools."""
+    """Checks that a forced call begins with the special token that the syntax requires, and not with ordinary
+    text that spells its name."""
     compiled = GRAMMARS["tools"].compiled(
         constraint(Toolbox((ADD,), "required", False), FORMS["mistral"], False), False
     )
@@ -171,7 +172,7 @@ def test_calls_and_results_in_words() -> None:
 
 @pytest.fixture(scope="module")
 def native_server(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yields the toy with a template that knows tools."""
+    """Yields a server of the toy model whose chat template supports tools."""
     copy = Path(shutil.copytree(toy_bundle, tmp_path_factory.mktemp("native") / "toy"))
     with_template(copy, NATIVE)
     with shared.serving(copy) as running:
@@ -324,7 +325,8 @@ def test_formats_over_http(server: Server, path: str) -> None:
 
 
 def test_tools_and_a_format(native_server: Server) -> None:
-    """The answer calls something, or has the format; with a grammar of its own it cannot have both."""
+    """Checks that an answer to a request with tools and a JSON format is either a call or in that format, and
+    that tools cannot be combined with a grammar."""
     json_schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
     body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
     for (first, other), finish in (("{<", "stop"), ("<{", "tool_calls")):  # <tool_call>

@@ -1,4 +1,4 @@
-"""The trace file, event by event, without an engine."""
+"""Tests of the trace file, event by event, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of drafts: rows are what decoding gives on their paths, bit by bit, and answers stay the same."""
+"""Tests of draft trees: each row has the same bits as decoding along its path, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PAGE = 16
 
 
 def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int], list[Branch]]:
-    """Returns a random tree of at most so many tokens: a draft, branches of it and branches of these."""
+    """Returns a random draft tree of at most `rows` rows: (tokens of the draft, its branches, some of which
+    leave other branches)."""
 
     def tokens(most: int) -> list[int]:
         return [source.randrange(size) for _ in range(source.randrange(1, most + 1))]
@@ -50,7 +51,7 @@ def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int],
 
 
 def decoded(model: CpuExecutor, tokens: list[int], pages: list[int]) -> None:
-    """Puts tokens into the cache as `decode` does."""
+    """Computes tokens one by one, as decoding does, so that their keys and values are in the KV cache."""
     for end in range(1, len(tokens) + 1):
         model.forward(ModelStep.of([(tokens[end - 1 : end], end, pages[: -(-end // PAGE)])]))
 
@@ -59,7 +60,8 @@ def decoded(model: CpuExecutor, tokens: list[int], pages: list[int]) -> None:
 def test_every_row_is_as_decoding_its_path(
     request: pytest.FixtureRequest, bundle: str, shortest: int
 ) -> None:
-    """Branches begin in all places of a page; of two sequences in a step, and branches of branches."""
+    """Checks that each row of a draft tree has the bits of decoding along its path: branches leave at every
+    position of a page, from the draft or from other branches, with two sequences in a step."""
     model = CpuExecutor.load(request.getfixturevalue(f"{bundle}_bundle"), pages=64)
     source, size = random.Random(3), model.manifest.vocab_size
     for length in (shortest, shortest + 9):
@@ -89,7 +91,8 @@ def test_every_row_is_as_decoding_its_path(
 
 
 class Growing(Speculation):
-    """Random trees for every sequence, some paths of them right for a while, as far as a step has room."""
+    """Speculative decoding with random draft trees. Some of their paths begin with correct tokens, and trees
+    are as large as a step allows."""
 
     def __init__(self, parts: int) -> None:
         super().__init__(7, EXACT_ROWS, parts=parts)
@@ -241,7 +244,8 @@ def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:
 def test_a_real_model_with_branches_says_the_same(
     request: pytest.FixtureRequest, name: str, draft: str | None
 ) -> None:
-    """Branches that cost nothing are all drafted: greedy and sampled, alone and beside others."""
+    """Checks that branches do not change the answers of a compiled model, greedy or sampled, alone or in a
+    batch. Branches count as free, so that as many as possible are drafted."""
     bundle, small = (request.getfixturevalue(f"{each}_bundle") for each in (name, draft or name))
     settings = None, Speculate(small if draft else None)
     without, engine = (start(bundle, None, eos=True, speculate=how) for how in settings)
@@ -280,7 +284,8 @@ def test_a_real_model_with_branches_says_the_same(
 
 
 def test_the_path_that_was_taken_keeps_its_pages(toy_bundle: Path, plain: Engine) -> None:
-    """A draft model has taken in the draft, but no branch: it goes on from the last page that both have."""
+    """Checks which pages remain after a branch was accepted. The draft model has computed the draft but no
+    branch, so it continues from the last page that the branch shares with the draft."""
     schedule = Schedule(Pages(6), PAGE, 4)
     request, silent = greedy(list(range(40)), 60), Ticket(lambda: None, None)
     sequence = Sequence(request, lambda _: None, silent, plain.tokenizer, plain.executor.sample)

@@ -1,4 +1,5 @@
-"""Constraints are tried in a child process, within limits of time and memory, and kept by their bytes."""
+"""Tests of trying constraints in a child process with limits of time and memory, and of the cache of compiled
+constraints, which is limited in bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:
 
 
 def test_a_short_trial_takes_a_multiple_of_a_plain_schema() -> None:
-    """A vocabulary of 500 tokens needs less time than one of 150,000, and slow constraints wait in turn."""
+    """Checks that a short trial is also limited by a multiple of the time for a plain schema: with a small
+    vocabulary that is less than the fixed limit, so that slow constraints do not delay others."""
     tokens = GRAMMARS["json"]._tokens
     slow = 'start: %json {"type": "integer", "multipleOf": 999983}'
     for seconds, multiple in ((60.0, 20.0), (0.2, None), (0.2, 1e9)):
@@ -83,7 +85,8 @@ def test_a_short_trial_takes_a_multiple_of_a_plain_schema() -> None:
 
 
 def test_a_slow_mask_hides_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU time varies with the machine's load; llguidance counts, so its error is the same every time."""
+    """Checks that an error of llguidance is reported in preference to a slow mask: llguidance counts its
+    work, so its error is the same each time, while CPU time varies."""
     tokens = GRAMMARS["json"]._tokens
     tokenizer = tokens.tokenizer()
     monkeypatch.setattr("mlcbuild_runtime.constraints.guidance.STEP_SECONDS", 0.0)
@@ -109,7 +112,7 @@ def test_constraints_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 LATE = "[a-z]{40}(a{1000}){1000}"
-"""A regular expression that can be followed for 40 letters only."""
+"""A regular expression that llguidance can follow for 40 letters only."""
 
 
 def test_a_constraint_that_fails_is_forgotten_with_its_memory() -> None:
@@ -130,7 +133,8 @@ def test_a_constraint_that_fails_is_forgotten_with_its_memory() -> None:
 
 
 def test_outcomes_of_trials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constraint that was refused, or that had to make room for others, is not tried again."""
+    """Checks that the outcome of a constraint's trial is cached, even if the constraint was refused or its
+    compiled form was dropped from the cache."""
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
     expected = Constraint("regex", "quick", "x")
     first = grammars.compiled(expected, message=False)
@@ -161,7 +165,7 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 COSTLY = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 6
-"""Number of constraints that are sent, each of which takes a large part of a CPU second."""
+"""Number of expensive constraints that are sent; each takes a large part of a CPU second."""
 
 
 ATTACKS: dict[str, list[dict[str, Any]]] = {
@@ -177,7 +181,7 @@ ATTACKS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def at_rest(server: Server) -> int:
-    """Returns the memory of a server after its first constraint, in bytes."""
+    """Returns the resident memory of a server in bytes after its first constraint."""
     ask(server, form("regex", "[a-z]{3}"))
     return resident(server.process.pid)
 
@@ -190,7 +194,8 @@ def ask(server: Server, expected: dict[str, Any] | None, timeout: float = shared
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("attack", list(ATTACKS))
 def test_constraints_do_not_take_a_servers_memory(server: Server, at_rest: int, attack: str) -> None:
-    """Others are answered meanwhile, and all attacks together leave no more behind than one may."""
+    """Checks that a server answers other requests while it receives expensive constraints, and that many of
+    them leave no more memory in use than one may."""
     with ThreadPoolExecutor(30) as pool:
         asked = [pool.submit(ask, server, expected, 4 * shared.WAIT) for expected in ATTACKS[attack]]
         answered = 0

@@ -1,4 +1,4 @@
-"""Clients take turns, each in order of arrival, and work may be done in a thread of lower priority."""
+"""Tests of the lock that serves clients in turn, and of doing work in a thread of lower priority."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_turns_are_given_in_order_of_arrival() -> None:
 
 
 def test_an_early_request_is_served_while_others_keep_coming() -> None:
-    """Each of them sends the next request as soon as it has an answer; nobody is passed over twice."""
+    """Checks that a request is served although other clients send their next request as soon as they have an
+    answer: nobody is overtaken twice by the same client."""
     turns, order = FairLock(8), list[int]()
     started = threading.Barrier(5)
 
@@ -65,7 +66,8 @@ class _Queue:
         self._pool = pool
 
     def enter(self, name: str, address: str) -> Future[None]:
-        """Has a thread wait; returns its future once it is in the queue, or was refused."""
+        """Lets a thread wait for the lock. Returns its future once the thread is in the queue or was
+        refused."""
         before = self.turns.waiting
         future = self._pool.submit(self._work, name, address)
         while self.turns.waiting == before and not future.done():
@@ -79,7 +81,7 @@ class _Queue:
 
 
 def test_clients_take_turns() -> None:
-    """One address sends four requests before two others send one or two."""
+    """Checks the order if one address sends four requests before two other addresses send one or two."""
     with ThreadPoolExecutor(8) as pool:
         queue = _Queue(8, pool)
         with queue.turns.turn():
@@ -98,7 +100,8 @@ def test_clients_take_turns() -> None:
 
 
 def test_a_full_queue_has_room_for_further_clients() -> None:
-    """The client with the most threads loses its newest one; a client that has as many gains nothing."""
+    """Checks a full queue: the client with the most waiting threads loses its newest one to a client with
+    fewer; a client with as many is refused."""
     with ThreadPoolExecutor(8) as pool:
         queue = _Queue(4, pool)
         with queue.turns.turn():

@@ -1,4 +1,5 @@
-"""Bundles that a stranger made: each fault is one printable sentence, without a traceback or a signal."""
+"""Tests of untrusted bundles: each fault is reported in one printable sentence, without a traceback or a
+crash."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a place for notes about tokenizers, which is empty."""
+    """Returns the directory, which does not exist yet, in which the runtime records the files that a child
+    process has loaded successfully."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "cache"
@@ -166,7 +168,8 @@ def test_printable(text: str, shown: str) -> None:
 
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_damage_at_random_gives_a_bundle_or_a_sentence(toy_copy: Path, toy_bundle: Path, name: str) -> None:
-    """Whatever is in one file, the bundle is refused in a sentence, or its tokenizer can be used."""
+    """Checks that a bundle with a randomly damaged file is refused in one sentence, or that its tokenizer
+    works."""
     is_tried = name.startswith("tokenizer")  # by a process each time
     for seed in range(400 if EVERY else 10 if is_tried else 200):
         for changed in (name, "bundle.json"):

@@ -1,4 +1,5 @@
-"""How many threads compute, on a machine whose cores and clock the test decides."""
+"""Tests of adapting the number of computing threads, on a simulated machine with given cores and a simulated
+clock."""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ from mlcbuild_runtime.devices.workers import Workers
 
 
 class Machine:
-    """A simulated process of up to four threads that computes for a second at a time, and the CPU time that
-    it gets.
-    """
+    """A simulated process of up to four computing threads, with the time of its clock and the CPU time that
+    it gets."""
 
     def __init__(self, cores: float) -> None:
         self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()
@@ -23,7 +23,7 @@ class Machine:
             self.tries.append(self.time)
 
     def run(self, seconds: int) -> int:
-        """Returns the number of threads afterwards."""
+        """Simulates decode steps for so many seconds, and returns the number of threads afterwards."""
         for _ in range(10 * seconds):
             self.workers_before = self.workers.count
             with self.workers:

@@ -1,4 +1,4 @@
-"""Forms in which models write tool calls, and tools to call."""
+"""Syntaxes of tool calls of several models, and tools to call, for tests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _arriving(reader: AnswerReader, text: str, seed: int | None) -> Iterator[Cal
 def pieces(
     text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
 ) -> list[CallPiece]:
-    """Returns the pieces of a text that comes in parts, with neighbours of one kind joined."""
+    """Parses a text that arrives in parts and returns its pieces; consecutive pieces of one kind are
+    joined."""
     actual: list[CallPiece] = []
     for piece in _arriving(Reader(form, choice, formatted, TEXTS), text, seed):
         if actual and actual[-1].kind == piece.kind != "call":

@@ -1,8 +1,8 @@
-"""A real bundle with trivial mathematics, for tests of everything above the kernels.
+"""A real bundle with a trivial model, for tests of everything except the kernels.
 
-The most likely token after tokens t_0 .. t_p is sum(t_j * (j % 7 + 1)) mod VOCAB: it depends on every token
+The most likely token after tokens t_0 .. t_p is sum(t_j * (j % 7 + 1)) mod VOCAB. It depends on every token
 of the sequence and on its position, so that a wrong page, slot or length changes the text. Run as a program
-(`toy.py DIRECTORY`) it writes the bundle; only that part needs the compiler.
+(`toy.py DIRECTORY`), the file writes the bundle; only that part needs the compiler.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ def _sequences(n: Any, b: Any, c: Any) -> list[Any]:
 
 
 def _variables(function: abi.Function) -> dict[str, Any]:
-    """Returns the arguments of a function for sequences that have one new token each."""
+    """Returns argument name -> TVM variable for a library function whose sequences have one new token
+    each."""
     import tvm
 
     n = tvm.tirx.Var("n", "int64")
@@ -242,7 +243,7 @@ def _masks() -> Any:
 
 
 def _emit_sample_tokens(builder: Any, *kernels: Any) -> None:
-    """Emits the function `sample_tokens` as real libraries have it."""
+    """Emits the library function `sample_tokens` in the form that real libraries have."""
     import tvm
 
     q, v = (tvm.tirx.Var(name, "int64") for name in "qv")
@@ -256,7 +257,7 @@ def _emit_sample_tokens(builder: Any, *kernels: Any) -> None:
 
 
 def _drawn(builder: Any, kernels: Sequence[Any], inputs: Sequence[Any], shape: tuple[Any, Any]) -> Any:
-    """Emits the masked logits, after tokens are drawn from them."""
+    """Emits code that masks logits and samples tokens from them, and returns the masked logits."""
     from tvm import relax
 
     (masked, sample), (logits, sampling_params, sampled, masks) = kernels, inputs

@@ -1,4 +1,4 @@
-"""An executor around another one, whose methods a test may change."""
+"""Executors for tests that wrap another executor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mlcbuild_runtime.executor.sampling_params import SamplingRow
 
 
 class Wrapped:
-    """Delegates everything to `inner`. A subclass overrides what its test observes."""
+    """An executor that delegates everything to the executor `inner`. A subclass overrides what its test
+    observes."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -21,7 +22,8 @@ class Wrapped:
 
 
 class Stepwise(Wrapped):
-    """Executes each decode step by `step`, so that a subclass sees all steps there."""
+    """An executor that executes every decode step by its method `step`, so that a subclass sees all steps
+    there."""
 
     def steps(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps

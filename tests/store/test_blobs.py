@@ -1,4 +1,4 @@
-"""The files of a store, one by one: linked out, read, condemned, replaced."""
+"""Tests of single files of a store: linking them to other places, reading, condemning and replacing them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def put(blobs: Blobs, data: bytes = DATA, digest: str = DIGEST) -> Path:
 
 
 def rot(path: Path) -> None:
-    """Changes a byte and neither the size nor the times."""
+    """Changes one byte of a file without changing its size and times."""
     times = path.stat()
     path.chmod(0o644)
     path.write_bytes(b"S" + path.read_bytes()[1:])

@@ -1,4 +1,5 @@
-"""kill -9 at random moments: what is there stays whole, a re-run completes, nothing is left behind."""
+"""Tests that kill builders with SIGKILL at random moments: stored results stay intact, a later run completes,
+and nothing is left over."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def build(store: Path, note: Path) -> subprocess.Popen[str]:
-    """Returns the twelve steps of `tests.builder.chain`, in a process group of its own."""
+    """Starts a builder of the twelve steps of `tests.builder.chain` in a new process group, and returns its
+    process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.builder", str(store), "chain", str(note)],
         cwd=ROOT,
@@ -41,7 +43,8 @@ def workers(parent: int) -> list[int]:
 
 
 def wait_for_session(store: Path, process: subprocess.Popen[str]) -> None:
-    """Returns when a builder has made its directory, so that kills do not only meet its start."""
+    """Waits until a builder has created its temporary directory, so that it is not always killed during its
+    start."""
     before = set(store.glob("tmp/*.lock"))
     end = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < end:
@@ -51,8 +54,8 @@ def wait_for_session(store: Path, process: subprocess.Popen[str]) -> None:
 
 
 def files(store: Path) -> set[str]:
-    """Returns names of all files but the index, whose write-ahead log a killed process may leave to the next
-    one."""
+    """Returns the relative paths of all files of a store except its index, which a killed process may leave
+    with a write-ahead log."""
     return {
         path.relative_to(store).as_posix()
         for path in store.rglob("*")
@@ -62,7 +65,8 @@ def files(store: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Returns what the store holds after one build that nobody disturbs; the note's path enters the keys."""
+    """Returns the relative paths of a store's files after one build without disturbance. All builds use the
+    same note file, because its path is part of the keys."""
     place = tmp_path_factory.mktemp("crash")
     with build(place / "store", Path("/dev/null")) as process:
         process.communicate()
@@ -74,7 +78,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_killed_builders_leave_a_store_that_a_rerun_completes(
     tmp_path: Path, undisturbed: set[str], batch: int
 ) -> None:
-    """Three builders in a row, each killed at a random moment, work on one store."""
+    """Kills three builders on one store, one after the other, at random moments, and checks that the next one
+    completes."""
     moments = random.Random(batch)
     store = tmp_path / "store"
     for _ in range(3):

@@ -1,4 +1,5 @@
-"""Exported artifacts: whole or not there, linked, and never at the cost of a user's file."""
+"""Tests of exporting artifacts to directories: they are complete or absent, consist of links, and never
+replace a user's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A little of what `ci/bench/kills` does at length."""
+"""Short forms of the checks that `ci/bench/kills` makes at length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules that store, receipts and logs share."""
+"""Tests of the rules about files that store, receipts and logs share."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_it_imports_next_to_nothing() -> None:
 
 
 def test_what_is_written_replaces_what_somebody_has_put_there(tmp_path: Path) -> None:
-    """A link is not followed, and a pipe is not waited for."""
+    """Checks that a file is written in place of whatever is there: a link is not followed, and a named pipe
+    does not block."""
     mine, place = tmp_path / "mine", tmp_path / "place"
     mine.write_text("mine")
     for make in (

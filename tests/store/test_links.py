@@ -1,4 +1,4 @@
-"""Hard links, clones and copies of files of a store."""
+"""Tests of hard links, clones and copies of a store's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""File locks: one holder, names that go when they are released, and what stands in the way of one."""
+"""Tests of file locks: one holder at a time, lock files that are removed on release, and obstacles in their
+place."""
 
 from __future__ import annotations
 

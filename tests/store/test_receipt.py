@@ -1,4 +1,5 @@
-"""A run without work ends by its receipt, and by nothing else than what an ordinary run would say."""
+"""Tests of receipts: a run without work ends early by its receipt, and prints exactly what an ordinary run
+would print."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Build = Callable[[], str]
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Build:
-    """Returns an ordinary run in this process, where every file counts as old enough for a receipt."""
+    """Returns a function that runs a recipe in this process with actions that write a few bytes. Every file
+    counts as old enough for a receipt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "key.pem"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""The syntax of records, field by field."""
+"""Tests of the syntax of records, field by field."""
 
 from __future__ import annotations
 

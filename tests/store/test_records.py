@@ -1,4 +1,4 @@
-"""Records: every field is checked, however the second line is read."""
+"""Tests of reading records: every field is checked, whether the second line is compared as text or parsed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_a_record_has_the_text_that_its_planner_expects() -> None:
 def test_what_an_action_made_is_expected_by_the_next_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one record of a real build needs its second line parsed."""
+    """Checks that reading the records of a real build never parses their second line, because it equals the
+    expected text."""
     steps = [
         Step("a", "tests.actions:text", {"text": "a"}, {}, tools={"ld": "2"}),
         Step("b", "tests.actions:text", {"text": "b"}, {"x": Input("a"), "y": Input("a", ("*.txt",))}),
@@ -123,7 +124,8 @@ def test_a_field_of_the_wrong_form_is_refused_on_every_path(old: bytes, new: byt
 
 
 def test_other_lines_are_right_and_differ() -> None:
-    """A line that another version wrote has its parts in another order: it is parsed."""
+    """Checks that a record whose second line has another order of fields, such as another version may write,
+    is parsed and accepted."""
     parsed = record_form.parse(RECORD.rest)
     head = RECORD.encode().split(b"\n", 1)[0]
     for order in (
@@ -137,7 +139,8 @@ def test_other_lines_are_right_and_differ() -> None:
 
 
 def test_all_ways_of_reading_agree_on_damaged_records() -> None:
-    """Random damage: parsing all, parsing without the known source files, and comparing text."""
+    """Checks on randomly damaged records that all ways of reading give the same result: parsing all, parsing
+    with unknown source files, and comparing text."""
     chance = random.Random(7)
     data = RECORD.encode()
     texts = [

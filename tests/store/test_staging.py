@@ -1,4 +1,4 @@
-"""Directories of living processes in a store, and what killed ones left."""
+"""Tests of the temporary directories of living processes in a store, and of removing those of killed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of digests, recent keys and imports, and what damage does to it."""
+"""Tests of the cache of digests, recent keys and imports, and of damage to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def old(path: Path, data: bytes, age: float = 60.0) -> Path:
 
 @pytest.fixture
 def not_racy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a file written this very moment be remembered, for the tests of everything but that rule."""
+    """Disables, for a test, the rule that digests of files written just now are not cached."""
     monkeypatch.setattr(stamp, "RACY_NS", -(10**12))
 
 
@@ -170,7 +170,7 @@ def test_large_inode_numbers_survive(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_entries_are_read_quickly(tmp_path: Path) -> None:
-    """In time that grows with their number: were all read again for each, it would be 100 times as long."""
+    """Checks that the time for reading cached digests grows linearly with their number."""
 
     def spent(count: int) -> float:
         path = tmp_path / str(count)

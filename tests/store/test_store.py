@@ -1,4 +1,4 @@
-"""The store by itself: publishing, damage, first record wins, locks, remembered digests, records."""
+"""Tests of the store alone: publishing, damage, the first of two records, locks, cached digests, records."""
 
 from __future__ import annotations
 

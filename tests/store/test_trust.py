@@ -1,4 +1,5 @@
-"""Signed records, and archives for machines without a network: what is taken, and what is refused."""
+"""Tests of signed records, and of archives for machines without a network: what is accepted and what is
+refused."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> keyfile.Signer:
 
 
 class Signing(User):
-    """A user whose uploads are signed."""
+    """A simulated user who signs all uploads."""
 
     signer: keyfile.Signer | None = None
 
@@ -76,7 +77,7 @@ def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: key
 
 
 def test_an_older_record_is_not_taken_for_the_present_one(tmp_path: Path, key: keyfile.Signer) -> None:
-    """A cache that answers with what a trusted key signed before the source changed."""
+    """Checks that an old record is not accepted under a new key, even if a trusted key signed it."""
     with serving() as cache:
         before, after = (Graph([step("a", text=text)]) for text in ("old", "new"))
         signed(tmp_path / "one", cache.url, key).run(before)
@@ -125,7 +126,7 @@ def test_signatures_that_do_not_fit_are_none(
 
 
 def test_a_signature_is_what_the_format_says(tmp_path: Path, key: keyfile.Signer) -> None:
-    """A signature is verified here by the format's description, with the cryptography library alone."""
+    """Checks a record's signature by the description of its format, with the package cryptography only."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     record = by_name(User(tmp_path / "one").run())["a"].record
@@ -295,7 +296,8 @@ def test_sizes_that_are_lies_are_refused(exported: Path, tmp_path: Path) -> None
 
 
 def test_a_small_archive_that_claims_much_writes_nothing(exported: Path, tmp_path: Path) -> None:
-    """A sparse file of a few kB, whose hole stands for 1 TB of zeros."""
+    """Checks that a small archive which claims 1 TB of zeros is refused before anything is written. It is a
+    sparse file."""
     member = tarfile.TarInfo("cas/" + "1" * 64)
     member.size = 1 << 40
     write(exported, members(exported))
@@ -312,7 +314,8 @@ def test_a_small_archive_that_claims_much_writes_nothing(exported: Path, tmp_pat
 
 
 def test_an_archive_with_small_holes_is_taken(exported: Path, tmp_path: Path) -> None:
-    """`cp --sparse=always` makes such a file of an archive that holds zeros."""
+    """Checks that an archive with blocks of zeros is imported from a sparse file, as `cp --sparse=always`
+    writes it."""
     zeros = bytes(300_000)
     write(exported, [*members(exported), named(f"cas/{bytes_digest(zeros)}", zeros)])
     subprocess.run(["cp", "--sparse=always", exported, tmp_path / "sparse.tar"], check=True)

@@ -87,7 +87,8 @@ def test_the_second_user_builds_nothing(name: str, filled: tuple[Nginx, str], tm
 
 
 def test_nothing_is_taken_from_who_is_not_trusted(filled: tuple[Nginx, str], tmp_path: Path) -> None:
-    """Neither by a run, nor by a pull that names the address again, nor by a repair."""
+    """Checks that unsigned results are refused by a pull, also if the command names the remote's address
+    again, by a run, and by a repair."""
     server, public = filled
     stranger = "ed25519:" + "A" * 43
     recipe = machine(tmp_path / "second", f"{{url: '{server.url}', mode: read, trust: ['{stranger}']}}")

@@ -1,4 +1,4 @@
-"""verify, status and gc of a store."""
+"""Tests of verifying a store, of its status, and of garbage collection."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def test_gc_waits_while_something_is_published(store: Store) -> None:
 
 
 def test_builds_and_gc_at_once(tmp_path: Path) -> None:
-    """Two builders at a time on one store with old results, and gc that would take everything."""
+    """Checks that garbage collection may run beside two builders on a store with old results, although it
+    would remove all of them."""
     source = tmp_path / "source"
     source.mkdir()
     store = Store(tmp_path / "store")

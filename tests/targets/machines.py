@@ -1,4 +1,4 @@
-"""Flags of real machines, and targets for them."""
+"""Processor flags of real machines, and targets for them, for tests."""
 
 from __future__ import annotations
 

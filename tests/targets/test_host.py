@@ -1,4 +1,4 @@
-"""The description of this machine, from what systems report about processors."""
+"""Tests of describing this machine from what operating systems report about its processors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.targets.machines import ARMS, V3, X86, cpuinfo
 
 
 def inline(text: str) -> tuple[Target | None, list[str]]:
-    """Returns an inline target, and problems beyond its shape."""
+    """Returns (the target that a YAML text describes, or None; the problems that the JSON schema does not
+    detect)."""
     problems = Problems()
     target = presets.parse(parse(text.encode(), "r.yaml"), (), "mine", problems)
     return target, [str(problem).removeprefix("r.yaml:") for problem in sorted(problems)]
@@ -42,7 +43,8 @@ def test_a_feature_counts_only_when_every_processor_has_it() -> None:
 
 
 def test_arm_features_from_the_auxiliary_vector() -> None:
-    """Where /proc/cpuinfo is that of the machine below an emulator."""
+    """Checks reading processor features from Linux's auxiliary vector, which is used where /proc/cpuinfo
+    describes the machine that runs an emulator."""
     hwcap, hwcap2 = (1 << 20) | (1 << 8), 1 << 13
     values = {16: hwcap, 26: hwcap2}
     assert processors.auxiliary_features(values.__getitem__) == {"dotprod", "lse", "i8mm"}

@@ -1,4 +1,4 @@
-"""Presets: their names, their files, and targets in a recipe that extend them."""
+"""Tests of target presets: their names, their files, and targets in recipes that extend them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.targets.machines import ARM, LINUX, ROOT
 
 
 def inline(text: str) -> tuple[Target | None, list[str]]:
-    """Returns an inline target, and problems beyond its shape."""
+    """Returns (the target that a YAML text describes, or None; the problems that the JSON schema does not
+    detect)."""
     problems = Problems()
     target = presets.parse(parse(text.encode(), "r.yaml"), (), "mine", problems)
     return target, [str(problem).removeprefix("r.yaml:") for problem in sorted(problems)]

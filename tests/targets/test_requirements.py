@@ -1,4 +1,4 @@
-"""The reasons why a machine cannot run a target."""
+"""Tests of the reasons why a machine cannot run a target."""
 
 from __future__ import annotations
 

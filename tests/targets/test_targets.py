@@ -1,4 +1,4 @@
-"""Targets: presets, inline ones, this machine, what can run, and that LLVM accepts every name."""
+"""Tests of targets: systems and architectures, their JSON form, and that LLVM knows every name in them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_reading_targets_loads_no_compiler() -> None:
 
 
 def test_llvm_accepts_every_name() -> None:
-    """cpus.json is what the pinned LLVM says, and it says nothing about presets and this machine."""
+    """Checks that cpus.json is what its program writes with the pinned LLVM, and that LLVM prints no
+    complaint about the names in presets and on this machine."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "llvm_table.py")], capture_output=True, text=True, check=True
     )
@@ -85,7 +86,8 @@ def test_llvm_accepts_every_name() -> None:
 
 
 def test_a_wheel_carries_presets_and_schemas(tmp_path: Path) -> None:
-    """An installed package has presets inside it, and no checkout around it."""
+    """Checks that an installed package contains the presets of targets, so that it works without a
+    checkout."""
     (tmp_path / "mlcbuild").mkdir()
     for path in (ROOT / "mlcbuild").rglob("*"):
         if path.suffix in (".py", ".json") and "compiler" not in path.parts:
