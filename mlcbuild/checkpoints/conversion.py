@@ -200,7 +200,7 @@ class _Job:
     start: int
     stop: int
     index: int
-    """Index along axis 0 of a stored tensor at which a decoded block of rows begins."""
+    """Index along axis 0 of a stored tensor, at which a block of converted rows is written."""
 
     @property
     def size(self) -> int:

@@ -161,7 +161,8 @@ class _Blobs:
     copies: dict[str, int] = field(default_factory=dict)
     """Absolute path -> size in bytes, for files in bundles that are not blobs of records."""
     places: set[tuple[int, int]] = field(default_factory=set)
-    """(device, inode) of each file that was added; another path with the same pair is a hard link of it."""
+    """(device, inode) of each file recorded so far. Another path with the same pair is a hard link to a
+    recorded file."""
 
     def add(self, digest: str, size: int) -> None:
         name = shelved(digest)

@@ -31,7 +31,8 @@ million.
 MAX_DEPTH = 32
 _TOO_DEEP = f"this is nested more than {MAX_DEPTH} levels deep"
 MAX_DIGITS = 18
-"""Maximum number of digits of an integer, so that each fits into 64 bits; a longer one is text."""
+"""Maximum number of digits of an integer in a YAML file, so that each fits into 64 bits; a longer one is read
+as text."""
 
 Scalar: TypeAlias = bool | int | float | str | None
 Data: TypeAlias = Scalar | list["Data"] | dict[str, "Data"]

@@ -165,7 +165,8 @@ class ConfigRules:
     """The name of the activation function if config.json does not state it."""
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     norm: Norm = field(default_factory=lambda: RmsNorm(1.0))
-    """The kind of all norms of the model; config.json states their eps, as rms_norm_eps."""
+    """The class of all norms of the model, such as RMS norm or layer norm; config.json states their eps, as
+    rms_norm_eps."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Field name -> value that transformers uses if config.json does not state it."""
     spellings: Mapping[str, str] = field(default_factory=dict)

@@ -61,7 +61,8 @@ class Rope:
     attention_factor: float = 1.0
     inv_freq_long: tuple[float, ...] | None = None
     long_factor: float | None = None
-    """Attention factor that belongs to inv_freq_long (not the list that checkpoints call long_factor)."""
+    """Factor of cosines and sines that is used together with the inverse frequencies `inv_freq_long`.
+    Checkpoints use the name long_factor for a list of other numbers."""
     original_max_position: int | None = None
     query_scale: QueryScale | None = None
 

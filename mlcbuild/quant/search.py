@@ -38,8 +38,8 @@ class Search:
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
-"""Number of bits of a code -> unit, shift, widths and top of the search for a group's scale. With 8 bits
-there is no search, since it would reduce the error very little."""
+"""Number of bits of a code -> constants of the search for a group's scale. With 8 bits there is no search,
+since it would reduce the error very little."""
 TINY = np.float32(2.0**-96)
 """Limit on the largest magnitude in a group below which the group counts as zeros when a scale is searched:
 its inverse could overflow.

@@ -63,8 +63,8 @@ class Expansion:
     repeated: tuple[int, ...]
     """Indices of include entries that add a combination which an earlier include entry already added."""
     crowded: int | None = None
-    """Index of the include entry with which MOST_SETTINGS is exceeded; the other fields are then empty. None
-    if it is not exceeded.
+    """Index of the include entry with which the number of pairs (combination, include entry) exceeds its
+    limit; the other fields are then empty. None if it does not.
     """
 
 

@@ -79,9 +79,8 @@ class Tally:
     total: int = 0
     done: int = 0
     finished: set[str] = field(default_factory=set)
-    """Names of the steps that are counted in `done`, so that a step with a second result does not count
-    twice.
-    """
+    """Names of the steps that are already counted as finished, so that a step with a second result does not
+    count twice."""
     running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)

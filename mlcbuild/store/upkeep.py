@@ -62,7 +62,7 @@ class KindStatistics:
     """Time, in seconds since 1970, at which any step of one kind, such as "weights", was last built or
     used."""
     oldest_use: float = 0.0
-    """Time of the last use of that record of this kind which gc would remove first, in seconds since 1970."""
+    """The time, in seconds since 1970, at which the least recently used record of this kind was last used."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def _damage(kind: str, change: str) -> Disturbance:
 
 
 def _damage_remote(change: str) -> Disturbance:
-    """Returns a disturbance that damages the shared cache, from which an empty store is then filled."""
+    """Returns a disturbance that damages objects in the shared cache, and then fills an empty store from it.
+    change: how they are damaged, such as "flip" for a changed byte or "truncate"."""
 
     def damage(site: Site, _: Service) -> str:
         content, names = site.cache.content, sorted(site.cache.content)

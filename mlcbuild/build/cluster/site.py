@@ -53,7 +53,7 @@ class Site:
     staging: StagingArea
     stopping: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
-    """Set once the scheduler has been informed that this worker leaves the cluster."""
+    """Event that is set once the scheduler has been informed that this worker leaves the cluster."""
     active: int = 0
     """Number of steps that this worker is running now."""
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -139,7 +139,8 @@ class _Attempt:
         self._send_event = send_event
         self._id = os.urandom(8).hex()
         self._stop = threading.Event()
-        """Set when the run cancels this step; downloads and uploads for the step then stop, too."""
+        """Event that is set when the run cancels this step; downloads and uploads for the step then stop,
+        too."""
         self._ended = threading.Event()
         links = [Link(remote, keyfile.load(keyfile.default_path())) for remote in order.remotes]
         self._sharing = Sharing(site.store, links)

@@ -24,7 +24,7 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder, bias_of
 from mlcbuild.models import Experts, LayerSpec
 
 _ALIGNMENT = 256
-"""Alignment, in bytes, of the offset at which a part of a buffer is bound to a kernel."""
+"""Required alignment, in bytes, of the offset at which a part of a buffer is bound to a kernel."""
 
 
 def expert_columns(block: Experts, hidden: int) -> dict[str, int]:

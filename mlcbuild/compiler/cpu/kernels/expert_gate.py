@@ -33,7 +33,8 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the prefix that the names of kernels with this prologue have."""
+        """Returns the beginning of the names of kernels into which this prologue is fused, such as
+        silu_bias_."""
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 

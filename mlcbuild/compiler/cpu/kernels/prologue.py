@@ -42,8 +42,8 @@ class RowSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Returns the prefix that the names of kernels with this prologue have; "" if the prologue only reads
-        x."""
+        """Returns the beginning of the names of kernels into which this prologue is fused, such as silu_; ""
+        if the prologue only reads x."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:

@@ -52,7 +52,8 @@ class AttentionSpec:
     scale: float
     cap: float | None
     splits: int
-    """Number of workgroups that share the keys of one row and group of heads."""
+    """Number of workgroups among which decoding attention divides the keys of one row and one group
+    of heads."""
     alibi: Alibi | None = None
     half_sinks: bool | None = None
     """True if attention sinks are float16, False if float32; None: there are no sinks."""

@@ -74,8 +74,8 @@ class _Keys:
 
     spec: AttentionSpec
     table: tuple[Value, Value]
-    """(int32 buffer of the call's inputs, index in it of the page table's entry for the sequence's first
-    page).
+    """The start of the sequence's page table entries: (int32 buffer of the call's inputs, index of the first
+    entry in it).
     """
     pages: Value
     kv_head: Value

@@ -87,7 +87,8 @@ def stored_as(name: str) -> StoredAs:
 
 
 Scale: TypeAlias = tuple[Value, Value | None]
-"""(scale, minimum of the same weights); the minimum is None if nothing is added."""
+"""The numbers by which a group of weights is dequantized: (scale, minimum that is added, or None if nothing
+is added)."""
 
 
 @dataclass(frozen=True)
