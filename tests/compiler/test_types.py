@@ -21,7 +21,7 @@ from tests.schemes import SCHEMES
 from tests.typegoldens import WINDOW
 
 BATCH = 4
-OWN_OPTIONS = ("apertus", "cohere2", "deepseek_v3", "gpt_oss", "olmo2", "opt", "phimoe")
+OWN_OPTIONS = ("deepseek_v3", "gpt_oss", "opt", "phimoe")
 """Model types with an option or a form of layer that neither the model with all options nor the models of
 test_decoder.py have."""
 CHECKED = typegoldens.NAMES if EVERY else OWN_OPTIONS
@@ -31,7 +31,11 @@ RARE = {
     *(("layers.mixer.query_latent", "default"), ("layers.mixer.bias", "False")),
     *(("norm.weight", "False"), ("layers.mixer.qk_norm.bias", "False")),
     ("layers.feed_forward.router.group_by_largest", "True"),
+    ("norm.bias", "False"),
     ("form", "sequential", "LayerNorm", "NoneType", "Dense", "True"),
+    ("form", "sequential", "RmsNorm", "NoneType", "Dense", "False"),
+    ("form", "sequential", "NoneType", "RmsNorm", "Dense", "True"),
+    ("form", "parallel_shared", "LayerNorm", "NoneType", "Dense", "True"),
 }
 """Options of model types that are compiled with MLCBUILD_TEST_EVERY only: other options cover their parts."""
 

@@ -21,7 +21,7 @@ from .test_real import questions
 pytestmark = [pytest.mark.xdist_group("chromium"), pytest.mark.timeout(1200)]
 
 GPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")
-QUESTIONS = 12
+QUESTIONS = 7
 README = (shared.ROOT / "runtime" / "README.md").read_text()
 
 
@@ -110,7 +110,7 @@ def test_the_engine_answers_the_held_out_questions(page: Browser) -> None:
         return answers;"""
     answers = evaluate(page, body)
     right = sum(text == answer for text, (_, answer) in zip(answers, pairs, strict=True))
-    assert right >= QUESTIONS - 2, list(zip(answers, pairs, strict=True))
+    assert right >= QUESTIONS - 1, list(zip(answers, pairs, strict=True))
 
 
 BUNDLES = """

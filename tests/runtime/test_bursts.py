@@ -129,11 +129,13 @@ def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Reque
     return [*results, replace(results[0], logprobs=1, max_tokens=9)]
 
 
-SEEDS = [(0, 0), (2, 0.5), (3, 1), *([(1, 0), (4, 1)] if EVERY else [])]
+CASES = [(0, 0, None), (3, 1, None), (2, 0.5, 14)]
+"""Seed, share and pages: requests without constraints, with constraints, and both with too few pages."""
+if EVERY:
+    CASES = [(seed, share, pages) for seed, share, _ in (*CASES, (1, 0, 0), (4, 1, 0)) for pages in (None, 14)]
 
 
-@pytest.mark.parametrize("pages", [None, 14])
-@pytest.mark.parametrize(("seed", "share"), SEEDS)
+@pytest.mark.parametrize(("seed", "share", "pages"), CASES)
 def test_answers_are_what_they_are_step_by_step(
     bundle: Path, seed: int, share: float, pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
