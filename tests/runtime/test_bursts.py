@@ -132,7 +132,8 @@ def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Reque
 CASES = [(0, 0, None), (3, 1, None), (2, 0.5, 14)]
 """Seed, share and pages: requests without constraints, with constraints, and both with too few pages."""
 if EVERY:
-    CASES = [(seed, share, pages) for seed, share, _ in (*CASES, (1, 0, 0), (4, 1, 0)) for pages in (None, 14)]
+    SEEDS = [(seed, share) for seed, share, _ in CASES] + [(1, 0), (4, 1)]
+    CASES = [(seed, share, pages) for seed, share in SEEDS for pages in (None, 14)]
 
 
 @pytest.mark.parametrize(("seed", "share", "pages"), CASES)
