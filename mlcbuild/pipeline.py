@@ -61,8 +61,8 @@ UNVERIFIED = "verification was not requested"
 COMPILER_MEMORY = 600 << 20
 """Bytes of memory of a compiling process: 0.27 GB were measured for 30 layers, with any scheme."""
 _COMPILING = 10.0
-"""Typical seconds of compiling a library: 5 to 10 with any model, since layers share kernels. One call of
-LLVM takes most of it, and reports no progress."""
+"""Typical seconds of compiling a library: 5 to 10 with any model, since layers share kernels. Half of it
+passes before LLVM compiles the first function, from when on progress is reported."""
 
 
 @dataclass(frozen=True)

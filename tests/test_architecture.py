@@ -29,6 +29,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "errors": "",
     "canon": "",
     "progress": "",
+    "child_progress": "progress",
     "durations": "",
     "signals": "",
     "machine": "",
@@ -46,8 +47,8 @@ BUILDER_TABLE: Mapping[str, str] = {
     "reports": "build durations store",
     # the work itself; knows nothing of graphs and stores
     "checkpoints": "documents models progress quant",
-    "compiler": "models quant targets",
-    "bundles": "checkpoints keyfile models progress quant remotes",
+    "compiler": "child_progress models progress quant targets",
+    "bundles": "checkpoints child_progress keyfile models progress quant remotes",
     # both together
     "scheme_fit": "models quant targets",
     "prospect": "build checkpoints models quant recipe scheme_fit targets",

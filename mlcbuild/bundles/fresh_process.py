@@ -7,16 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlcbuild import progress
+from mlcbuild import child_progress
 from mlcbuild.errors import VerificationError
-
-_PERIOD = 0.2
-"""Seconds between two readings of the progress that a child process writes."""
 
 
 def run(module: str, *arguments: str) -> Any:
@@ -30,7 +26,8 @@ def run(module: str, *arguments: str) -> Any:
         result, errors = Path(directory, "result.json"), Path(directory, "stderr")
         command = [sys.executable, "-m", module, *arguments, str(result)]
         with errors.open("wb") as log:
-            code = _wait(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log), _progress(result))
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+            code = child_progress.wait(process, _progress(result))
         if code == 0:
             return json.loads(result.read_bytes())
         lines = errors.read_text(errors="replace").strip().splitlines()
@@ -39,24 +36,6 @@ def run(module: str, *arguments: str) -> Any:
     else:
         why = (lines or [f"exit code {code}, no reason given"])[-1]
     raise VerificationError(f"the bundle could not be run: {why}")
-
-
-def _wait(process: subprocess.Popen[bytes], note: Path) -> int:
-    """Waits for a process, reports the progress that it writes to the file `note`, and returns its
-    exit code.
-    """
-    try:
-        while True:
-            try:
-                return process.wait(_PERIOD)
-            except subprocess.TimeoutExpired:
-                with suppress(OSError, ValueError):  # there is no note yet, or it is being written
-                    done, total, unit = note.read_text().split()
-                    progress.report(int(done), int(total), unit)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
 
 
 def _progress(result: Path) -> Path:
@@ -73,12 +52,7 @@ def main(work: Callable[..., object]) -> None:
     from mlcbuild_format.errors import ServingError
 
     *arguments, result = sys.argv[1:]
-    note = _progress(Path(result))
-
-    def write(done: int, total: int, unit: str) -> None:
-        note.write_text(f"{done} {total} {unit}")
-
-    progress.listen(write)
+    child_progress.write_to(_progress(Path(result)))
     try:
         document = work(*arguments)
     except ServingError as error:

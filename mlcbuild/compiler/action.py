@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlcbuild.errors
+from mlcbuild import child_progress
 from mlcbuild.canon import Json
 from mlcbuild.compiler import child
 from mlcbuild.compiler.compile_request import read_request
@@ -74,8 +75,8 @@ def library_name(target: Target) -> str:
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Compiles `directory`/request.json in a child process, and stops it after `seconds`. module: dotted name
-    of the module whose function `main` the child runs.
+    """Compiles `directory`/request.json in a child process, reports its progress, and stops it after
+    `seconds`. module: dotted name of the module whose function `main` the child runs.
 
     Raises CompileError if the child crashes or takes too long, or the error that it wrote to error.json.
     """
@@ -85,24 +86,18 @@ def run_child(directory: Path, seconds: float, module: str) -> None:
     errors = directory / "stderr"
     with errors.open("wb") as log:
         try:
-            process = subprocess.run(
-                command,
-                cwd=directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=seconds,
-                check=False,
+            process = subprocess.Popen(
+                command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+            code = child_progress.wait(process, directory / child.PROGRESS, seconds)
         except subprocess.TimeoutExpired:
             raise CompileError(
                 f"the compiler did not finish in {seconds:g} s; it was at '{_phase(directory)}'"
             ) from None
     text = errors.read_text(errors="replace")
     sys.stderr.write(text)  # copied into the step's log
-    if process.returncode != 0:
-        raise _failure(directory, process.returncode, text)
+    if code != 0:
+        raise _failure(directory, code, text)
 
 
 def _failure(directory: Path, code: int, text: str) -> MlcbuildError:

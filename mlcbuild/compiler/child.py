@@ -1,8 +1,8 @@
 """Runs TVM in a child process, so that a crash of the compiler becomes an error of one step.
 
 The parent writes request.json into a directory. The child writes the objects and library.json beside it,
-keeps the name of the current phase in the file `phase`, and writes an error that a user can fix to
-error.json.
+keeps the name of the current phase in the file `phase` and the number of finished functions in the file
+`progress`, and writes an error that a user can fix to error.json.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlcbuild import child_progress
 from mlcbuild.errors import MlcbuildError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     Build: TypeAlias = Callable[[Mapping[str, Json], Path, Callable[[str], None]], Sequence[Path]]
 
 OBJECTS, METADATA, PHASE, ERROR = "objects.json", "library.json", "phase", "error.json"
+PROGRESS = "progress"
 
 
 def main(backend: Callable[[], Build]) -> None:
@@ -40,6 +42,7 @@ def main(backend: Callable[[], Build]) -> None:
     def mark(phase: str) -> None:
         (directory / PHASE).write_text(phase)
 
+    child_progress.write_to(directory / PROGRESS)
     mark("start the compiler")
     try:
         # Importing TVM takes 0.8 CPU seconds, 0.15 of them for garbage collection that frees nothing.

@@ -84,6 +84,9 @@ class Tally:
     running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
+    begun: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Running step -> (time of its first progress, units of work that were finished then). What a step does
+    before, such as loading a model, does not count for its rate."""
     waiting: dict[str, str] = field(default_factory=dict)
     chains: dict[str, float] = field(default_factory=dict)
     """Unfinished step -> seconds from its start to the end of the longest chain after it."""
@@ -106,6 +109,7 @@ class Tally:
                 self.started[event.name] = time.monotonic()
             case StepProgress():
                 self.progress[event.name] = event
+                self.begun.setdefault(event.name, (time.monotonic(), event.done))
             case StepWaiting():
                 self.waiting[event.name] = event.holder
             case StepFetched():
@@ -119,7 +123,7 @@ class Tally:
                 pass
 
     def _forget(self, name: str) -> None:
-        for table in (self.running, self.started, self.progress, self.waiting, self.places):
+        for table in (self.running, self.started, self.progress, self.begun, self.waiting, self.places):
             table.pop(name, None)
 
     def critical(self) -> tuple[str, float]:
@@ -141,8 +145,10 @@ class Tally:
         elapsed = time.monotonic() - self.started.get(name, 0.0)
         progress = self.progress.get(name)
         estimate = step.estimate or step.typical or None if isinstance(step, StepStarted) else None
-        if progress is not None and progress.total > 0 and 0 < progress.done <= progress.total:
-            guess = elapsed * (progress.total - progress.done) / progress.done
+        since, before = self.begun.get(name, (0.0, 0))
+        if progress is not None and before < progress.done <= progress.total:
+            rate = (progress.done - before) / max(time.monotonic() - since, 1e-3)
+            guess = (progress.total - progress.done) / rate
         elif estimate is not None:
             guess = estimate - elapsed
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from mlcbuild_format.limits import Limits
 from mlcbuild_format.signature import signature
 from tvm.tirx import PrimFunc
 
-from mlcbuild import models, quant
+from mlcbuild import models, progress, quant
 from mlcbuild.canon import Json
 from mlcbuild.compiler import action, phases
 from mlcbuild.compiler.cpu import child
@@ -145,7 +146,24 @@ def test_the_same_bytes_for_every_scheme(
     first = compiled(tmp_path_factory, SMALL, SCHEMES[scheme])
     for name, value in SURROUNDINGS.items():
         monkeypatch.setenv(name, value)
-    assert files(first) == files(build(tmp_path / "elsewhere", SMALL, request(scheme)))
+    reports: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(progress, "_PERIOD", 0.0)
+    progress.listen(lambda *report: reports.append(report))
+    try:
+        again = build(tmp_path / "elsewhere", SMALL, request(scheme))
+    finally:
+        progress.listen(None)
+    assert files(first) == files(again)
+    kernels = kernel_count(again / "model.so")
+    assert {report[1:] for report in reports} == {(kernels, "functions")}
+    counts = list(dict.fromkeys(done for done, _, _ in reports))
+    assert counts == sorted(counts) and counts[-1] == kernels and len(counts) >= 3, counts
+
+
+def kernel_count(library: Path) -> int:
+    """Returns the number of kernels in a library, by its symbols."""
+    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    return len(re.findall(r" T __tvm_ffi_(?!_)", listed.stdout))
 
 
 def smol(layers: int) -> ModelConfig:

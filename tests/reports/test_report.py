@@ -132,7 +132,10 @@ def test_time_left_comes_from_progress_or_the_last_run(monkeypatch: pytest.Monke
     assert tally.left("b") is None
     assert tally.left("c") is None
     tally.note(StepProgress("a", 1, 4, "layers"))
-    assert tally.left("a") == 30.0
+    assert tally.left("a") == 50.0, "one report has no rate"
+    now = 1015.0
+    tally.note(StepProgress("a", 2, 4, "layers"))
+    assert tally.left("a") == 10.0, "the rate counts from the first report, when loading had ended"
     now = 2000.0
     tally.note(StepProgress("a", 0, 0, "layers"))
     assert tally.left("a") is None

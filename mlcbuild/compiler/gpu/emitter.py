@@ -15,6 +15,7 @@ from mlcbuild_format.program import (
     Shader,
 )
 
+from mlcbuild import progress
 from mlcbuild.compiler.gpu.shader_text import WGSL, Dialect, lower
 from mlcbuild.compiler.gpu.tensorir import KernelBuilder
 from mlcbuild.errors import CompileError
@@ -47,6 +48,7 @@ class Emitter:
             shader, text = lower(make(name, *arguments), self.dialect)
             self.shaders[name], self.texts[shader.file] = shader, text
             self._names[case] = name
+            progress.report(len(self.texts), unit="kernels")
         return self._names[case]
 
     def buffer(self, name: str, size: Expression, kind: Kind = "workspace") -> str:
