@@ -88,9 +88,7 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
         tirx.build(_only(mod, group), target, pipeline).write_to_file(str(paths[-1]))
     progress.report(len(first) * GROUP, total, "functions")
     others = [name for name, function in mod.functions.items() if not isinstance(function, tirx.PrimFunc)]
-    executable = relax.build(
-        _only(mod, [*others, *last]), target, relax_pipeline=None, tir_pipeline=pipeline
-    )
+    executable = relax.build(_only(mod, [*others, *last]), target, relax_pipeline=None, tir_pipeline=pipeline)
 
     def collect(_: str, files: list[str]) -> None:
         paths.extend(Path(file) for file in files)

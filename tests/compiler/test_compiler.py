@@ -162,7 +162,9 @@ def test_the_same_bytes_for_every_scheme(
 
 def kernel_count(library: Path) -> int:
     """Returns the number of kernels in a library, by its symbols."""
-    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+    )
     return len(re.findall(r" T __tvm_ffi_(?!_)", listed.stdout))
 
 
