@@ -27,9 +27,9 @@ Mark = Callable[[str], None]
 """A callback that receives the name of each phase when it starts."""
 
 GROUP = 6
-"""Number of kernels that LLVM compiles in one call, after which progress is reported. A call costs about 25 ms
-beside its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU s in groups of 6 and 5.06 in one
-(EPYC, Zen 5, means of 5 runs).
+"""Number of kernels that LLVM compiles in one call, after which progress is reported. A call costs about
+25 ms beside its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU s in groups of 6 and 5.06
+in one (EPYC, Zen 5, means of 5 runs).
 """
 
 Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]
@@ -100,8 +100,8 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 
 def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
-    """Returns the kernels of a module in alphabetical order, as (groups of GROUP kernels each, the rest, which
-    has at least one kernel).
+    """Returns the kernels of a module in alphabetical order, as (groups of GROUP kernels each, the rest,
+    which has at least one kernel).
     """
     names = [name for name, function in mod.functions.items() if isinstance(function, tirx.PrimFunc)]
     names.sort(key=lambda name: str(name.name_hint))

@@ -85,8 +85,7 @@ class Tally:
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
     begun: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Running step -> (time of its first progress, units of work that were finished then). What a step does
-    before, such as loading a model, does not count for its rate."""
+    """Running step -> (time of its first progress, units finished then). Its rate is counted from there."""
     waiting: dict[str, str] = field(default_factory=dict)
     chains: dict[str, float] = field(default_factory=dict)
     """Unfinished step -> seconds from its start to the end of the longest chain after it."""
