@@ -235,7 +235,8 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
 
 
 def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> dict[str, Any]:
-    """Returns the JSON document that the budget step of a variant wrote; {} if it has none."""
+    """Returns the JSON document that was written by the step which chose a variant's formats under a budget;
+    {} if there is no such step."""
     name = next((name for name in product.steps if name.startswith("budget/")), None)
     step = steps.get(run.pipeline.graph.resolve(name)) if name is not None else None
     if step is None or step.record is None:

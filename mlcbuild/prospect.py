@@ -48,7 +48,8 @@ UNKNOWN_MEMORY = 4 << 30
 """Bytes that the weights of a model whose checkpoint is not downloaded yet are assumed to take in float32, at
 most, from which the memory of its steps follows."""
 _GROWTH = 16
-"""Bytes in float32 for a byte of a GGUF file, if all its tensors have 2 bits."""
+"""Maximum ratio of a model's size in float32 to that of its GGUF file: 16 if all tensors have 2 bits per
+weight."""
 PROCESS_MEMORY = 300 << 20
 """Bytes of memory that a Python process with NumPy takes, including a reserve."""
 

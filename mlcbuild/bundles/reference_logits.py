@@ -79,7 +79,8 @@ class _Progress:
         self._lock = threading.Lock()
 
     def add(self, tokens: int) -> None:
-        """Records that one more layer is finished for `tokens` tokens. Any thread may call it."""
+        """Records, for the progress report, that one more layer is finished for `tokens` tokens. Any thread
+        may call it."""
         with self._lock:
             self._done += tokens
             progress.report(self._done // self._layers, self._tokens, "tokens")

@@ -51,7 +51,8 @@ def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Pat
 
 @dataclass
 class _Run:
-    """A trial of one matrix in one candidate quantization scheme: how far the model was evaluated with it."""
+    """The state of a trial, which evaluates the model with a single matrix quantized, in one candidate
+    scheme."""
 
     param: Param
     scheme: Storage

@@ -157,8 +157,9 @@ def _glm4_moe(keys: GgufKeys) -> Fields:
 
 
 def _deepseek2(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of DeepSeek-V2 or, where scores are sigmoids, of DeepSeek-V3. A file may
-    leave out which function it is: only models with sigmoids correct the scores.
+    """Returns the config.json fields of DeepSeek-V2 or, if the router's scores are sigmoids, of DeepSeek-V3.
+    A file may leave out whether they are sigmoids or a softmax; only models with sigmoids have a correction
+    of the scores.
     """
     is_corrected = any(".exp_probs_b." in name for name in keys.gguf.tensors)
     gating = keys.count("expert_gating_func") or (SIGMOID if is_corrected else SOFTMAX)

@@ -142,8 +142,8 @@ def _tokenizer_json(vocabulary: GgufVocabulary, parts: Mapping[str, object]) -> 
 
 
 def _byte_level_parts(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str, object]:
-    """Returns the fields of a tokenizer.json that byte-level BPE has other than WordPiece. words: the
-    pre-tokenizer that splits text into words.
+    """Returns those fields of a tokenizer.json for byte-level BPE that depend on the kind of vocabulary.
+    words: the pre-tokenizer that splits text into words.
     """
     kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     return {

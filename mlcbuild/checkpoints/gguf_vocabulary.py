@@ -35,7 +35,7 @@ IDS = {
 }
 """Role of a token, such as "eos" -> the metadata key that holds its id, in GGUF's spelling."""
 WORD_PIECE = ("sep", "mask", "cls")
-"""Roles that only WordPiece uses; other files may hold anything there."""
+"""Roles of tokens that are read for WordPiece only; other kinds of vocabulary ignore these metadata keys."""
 FLAGS = (
     *("add_bos_token", "add_eos_token", "add_space_prefix"),
     *("normalizer.lowercase", "normalizer.strip_accents"),

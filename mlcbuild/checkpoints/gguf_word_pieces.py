@@ -22,7 +22,9 @@ _SPACE, _PREFIX = "▁", "##"
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]"}
 """Role of a token -> its name in BERT's vocabularies."""
 _LONGEST_WORD = 100
-"""Letters of the longest word that is divided, as in every published vocabulary; a longer one is unknown."""
+"""Maximum number of letters of a word that is divided into tokens, the value of all published tokenizers. A
+longer word becomes the token for unknown words.
+"""
 
 
 def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVocabulary:
@@ -58,8 +60,8 @@ def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVo
 
 
 def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
-    """Returns the fields of a tokenizer.json that WordPiece has other than byte-level BPE. vocabulary: what
-    `as_word_pieces` returns.
+    """Returns those fields of a tokenizer.json for WordPiece that depend on the kind of vocabulary. vocabulary:
+    what `as_word_pieces` returns.
     """
     lowercase = vocabulary.flags.get("normalizer.lowercase", _is_uncased(vocabulary))
     first, last = (vocabulary.tokens[vocabulary.ids[role]] for role in ("cls", "sep"))
@@ -98,8 +100,8 @@ def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
 
 
 def _special(name: str, kind: int) -> Json:
-    """Returns the entry of a special token in a template for texts. kind: 0 in the first text, 1 in the
-    second.
+    """Returns the JSON object of a special token in the template by which tokenizer.json adds such tokens to
+    texts. kind: 0 in the first of two texts, 1 in the second.
     """
     return {"SpecialToken": {"id": name, "type_id": kind}}
 

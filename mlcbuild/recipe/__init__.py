@@ -97,7 +97,7 @@ class Variant:
     """Name of the quantization in the recipe."""
     scheme: Scheme
     target: Target
-    """The target; its `name` is the name that the recipe gives it."""
+    """The machine for which the bundle is compiled; its `name` is the name that the recipe gives it."""
     limits: RequestedLimits
     verify: Verify | None
     """Limits on the bundle's loss of accuracy; None if the recipe has no `verify` section."""

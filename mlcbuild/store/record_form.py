@@ -38,8 +38,8 @@ class Code(dict[str, str]):
         self._salts: dict[tuple[tuple[str, str], ...], str] = {}
 
     def salt(self, tools: tuple[tuple[str, str], ...]) -> str:
-        """Returns the salt of a step: the digest of these source files and of `tools`, which are pairs
-        (name, version).
+        """Returns the salt of a step: the digest of the source files of its action and of `tools`, which are
+        pairs (name of a tool, version).
         """
         if tools not in self._salts:
             self._salts[tools] = salt(self, dict(tools))
