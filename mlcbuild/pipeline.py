@@ -71,7 +71,8 @@ class Product:
 
     variant: Variant
     steps: tuple[str, ...]
-    """Names of all steps of the variant, shared ones included, without the source."""
+    """Names of all steps of the variant, those shared with other variants included. A local checkpoint's
+    directory, which is no step, is left out."""
     library: str
     bundle: str
     verify: str | None

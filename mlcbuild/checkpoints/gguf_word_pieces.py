@@ -60,8 +60,8 @@ def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVo
 
 
 def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
-    """Returns those fields of a tokenizer.json for WordPiece that depend on the kind of vocabulary. vocabulary:
-    what `as_word_pieces` returns.
+    """Returns those fields of a tokenizer.json for WordPiece that depend on the kind of vocabulary.
+    vocabulary: the result of `as_word_pieces`.
     """
     lowercase = vocabulary.flags.get("normalizer.lowercase", _is_uncased(vocabulary))
     first, last = (vocabulary.tokens[vocabulary.ids[role]] for role in ("cls", "sep"))

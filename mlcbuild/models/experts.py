@@ -82,7 +82,8 @@ class Experts:
     bias: bool = False
     """True if gate, up and down of each expert have biases."""
     clamp: Clamp | None = None
-    """The clamped gate that replaces `activation`; None: `activation` is used."""
+    """The limits of gpt-oss's clamped gate, which then replaces the function `activation`; None: `activation`
+    is used."""
     shared_size: int = 0
     """Number of inner values (hidden units) of a feed-forward that every token uses beside its experts; 0:
     there is none.

@@ -38,8 +38,8 @@ class Output:
     n: int
     bias: Buffer | None
     step: int
-    """Results are computed for columns up to the next multiple of this number, and those beyond the output's
-    n columns are dropped. It is a multiple of the length of the vectors that are stored.
+    """A multiple of the length of the vectors that are stored. Results are computed for columns up to the
+    next multiple of this number, and those beyond the output's n columns are dropped.
     """
     residual: bool
     """True if results are added to the values that the buffer already holds."""

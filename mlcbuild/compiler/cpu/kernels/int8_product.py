@@ -56,9 +56,9 @@ a core of Zen 5, unpacking takes up to 43 % longer for 8 rows (2 batches), and b
 longer for 24 (`ci/bench/constants --isa avx2`).
 """
 FEW, FEW_FIXED = 32, 92
-"""Up to FEW rows of x, FEW_FIXED percent of the tiles are assigned to cores statically: memory bandwidth is
-the limit, so the core that uses weights must also prefetch them. With no static tiles, decoding was 10 to
-20 % slower (`ci/bench/cpu`, two cores of Zen 4)."""
+"""Number of rows of x up to which a fixed percentage of the tiles (FEW_FIXED) is assigned to cores
+statically: memory bandwidth is the limit, so the core that uses weights must also prefetch them. With no
+static tiles, decoding was 10 to 20 % slower (`ci/bench/cpu`, two cores of Zen 4)."""
 
 
 @dataclass(frozen=True)
