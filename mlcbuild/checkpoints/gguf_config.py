@@ -159,11 +159,11 @@ def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
 
 
 def _llama(keys: GgufKeys) -> Fields:
-    if keys.get("expert_count"):
+    if keys.count("expert_count"):
         return mixtral(keys)
-    window = keys.get("attention.sliding_window")
+    window = keys.count("attention.sliding_window")
     if window:
-        return {"model_type": "mistral", "sliding_window": keys.integer("attention.sliding_window")}
+        return {"model_type": "mistral", "sliding_window": window}
     return {"attention_bias": keys.has_bias("attn_q"), "mlp_bias": keys.has_bias("ffn_up")}
 
 
@@ -219,7 +219,7 @@ def _gemma3(keys: GgufKeys) -> Fields:
 
 
 def _olmo2(keys: GgufKeys) -> Fields:
-    if keys.get("attention.sliding_window"):
+    if keys.count("attention.sliding_window"):
         keys.refuse("attention.sliding_window", "windows of OLMo 3 are not supported in GGUF files")
     return {}
 
@@ -229,8 +229,7 @@ def _smollm3(keys: GgufKeys) -> Fields:
 
 
 def _phi3(keys: GgufKeys) -> Fields:
-    window = keys.get("attention.sliding_window")
-    fields: Fields = {"sliding_window": keys.integer("attention.sliding_window") if window else None}
+    fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
     if keys.get("rope.scaling.original_context_length") is not None:
         original = keys.integer("rope.scaling.original_context_length")
         fields["original_max_position_embeddings"] = original

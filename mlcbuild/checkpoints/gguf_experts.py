@@ -51,12 +51,11 @@ def _leading_dense(keys: GgufKeys) -> int:
 
 def mixtral(keys: GgufKeys) -> Fields:
     """Returns the config.json fields of Mixtral, whose files have the architecture llama."""
-    window = keys.get("attention.sliding_window")
     return {
         **_counts(keys),
         "model_type": "mixtral",
         "intermediate_size": _size(keys),
-        "sliding_window": keys.integer("attention.sliding_window") if window else None,
+        "sliding_window": keys.count("attention.sliding_window") or None,
     }
 
 

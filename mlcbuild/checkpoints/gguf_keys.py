@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlcbuild.checkpoints.gguf_file import Gguf, Value, shown
+from mlcbuild.checkpoints.gguf_file import Gguf, shown
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models.fields import MOST_UNKNOWN
 
@@ -23,10 +23,13 @@ class GgufKeys:
         self._read: set[str] = set()
         self._problems: list[str] = []
 
-    def get(self, name: str) -> Value | None:
-        """Returns the value of the GGUF metadata key `<architecture>.<name>`; None if the key is absent."""
+    def get(self, name: str) -> str | float | list[str] | tuple[float, ...] | None:
+        """Returns the value of the GGUF metadata key `<architecture>.<name>`, numbers of an array as a tuple;
+        None if the key is absent.
+        """
         self._read.add(self._prefix + name)
-        return self.gguf.metadata.get(self._prefix + name)
+        value = self.gguf.metadata.get(self._prefix + name)
+        return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
 
     def has_tensor(self, name: str) -> bool:
         return name in self.gguf.tensors
@@ -99,7 +102,7 @@ class GgufKeys:
         """
         for name in ("expert_count", "expert_used_count"):
             is_read = self._prefix + name in self._read
-            if self.get(name) and not is_read:
+            if not is_read and self.count(name):
                 self.refuse(name, "no model of this architecture has experts")
         expected = self._read | {self._prefix + name for name in _NEUTRAL}
         unknown = [key for key in self.gguf.metadata if key.startswith(self._prefix) and key not in expected]

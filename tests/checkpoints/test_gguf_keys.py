@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlcbuild.checkpoints.gguf_file import Gguf
@@ -63,6 +64,9 @@ def test_keys_that_nobody_read_may_change_results() -> None:
         "m.gguf: toy.expert_count: no model of this architecture has experts; use the original checkpoint",
         f"m.gguf: the metadata key toy.warp {text}",
     ]
+    for value in (np.zeros(0, np.int32), np.ones(3, np.int32), "4", -1):
+        assert problems(keys(expert_count=value))[0].startswith("m.gguf: toy.expert_count must be an integer")
+    assert keys(scales=np.ones(2, np.float32)).get("scales") == (1.0, 1.0)
     many = keys(**{f"k{i}": i for i in range(MOST_UNKNOWN + 3)})
     assert problems(many)[-1] == "m.gguf: 3 more keys are not understood"
     assert len(problems(many)) >= MOST_UNKNOWN + 1
