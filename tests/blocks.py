@@ -24,7 +24,7 @@ HALVES = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-"""Name of a type -> offsets of the float16 fields of its blocks."""
+"""Name of a GGUF type -> byte offsets of the float16 fields in each of its blocks."""
 SPECIAL = np.array([0.0, -0.0, 2.0**-24, -(2.0**-24), 2.0**-14, 1.0], np.float16)
 
 

@@ -129,8 +129,8 @@ class Server:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Makes the storage process count as full while the block runs, so that the S3 server takes nothing
-        more."""
+        """Makes the storage process count as full while the block runs, so that the S3 server refuses to
+        store more."""
         self._fill(nearfull="0.0001", backfillfull="0.0002", full="0.0003")
         try:
             yield

@@ -1,6 +1,6 @@
-"""A build of a known graph as a process: `python -m tests.builder STORE GRAPH [NOTE [EXECUTOR [REMOTE]]]`.
+"""Builds one of several known graphs: `python -m tests.builder STORE GRAPH [NOTE [EXECUTOR [REMOTE]]]`.
 
-Prints one JSON document; what is reported goes to standard error as plain lines.
+Prints the result as one JSON document on standard output, and events as plain lines on standard error.
 """
 
 from __future__ import annotations

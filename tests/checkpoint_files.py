@@ -68,7 +68,7 @@ def tensors(code: str = "BF16", config: models.ModelConfig = CONFIG) -> Tensors:
 
 
 def save(path: Path, content: Mapping[str, Entry]) -> None:
-    """Writes a safetensors file, by the description of the format."""
+    """Writes a safetensors file, following the description of the format."""
     header, end = {}, 0
     for name, (code, array) in content.items():
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}

@@ -60,7 +60,7 @@ class Cluster:
         return next(process for process in self.processes if name in process.args)  # type: ignore[operator]
 
     def declare_dead(self, worker: Process) -> None:
-        """Suspends a worker process (SIGSTOP), and removes it from the scheduler, for which it then is
+        """Suspends a worker process (SIGSTOP) and removes it from the scheduler, which then regards it as
         lost."""
         from distributed import Client
 

@@ -32,8 +32,8 @@ atexit.register(SERVER.close)
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Compiles a request in a forked process; a replacement for `run_child` of mlcbuild.compiler.action, with
-    the same parameters."""
+    """Compiles the request in `directory` in a forked process. It replaces `run_child` of
+    mlcbuild.compiler.action and has the same parameters."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
     try:
@@ -48,7 +48,8 @@ def run_child(directory: Path, seconds: float, module: str) -> None:
 
 
 def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the child process of compilations until the end of `monkeypatch`."""
+    """Makes compilations run in forked processes, instead of new Python processes, until the end of a
+    test."""
     monkeypatch.setattr(action, "run_child", run_child)
 
 

@@ -11,24 +11,24 @@ from mlcbuild.models import Attention, LayerSpec, ModelConfig, Rope
 
 
 def rope(dim: int, theta: float = 10000.0) -> Rope:
-    """Returns plain rotary embeddings of `dim` dimensions."""
+    """Returns the description of plain rotary embeddings for `dim` dimensions."""
     return Rope(dim, tuple(float(np.float32(theta ** (-2 * i / dim))) for i in range(dim // 2)))
 
 
 def attention_of(layer: LayerSpec) -> Attention:
-    """Returns the attention of a layer. Raises AssertionError for latent attention."""
+    """Returns the attention block of a layer. Raises AssertionError for latent attention."""
     assert isinstance(layer.mixer, Attention)
     return layer.mixer
 
 
 def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the config with these fields changed in the attention of every layer."""
+    """Returns a config in which the fields `changes` are replaced in the attention of every layer."""
     layers = tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers)
     return replace(config, layers=layers)
 
 
 def with_feed_forward(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the config with these fields changed in the feed-forward of every layer."""
+    """Returns a config in which the fields `changes` are replaced in the feed-forward of every layer."""
     layers = tuple(
         replace(layer, feed_forward=replace(layer.feed_forward, **changes)) for layer in config.layers
     )
@@ -36,12 +36,13 @@ def with_feed_forward(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def with_windows(config: ModelConfig, *windows: int | None) -> ModelConfig:
-    """Returns the config with as many layers as windows, each like the first but for its window."""
+    """Returns a config with one layer for each of `windows`; all are equal to its first layer except for the
+    attention window."""
     layer = config.layers[0]
     layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for window in windows)
     return replace(config, layers=layers)
 
 
 def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
-    """Returns the attention window of each layer in tokens, None for no window."""
+    """Returns the attention window of each layer in tokens; None for a layer without a window."""
     return tuple(layer.mixer.window for layer in config.layers)

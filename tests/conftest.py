@@ -64,7 +64,7 @@ def kind(reason: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints what stays untested on this machine: a line for each kind of reason, with the reasons."""
+    """Prints which tests were skipped on this machine: a line for each kind of reason, with the reasons."""
     reasons: dict[str, Counter[str]] = {}
     for report in terminalreporter.stats.get("skipped", ()):
         _, _, reason = report.longrepr
@@ -82,7 +82,7 @@ LONG = {
     *("test_crash.py", "test_everyday.py", "test_kills.py", "test_poison.py", "test_run.py", "test_soak.py"),
     *("test_quickstart.py", "test_tour.py", "test_trial.py", "test_types.py", "test_workflows.py"),
 }
-"""Files of tests that each take several seconds and might otherwise come last."""
+"""Names of test files that take several seconds each and are therefore started first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -104,7 +104,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    """Ends the processes of this test process."""
+    """Ends the processes that this test process has started, at the end of its session."""
     COMMANDS.close()
 
 
@@ -120,7 +120,8 @@ def mlcbuild(
 
 
 def fill(*arguments: str | Path, store: Path) -> subprocess.CompletedProcess[str]:
-    """Returns `mlcbuild run` with work of a few bytes in the place of the real one: see tests/product.py."""
+    """Runs `mlcbuild run` with actions that write a few bytes instead of the real ones (see
+    tests/product.py), and returns the ended process."""
     return _command("tests.product", ("fill", *arguments), store, ROOT, None)
 
 
@@ -145,7 +146,8 @@ def checked(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> Path:
-    """Returns a recipe beside copies of checkpoints, each under the name of its directory."""
+    """Writes a recipe and copies of checkpoints, each in a directory of its name, and returns the recipe's
+    path."""
     for model in models:
         shutil.copytree(model, directory / model.name)
     path = directory / "recipe.yaml"
@@ -214,7 +216,8 @@ def tiny_bundles(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -
 
 @pytest.fixture
 def bundle_copy(tiny_bundles: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Returns copies of bundles, as files of their own and not hard links, that a test may damage."""
+    """Returns a function that copies the bundle of a scheme to separate files, without hard links, which a
+    test may damage."""
 
     def copy(scheme: str) -> Path:
         target = tmp_path / f"copy-{scheme}"

@@ -1,9 +1,11 @@
-"""Kernels of other processors, run by this one: instructions that it lacks are functions in LLVM IR.
+"""Executes kernels for other processors on this machine: instructions that it lacks are replaced by functions
+in LLVM IR.
 
-A kernel is compiled for its own target, as ever. In the optimized IR, calls of the few intrinsics that stand
-for one instruction become calls of a definition below, and LLVM generates code of the result for a processor
-that this machine can run: vectors of 512 bits become two of 256, tiles live in memory. The program, its
-register tiles, masks and tails stay those of the target; what is not run is LLVM's choice of instructions.
+A kernel is compiled for its target as usual. In the optimized IR, each intrinsic that stands for a single
+instruction is replaced by a call of a function defined below. LLVM then generates code for a processor that
+this machine can run: a vector of 512 bits becomes two of 256, and tiles are kept in memory. So the tests
+execute the target's program with its register tiles, masks and remainders, but not LLVM's choice of
+instructions.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ MODULE = (
 
 
 def available() -> bool:
-    """Returns True if this machine can run code for the processor BASE."""
+    """Returns True if this machine can execute code for the target BASE."""
     needed = next(isa for isa in ISAS if isa.name == "avx2").features
     return set(needed) <= (processors.present() or frozenset())
 
 
 def emulated(ir: str) -> Any:
-    """Returns a module with the functions of `ir`, LLVM IR of kernels for any target. Raises AssertionError
-    for an intrinsic that has no definition here."""
+    """Returns a module with the functions in `ir`, LLVM IR of kernels for any target, that this machine can
+    execute. Raises AssertionError for an intrinsic that has no replacement here."""
     used = set(re.findall(r"@(llvm\.(?:x86|aarch64)\.[\w.]+)", ir))
     missing = used - DEFINITIONS.keys()
     assert not missing, f"tests/emulation.py lacks a definition of {', '.join(sorted(missing))}"
@@ -76,16 +78,15 @@ def _indexes(numbers: Iterable[int]) -> str:
 
 
 def _every(step: int, start: int, count: int, source: str, kind: str = "i32") -> str:
-    """Returns LLVM IR that selects the elements start, start + step, ... (`count` of them) of a vector of
-    count * step elements."""
+    """Returns an LLVM IR expression that selects the elements start, start + step, ... (`count` of them) from
+    a vector of count * step elements."""
     whole = f"<{count * step} x {kind}>"
     return f"shufflevector {whole} {source}, {whole} poison, {_indexes(range(start, count * step, step))}"
 
 
 def _dot(lanes: int, first: str) -> str:
-    """Returns LLVM IR that adds four products of bytes to each int32 lane. first: how bytes of the first
-    operand are extended; those of the second are signed.
-    """
+    """Returns an LLVM IR function that adds the products of four pairs of bytes to each int32 lane. first:
+    how the bytes of the first operand are extended to int32; those of the second are signed."""
     wide = f"<{4 * lanes} x i32>"
     sums = "".join(
         f"  %e{j} = {_every(4, j, lanes, '%p')}\n  %s{j + 1} = add <{lanes} x i32> %s{j}, %e{j}\n"
@@ -130,8 +131,8 @@ define internal <4 x i32> @NAME(<4 x i32> %t, <16 x i8> %a, <16 x i8> %b) {{
 
 
 def _pairs(first: str, narrow: str, end: Sequence[str], inputs: int) -> str:
-    """Returns an LLVM IR function that multiplies two vectors of `inputs` elements of the type `narrow` and
-    adds every two neighbouring products. end: the last lines of the function."""
+    """Returns an LLVM IR function that multiplies two vectors element by element and adds neighbouring
+    products. inputs: number of elements; narrow: their type; end: the last lines of the function."""
     wide, half = f"<{inputs} x i32>", inputs // 2
     body = "\n".join(f"  {line}" for line in end)
     kind = "i16" if narrow == "i8" else "i32"
@@ -149,7 +150,8 @@ define internal <{half} x {kind}> @NAME(<{inputs} x {narrow}> %a, <{inputs} x {n
 
 
 def _chosen_words() -> str:
-    """Returns LLVM IR for the instruction VPERMW: 32 words, each from where its index says."""
+    """Returns an LLVM IR function for the instruction VPERMW, which selects 32 words of 16 bits by their
+    indices."""
     lines, last = [], "poison"
     for i in range(32):
         lines += [
@@ -169,8 +171,8 @@ define internal <32 x i16> @NAME(<32 x i16> %a, <32 x i16> %indexes) {{
 
 
 def _shifted_bytes() -> str:
-    """Returns LLVM IR for the instruction VPMULTISHIFTQB: each byte of a word of 64 bits is the word turned
-    right by the byte of `by`."""
+    """Returns an LLVM IR function for the instruction VPMULTISHIFTQB: each byte of the result is taken from a
+    64-bit word that is rotated right by the number in `by`."""
     lines = ["  %d = bitcast <64 x i8> %data to <8 x i64>"]
     last = "zeroinitializer"
     for i in range(8):
@@ -195,7 +197,8 @@ define internal <64 x i8> @NAME(<64 x i8> %by, <64 x i8> %data) {{
 
 
 def _move(load: bool) -> str:
-    """Returns LLVM IR that loads or stores an AMX tile, whose rows lie at a fixed distance in memory."""
+    """Returns an LLVM IR function that loads or stores an AMX tile; `stride` is the distance of its rows in
+    memory, in bytes."""
     to, source = ("%own", "%other") if load else ("%other", "%own")
     return f"""
 define internal void @NAME(i8 %number, ptr %memory, i64 %stride) {{
@@ -383,4 +386,5 @@ DEFINITIONS = {
     "llvm.x86.tilestored64": _move(load=False),
     "llvm.x86.tdpbf16ps": _PRODUCT,
 }
-"""LLVM's name of an intrinsic -> IR that does what its instruction does; NAME stands for the function's."""
+"""LLVM's name of an intrinsic -> an LLVM IR function that does what the instruction does. NAME in it stands
+for the function's name."""

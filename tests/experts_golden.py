@@ -24,7 +24,7 @@ class Golden:
     """A tiny random checkpoint of a model with experts, and the logits that transformers computes with it."""
 
     values: dict[str, Any]
-    """The model's config.json."""
+    """The model's config.json, as a JSON object."""
     config: ModelConfig
     tensors: dict[str, NDArray[np.float32]]
     """The tensors of the checkpoint: name -> float32 values."""
@@ -38,12 +38,12 @@ class Golden:
 
     @property
     def tolerance(self) -> float:
-        """Returns the largest allowed difference of logits: 1e-4 of their range."""
+        """Returns the largest allowed difference of logits: 1e-4 of the range of the golden logits."""
         return 1e-4 * float(np.ptp(self.logits))
 
 
 def gathered(config: ModelConfig, names: TensorNames, tensors: dict[str, Any]) -> dict[str, Array]:
-    """Returns parameter -> its values, from the tensors of a checkpoint."""
+    """Returns parameter name -> its values, read from the tensors of a checkpoint."""
     by_name = {}
     for param in parameters(config):
         pieces = [tensors[piece.tensor] for piece in names.sources[param.name]]

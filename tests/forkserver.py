@@ -93,7 +93,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """Waits for the end, and returns standard output and errors."""
+        """Waits for the end of the process. Returns (standard output, standard error)."""
         self.wait(timeout)
         out, err = ((file.seek(0), file.read().decode())[1] for file in self._files)
         return out, err
@@ -122,7 +122,7 @@ Process = Forked | subprocess.Popen[str]
 
 
 class ForkServer:
-    """Starts commands through one fork server process, which is started with the first command."""
+    """Starts commands as forks of one server process, which is started together with the first command."""
 
     def __init__(
         self,
@@ -130,10 +130,9 @@ class ForkServer:
         preloaded: Sequence[str] = PRELOADED,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepares a server that imports the modules `preloaded` from `root`, this checkout or a copy of it.
-
-        `variables` are environment variables that it starts with, beside those of this process.
-        """
+        """Prepares a fork server, which the first command starts. root: this checkout or a copy of it;
+        preloaded: the modules that the server imports; variables: environment variables for it in addition to
+        those of this process."""
         self._root = root
         self._preloaded = preloaded
         self._variables = dict(variables or {})
@@ -150,10 +149,11 @@ class ForkServer:
         timeout: float | None = None,
         before: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Runs `python -m module arguments...` without a terminal, as subprocess.run does.
+        """Runs `python -m module arguments...` without a terminal, and returns the ended process, as
+        subprocess.run does.
 
-        `timeout` is in seconds; `before` is a command that runs the command line as its last arguments.
-        Raises subprocess.TimeoutExpired.
+        timeout: in seconds; before: a command that runs the command line as its last arguments. Raises
+        subprocess.TimeoutExpired.
         """
         if before:
             return subprocess.run(
@@ -183,10 +183,10 @@ class ForkServer:
         output: IO[bytes] | None = None,
         session: bool = False,
     ) -> Process:
-        """Returns the process `python -m module arguments...`, without a terminal.
+        """Starts `python -m module arguments...` without a terminal, and returns the process.
 
-        `output` is the file for standard output and errors; without it, `communicate` returns them.
-        `session`: True to start a process group of its own.
+        output: file for standard output and errors; without it, `communicate` returns them. session: True to
+        start a new process group.
         """
         command = [sys.executable, "-m", module, *arguments]
         if needs_python(environment, self._variables):
@@ -236,7 +236,7 @@ class ForkServer:
             return self._control
 
     def close(self) -> None:
-        """Ends the server; commands have ended by then."""
+        """Ends the server process. All commands must have ended before."""
         if self._control is not None and self._process is not None:
             self._control.close()
             self._process.wait()
@@ -297,7 +297,7 @@ def serve(control: socket.socket) -> tuple[str, list[str]] | None:
 
 
 def _report(watched: int, pid: int, client: socket.socket) -> None:
-    """Sends the exit code of a process that has ended, as subprocess spells it."""
+    """Sends the exit code of an ended process to the client, negative for a signal as in subprocess."""
     _, status = os.waitpid(pid, 0)
     os.close(watched)
     with client, suppress(BrokenPipeError):  # who waited may have given up

@@ -36,7 +36,7 @@ CHANGES: Mapping[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3_moe-8-of-257": {},
 }
-"""Name of a golden -> fields of its config.json that are replaced here, because GGUF files do not state
+"""Name of a golden -> fields of its config.json that are replaced here, because GGUF files do not contain
 them."""
 TOKENS = 20
 ARCHITECTURES = {
@@ -62,7 +62,7 @@ _INTEGERS = {
     "shared_intermediate_size": "expert_shared_feed_forward_length",
     "topk_group": "expert_group_used_count",
 }
-"""Field of config.json -> integer key of GGUF."""
+"""Field of config.json -> key of GGUF metadata with an integer value."""
 _NAMES = {
     **LAYER,
     "self_attn.q_a_proj": "attn_q_a",
@@ -90,7 +90,7 @@ _KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_pro
 
 
 def checkpoint(name: str) -> tuple[dict[str, Any], dict[str, Floats]]:
-    """Returns the config.json and the tensors of a golden, with its CHANGES."""
+    """Returns (config.json with the fields of CHANGES replaced, tensors) of a golden checkpoint."""
     if name in typegoldens.CONFIGS:
         config, tensors = dict(typegoldens.CONFIGS[name]), typegoldens.stored(name)[0]
     else:
@@ -105,10 +105,9 @@ def tokens(name: str) -> NDArray[np.int64]:
 
 
 def write(name: str, path: Path, form: str = "") -> None:
-    """Writes a golden as a GGUF file in float32. form: "fused" for one tensor with gate and up; "apart" for a
-    tensor for each expert, as in old files; "mha" for latent attention with one head of keys for each head,
-    as in old files.
-    """
+    """Writes a golden as a GGUF file in float32. form: "fused" stores the gate and up matrices as one tensor;
+    "apart" stores one tensor for each expert, as old files do; "mha" stores latent attention with one key
+    head for each query head, as old files do."""
     write_model(*checkpoint(name), path, form=form)
 
 
@@ -122,10 +121,9 @@ def write_model(
     changes: Mapping[str, Any] | None = None,
     more: Mapping[str, Floats] | None = None,
 ) -> None:
-    """Writes a GGUF file. kind: the type of matrices whose rows are whole blocks of it. changes: key, without
-    the architecture -> value that replaces the config's, or None to leave the key out.
-    more: further tensors.
-    """
+    """Writes a model to a GGUF file. kind: type of the matrices whose rows are a multiple of its block;
+    changes: metadata key, without the architecture -> value in place of the config's, or None to leave the
+    key out; more: additional tensors."""
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in {**_keys(config, architecture, form), **(changes or {})}.items():
@@ -173,7 +171,8 @@ def _latent_keys(config: Mapping[str, Any], form: str) -> dict[str, Any]:
 def _tensors(
     config: Mapping[str, Any], tensors: Mapping[str, Floats], architecture: str
 ) -> Iterator[tuple[str, Floats]]:
-    """Yields the tensors by their names in GGUF files; those of one expert as `kind.<expert>`."""
+    """Yields (name in a GGUF file, values) of each tensor of a checkpoint; names of the tensors of one expert
+    end in `.<expert>`."""
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     for name, values in tensors.items():
         if name in WHOLE:
@@ -192,7 +191,8 @@ def _tensors(
 
 
 def _in_layer(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
-    """Yields the tensors of a block of a GGUF file that a tensor in a layer of transformers makes up."""
+    """Yields (name within a block of a GGUF file, values) of the tensors that a tensor of a transformers
+    layer becomes."""
     if match := _EXPERT.fullmatch(name):
         yield f"ffn_{_KINDS[match[3]]}.{match[2]}.weight", values
     elif name == "mlp.gate.e_score_correction_bias":
@@ -220,7 +220,7 @@ def _in_layer(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
 
 
 def _stacked(tensors: Mapping[str, Floats]) -> Iterator[tuple[str, Floats]]:
-    """Yields the tensors with those of the experts of a layer as one stack."""
+    """Yields (name, values) of the tensors; those of a layer's experts are joined to one stack."""
     stacks: dict[str, dict[int, Floats]] = {}
     for name, values in tensors.items():
         head, _, expert = name.removesuffix(".weight").rpartition(".")

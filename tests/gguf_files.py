@@ -25,14 +25,14 @@ KEYS = {
     "max_position_embeddings": "context_length",
     "head_dim": "attention.key_length",
 }
-"""Field of config.json -> integer key of GGUF."""
+"""Field of config.json -> key of GGUF metadata with an integer value."""
 SCALARS = {
     "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale",
     "embedding_multiplier": "embedding_scale",
     "logits_scaling": "logit_scale",
 }
-"""Field of Granite's config.json -> GGUF's key."""
+"""Field of Granite's config.json -> key of GGUF metadata."""
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -68,10 +68,10 @@ def write_gguf(
     without: tuple[str, ...] = (),
     types: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a checkpoint of safetensors as a GGUF file.
+    """Writes a safetensors checkpoint as a GGUF file.
 
-    kind: the type of matrices whose rows are whole blocks of it. metadata: further keys, written as they are;
-    without: keys that are left out. types: ending of a tensor's name -> the type that it has instead.
+    kind: type of the matrices whose rows are a multiple of its block; metadata: additional keys and values;
+    without: keys that are left out; types: end of a tensor's name -> its type in place of `kind`.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     family = config["model_type"]
@@ -90,7 +90,7 @@ def write_gguf(
 
 
 def entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Any]]:
-    """Yields the keys that describe a dense model, with their values."""
+    """Yields (key, value) of the GGUF metadata that describe a dense model."""
     for field, key in KEYS.items():
         if field in config:
             yield f"{architecture}.{key}", config[field]
@@ -124,7 +124,7 @@ def entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str,
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Writes a key, as the type in which llama.cpp's converter writes such a value."""
+    """Adds a key to a GGUF file, with the value type that llama.cpp's converter would use."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -163,15 +163,14 @@ def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> 
 
 
 def paired(values: Floats, heads: int) -> Floats:
-    """Returns a matrix whose rows are reordered: rows i and i + dim/2 of each head follow each other, as
-    rotary embeddings of neighbouring dimensions require.
-    """
+    """Returns a matrix whose rows are in the order of GGUF files: rows i and i + dim/2 of each head become
+    neighbours, because llama.cpp's rotary embeddings rotate neighbouring dimensions."""
     halves = values.reshape(heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
 def _llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Floats:
-    """Returns Llama 3.1's frequency scaling as divisors of the plain frequencies."""
+    """Returns Llama 3.1's frequency scaling as divisors: one for each plain rotary frequency."""
     dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     original, divisors = rope["original_max_position_embeddings"], []
@@ -195,7 +194,8 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) ->
 
 
 def _quantized(values: Floats, kind: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:
-    """Returns quantized values; random ones for types that the package gguf only reads."""
+    """Returns the bytes of quantized values; random blocks for types that the package gguf can read but not
+    write."""
     try:
         packed: NDArray[np.uint8] = gguf.quants.quantize(values, kind)
     except NotImplementedError:

@@ -41,7 +41,8 @@ def needs_adapter() -> None:
 
 
 def compiled(directory: Path, config: ModelConfig, scheme: quant.Storage, **limits: int) -> Path:
-    """Returns the directory with the program of a model."""
+    """Compiles a model for GPUs, and returns the directory with its program. limits: of the library, such as
+    its context window."""
     for name in ("in", "out"):
         (directory / name).mkdir(parents=True)
     (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
@@ -76,7 +77,7 @@ def manifest(library: Path) -> Manifest:
 def loaded(
     library: Path, config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, NDArray[Any]]
 ) -> GpuExecutor:
-    """Returns the executor of a program with weights, by their names in the model."""
+    """Writes the weights of a compiled GPU model, given by parameter name, and returns its executor."""
     about = manifest(library)
     metadata = {"format": "mlcbuild-weights/1", "signature": about.signature, "scheme": scheme.name}
     numpy.save_file(pack(config, scheme, weights), library / "weights.safetensors", metadata)

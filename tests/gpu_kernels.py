@@ -82,7 +82,7 @@ def on_adapter(
 
 @cache
 def opencl() -> Any:
-    """Returns a context of pocl. Skips where OpenCL is missing."""
+    """Returns an OpenCL context of the software device pocl. Skips the test if OpenCL is missing."""
     cl = pytest.importorskip("pyopencl", reason="OpenCL runs with the package pyopencl")
     os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
     try:
@@ -121,4 +121,4 @@ def on_opencl(
 
 
 HOSTS = {"adapter": on_adapter, "opencl": on_opencl}
-"""Way to execute a kernel -> the function that does it."""
+"""Name of a way to execute a GPU kernel -> the function that executes it."""

@@ -75,7 +75,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def page() -> Iterator[Browser]:
-    """Yields a browser with an empty page of this machine, which may use the GPU. Skips without Chromium."""
+    """Yields a browser that shows an empty page and may use the GPU. Skips the test without Chromium."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed")
     with tempfile.TemporaryDirectory() as area:

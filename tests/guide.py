@@ -1,4 +1,4 @@
-"""The code blocks of the guides, for the tests that execute them."""
+"""Returns code blocks of the guides, for the tests that execute them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A small server that speaks the part of the Hugging Face hub's HTTP interface that models need.
+"""A small simulated hub: the part of the Hugging Face hub's HTTP interface that downloads and uploads of
+models use.
 
-It answers model questions, `resolve` with a redirect of large files to another host name, and ranges, and
-it can be told to fail in the ways hubs and networks do. `Client` runs mlcbuild's functions against it in a
-process of its own, because huggingface_hub reads its environment variables once, when it is imported.
+It answers queries about models, redirects downloads of large files to another host name, and supports ranges.
+Tests can make it fail in the ways in which hubs and networks fail. `Client` runs mlcbuild's functions in a
+separate process, because huggingface_hub reads its environment variables when it is imported.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Repo:
     token: str | None = None
     """The token that requests for this repository must have; None: they need none."""
     faults: dict[str | None, Fault] = field(default_factory=dict)
-    """File name -> its fault; None: the fault of queries about the repository."""
+    """File name -> the fault of requests for it; key None: the fault of queries about the repository."""
 
     def fault(self, name: str | None, *kinds: str) -> Fault | None:
         """Returns the fault of a file if its kind is one of `kinds`, and counts one use of it; None
@@ -79,7 +80,8 @@ def git_oid(data: bytes) -> str:
 
 
 class Hub:
-    """The server, in a thread of this process. `with Hub() as hub: hub.add("org/name", files)`."""
+    """The simulated hub, which runs in a thread of this process. Usage: `with Hub() as hub:
+    hub.add("org/name", files)`."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -87,7 +89,7 @@ class Hub:
         self.write_token: str | None = None
         """The token with which a client may write; None: nobody may."""
         self.large: dict[str, bytes] = {}
-        """Uploaded large files, by sha256."""
+        """SHA-256 digest -> content of each uploaded large file."""
         self.private: set[str] = set()
         self.held = threading.Event()
         """Event that is set when a download has sent half of a file and waits."""
@@ -385,7 +387,8 @@ class RefusedError(Exception):
 
 
 class Client:
-    """A process with its own hub environment, in which functions of this file are called by name."""
+    """A process with separate environment variables for the hub, which calls functions of this file by
+    name."""
 
     def __init__(self, home: Path, endpoint: str, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
@@ -406,7 +409,8 @@ class Client:
         self.process.stdin.flush()
 
     def call(self, function: str, *arguments: object) -> object:
-        """Raises RefusedError with what the function raised."""
+        """Calls a function in the client's process and returns its result. Raises RefusedError if the
+        function raised an exception."""
         self.start(function, *arguments)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

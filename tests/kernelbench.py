@@ -42,7 +42,7 @@ TARGETS: Mapping[str, Target] = {
     "neon": Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
 }
-"""A target for each instruction set."""
+"""Instruction set -> a target that uses it."""
 DISTINCT = tuple(name for name in TARGETS if name not in ("avxvnni", "i8mm"))
 """Instruction sets without avxvnni and i8mm, because their kernels differ from those of avx2 and neon in int8
 products only."""
@@ -65,12 +65,14 @@ class Module:
 
     @cached_property
     def asm(self) -> str:
-        """Returns the assembly of all kernels, which takes LLVM two fifths of the time of compiling them."""
+        """Returns the assembly of all kernels. Generating it takes two fifths of the time of compiling
+        them."""
         return str(self.built.inspect_source("asm"))
 
     @cached_property
     def library(self) -> Any:
-        """Returns a module that runs the kernels on this machine, if need be emulated; None if it cannot."""
+        """Returns a module that executes the kernels on this machine, emulated if necessary; None if that is
+        impossible."""
         if runs_here(self.target):
             return assembled(self.asm) if ASSEMBLER else self.built
         return emulation.emulated(str(self.built.inspect_source("ll"))) if emulation.available() else None
@@ -78,8 +80,8 @@ class Module:
     def run(
         self, function: tvm.tirx.PrimFunc, shape: tuple[int, ...], *inputs: Tensor, prompt: bool = False
     ) -> Tensor:
-        """Returns a float32 result of `shape`, from arrays copied to aligned memory; it starts filled with
-        NaN."""
+        """Runs a kernel and returns its float32 result, an array of `shape`. Inputs are copied to aligned
+        memory, and the result is filled with NaN before."""
         out = tvm.runtime.tensor(np.full(shape, np.nan, np.float32))
         arrays = [tvm.runtime.tensor(array) for array in inputs]
         self.library[symbol(function)](*arrays, *said(function, prompt), out)
@@ -87,7 +89,8 @@ class Module:
         return result
 
     def code(self, function: tvm.tirx.PrimFunc) -> str:
-        """Returns the assembly of a kernel and of the parallel loops that were cut out of it."""
+        """Returns the assembly of one kernel, including its parallel loops, which LLVM compiles as separate
+        functions."""
         labels = re.split(r"^([A-Za-z_]\w*):", self.asm, flags=re.MULTILINE)
         parts = zip(labels[1::2], labels[2::2], strict=True)
         return "".join(text for label, text in parts if symbol(function) in label)
@@ -98,9 +101,8 @@ def symbol(function: tvm.tirx.PrimFunc) -> str:
 
 
 def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
-    """Returns the `prompt` argument of a kernel that has a variant for rows of prompts; no argument for other
-    kernels.
-    """
+    """Returns the value of the argument `prompt` as a list, for kernels with a variant for prompts; [] for
+    other kernels."""
     return [int(prompt)] if any(param.name == "prompt" for param in function.params) else []
 
 
@@ -111,7 +113,8 @@ def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:
 
 
 def assembled(asm: str) -> Any:
-    """Returns the loaded module of an assembly, so that LLVM generates the code of kernels only once."""
+    """Assembles kernels to a shared library, loads it and returns the module, so that LLVM has to generate
+    their code only once."""
     text = re.sub(r"^\s*\.(?:file|loc)\b.*\n", "", asm, flags=re.MULTILINE)
     with tempfile.TemporaryDirectory() as directory:
         source, library = Path(directory, "kernels.s"), Path(directory, "kernels.so")
@@ -190,8 +193,8 @@ def _tiles(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
-    """Returns gaussian float32 [m, k], without values that lie half-way between two 8-bit levels: how those
-    round depends on whether the target multiplies and adds in one step."""
+    """Returns normally distributed float32 values [m, k], except values whose 8-bit code would lie half-way
+    between two integers: how those round depends on the target."""
     x = rng.standard_normal((m, k)).astype(np.float32)
     ratio = _ratios(x).reshape(m, -1)[:, :k]
     x[np.abs(ratio - np.floor(ratio) - 0.5) < 1e-3] = 0
@@ -212,7 +215,7 @@ def activations(x: Tensor, scheme: Storage) -> Floats:
 
 
 def _groups(x: Tensor) -> Floats:
-    """Returns x padded with zeros to whole groups of 32, [m, groups, 32]."""
+    """Returns the rows of x divided into groups of 32, [m, groups, 32], the last one padded with zeros."""
     m, k = x.shape
     padded = np.zeros((m, -(-k // 32) * 32))
     padded[:, :k] = x
@@ -220,7 +223,7 @@ def _groups(x: Tensor) -> Floats:
 
 
 def _ratios(x: Tensor) -> Floats:
-    """Returns each value divided by the scale of its group: numbers from -127 to 127."""
+    """Returns each value of x divided by the scale of its group: numbers from -127 to 127."""
     groups = _groups(x)
     largest = np.abs(groups).max(-1, keepdims=True)
     return groups * 127 / np.where(largest > 0, largest, 1)

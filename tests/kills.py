@@ -28,7 +28,8 @@ from mlcbuild.store.upkeep import verify
 ROOT = Path(__file__).resolve().parent.parent
 VICTIMS = ("builder", "worker", "uploader")
 ROUND = 5
-"""Number of kills after which the store and the remote are completed and compared."""
+"""Number of kills after which a build is completed and the store and the remote are compared with the
+expected results."""
 FAKETIME = next(
     (
         path

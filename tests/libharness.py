@@ -36,7 +36,7 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 PAGE = 16
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ
-"""True to test every combination, for half an hour, and not only those that are enough to see most faults."""
+"""True to test every combination, which takes half an hour; False to test those that reveal most faults."""
 
 
 @cache
@@ -98,7 +98,8 @@ def unpacked(config: ModelConfig, scheme: quant.Storage, stored: Mapping[str, Ar
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
-    """Returns random parameters, name -> array, whose matrix products have about the size of their input."""
+    """Returns parameter name -> random values, scaled so that products have about the magnitude of their
+    inputs."""
     rng = np.random.default_rng(seed)
     by_name = {}
     for param in parameters(config):
@@ -240,7 +241,8 @@ class Session:
         return range(start, start + count)
 
     def _batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
-        """Returns name -> value of the arguments that describe new tokens of some sequences."""
+        """Returns argument name -> value for the arguments of a library function that describe new tokens of
+        sequences. parts: (sequence, its new tokens)."""
         positions, slots, q_indptr, page_indptr, table = [], [], [0], [0], []
         for sequence, tokens in parts:
             where = self._grow(sequence, len(tokens))
@@ -263,9 +265,9 @@ class Session:
     def step_arguments(
         self, parts: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Returns name -> value of the arguments of `step_prefill` that sample no token.
+        """Returns argument name -> value for a call of `step_prefill` in which no token is sampled.
 
-        rows: the rows whose logits are computed (default: every row).
+        rows: indices of the tokens whose logits are computed (default: every token).
         """
         tokens = [token for _, new in parts for token in new]
         chosen = np.arange(len(tokens)) if rows is None else np.array(rows)
@@ -292,7 +294,8 @@ class Session:
         return self._logits(abi.STEP, {**arguments, "forks": tensor(np.zeros((0, 3), np.int32))})
 
     def hidden(self, *parts: tuple[int, Sequence[int]]) -> Floats:
-        """Returns the hidden states [rows, hidden] from which logits of new tokens are computed."""
+        """Returns the hidden states [tokens, hidden] after the last norm, from which logits would be
+        computed."""
         inputs = tensor(self.embed([token for _, new in parts for token in new])[None])
         arguments = abi.HIDDEN_STATES.ordered({"input_embeds": inputs, **self._batch(parts)})
         return np.array(np.from_dlpack(self.vm[abi.HIDDEN_STATES.name](*arguments))[0], np.float32)

@@ -158,7 +158,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def contents(variant: str, shapes: Mapping[str, Any]) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Returns weights that keep activations near 1 and make attention and routers far from uniform."""
+    """Returns random weights, scaled so that activations stay near 1 and that attention and routers are far
+    from uniform."""
     rng = np.random.default_rng(crc32(variant.encode()))
     weights = {}
     for name in sorted(shapes):

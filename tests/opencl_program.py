@@ -23,7 +23,8 @@ from tests import gpu_kernels
 
 
 def through_opencl(model: GpuExecutor, config: ModelConfig, scheme: Storage) -> GpuExecutor:
-    """Returns an executor that runs the program of another one through OpenCL. Skips without OpenCL."""
+    """Returns an executor that runs the same program as another one, but through OpenCL. Skips the test
+    without OpenCL."""
     gpu_kernels.opencl()
     builder = LaunchBuilder(config, scheme, model.limits, emitter=Emitter(OPENCL))
     GpuDecoder(builder).emit()
@@ -33,12 +34,12 @@ def through_opencl(model: GpuExecutor, config: ModelConfig, scheme: Storage) -> 
 
 
 class OpenClProgram:
-    """The buffers of a program, and the launches of its functions."""
+    """A GPU program's buffers and launches in OpenCL."""
 
     name = "OpenCL"
 
     def __init__(self, model: GpuExecutor, texts: Mapping[str, str]) -> None:
-        """Loads the program and the weights of a bundle. texts: name of a kernel -> its OpenCL C."""
+        """Loads the program and the weights of a bundle. texts: name of a kernel -> its OpenCL C source."""
         import pyopencl as cl
 
         self._cl, self.pages, self.program = cl, model.pages, model.device.program

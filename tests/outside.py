@@ -38,8 +38,8 @@ configs = {name: to_json(item) for name, item in pipeline.configs.items()}
 names = {name: tensor_names(item).to_json()["sources"] for name, item in pipeline.configs.items()}
 print(json.dumps({"configs": configs, "names": names, "keys": keys}))
 """
-"""Prints config and tensor names of every model, and for every step what its key is computed from beside its
-inputs."""
+"""Program that prints the config and the tensor names of every model of a recipe, and for every step the
+inputs of its key except file digests."""
 
 
 def copy_package(root: Path) -> Path:
@@ -50,7 +50,8 @@ def copy_package(root: Path) -> Path:
 
 
 def prospect(root: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
-    """Runs PROGRAM with the packages in `root`."""
+    """Runs the program PROGRAM with the copied packages in `root` on a recipe, and returns the ended
+    process."""
     path = os.pathsep.join([str(root), str(ROOT / "runtime")])
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(recipe)],
@@ -63,6 +64,6 @@ def prospect(root: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
 
 
 def printed(result: subprocess.CompletedProcess[str]) -> Any:
-    """Returns the JSON that PROGRAM printed."""
+    """Asserts that PROGRAM has succeeded, and returns the JSON document that it printed."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

@@ -28,8 +28,8 @@ RMS, LAYER = RmsNorm(1e-5, offset=1.0), LayerNorm(1e-5)
 
 
 def patchwork(*, every: bool) -> ModelConfig:
-    """Returns a model whose layers have, together, every option of every block; no size suits a vector.
-    Without `every`, three of its five layers are left out: each costs seconds."""
+    """Returns a config whose layers have, together, every option of every block. No size is a multiple of a
+    vector. every: False to leave out three of the five layers, each of which takes seconds to compile."""
     layers = (
         LayerSpec(
             replace(HEADS, rope=None, alibi="exact", qkv_bias=True, output_bias=True, clip=0.7),
@@ -94,10 +94,10 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def options(block: Any, path: str = "") -> set[tuple[str, ...]]:
-    """Returns the options that a config, or a part of one, uses, as (path of the field, value).
+    """Returns the options that a config, or a part of it, uses, as (path of the field, value).
 
-    Numbers count as their default or as another one; sizes, which have no default, do not count. Each form of
-    a layer (residual connections, norms, feed-forward) is one more option.
+    Of a number it only matters whether it is the default. Sizes, which have no default, do not count as
+    options. Each form of a layer (residual connections, norms, feed-forward) counts as one more option.
     """
     used: set[tuple[str, ...]] = set()
     for field in fields(block):

@@ -76,7 +76,7 @@ def make(
 
 
 def tiny_weights(path: Path, text: str) -> None:
-    """Writes a safetensors file with one U8 tensor, whose bytes are a text."""
+    """Writes a safetensors file with one U8 tensor that holds the bytes of a text."""
     size = len(text.encode())
     tensor = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
     header = json.dumps({"text": tensor}).encode()
@@ -115,7 +115,7 @@ def bench(params: Mapping[str, object], inputs: Inputs, out: Path) -> None:
 
 
 def need_no_tools(*_: object) -> None:
-    """Replaces the check for linkers, which no step here needs."""
+    """Does nothing. It replaces the check for linkers, which these steps do not need."""
 
 
 def _digest(inputs: Inputs) -> str:
@@ -134,7 +134,7 @@ REPLACED: Mapping[str, Callable[..., None]] = {
 
 
 def replace_work(put: Callable[[object, str, object], None] = setattr) -> None:
-    """Puts the work of a few bytes in the place of the real one, in this process."""
+    """Replaces the actions of steps, in this process, by actions that write a few bytes."""
     for action, instead in REPLACED.items():
         module, _, name = action.partition(":")
         put(import_module(module), name, instead)

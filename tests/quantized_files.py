@@ -26,8 +26,8 @@ from tests.checkpoint_files import HF, Entry, Tensors, single, tensors
 Floats = NDArray[np.float32]
 Parts = Mapping[str, Entry]
 Quantizer = Callable[[np.random.Generator, int, int], tuple[Parts, Floats]]
-"""Function of (generator of random numbers, rows, columns) that returns the tensors that store a matrix, and
-its exact values."""
+"""A function of (generator of random numbers, rows, columns) that returns a random quantized matrix: (the
+tensors that store it, its exact values)."""
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 """Names of the quantized modules in each layer. Of the attention inputs only q_proj is quantized, not those
 of keys and values."""
@@ -39,7 +39,7 @@ ODD = {**HF, "hidden_size": 136, "intermediate_size": 264, "num_attention_heads"
 def quantized(
     root: Path, settings: Mapping[str, Any], quantize: Quantizer, fields: Mapping[str, Any] = SMALL
 ) -> dict[str, Floats]:
-    """Writes a checkpoint and returns name of a quantized matrix -> its values."""
+    """Writes a quantized checkpoint. Returns name of a quantized matrix -> its exact values."""
     root.mkdir(exist_ok=True)
     config = parsing.parse(fields)
     content: Tensors = _named(tensors("F32", config), fields)
@@ -72,13 +72,14 @@ def _named(content: Tensors, fields: Mapping[str, Any]) -> Tensors:
 
 
 def read(root: Path, settings: Mapping[str, Any]) -> tuple[models.ModelConfig, Mapping[str, Any]]:
-    """Returns the config of a checkpoint, and parameter -> exact values."""
+    """Reads a checkpoint. Returns (its config, parameter name -> exact values)."""
     config = parsing.parse(json.loads((root / "config.json").read_text()))
     return config, exact_weights.checkpoint(root, config, parsing.tensor_names(config), views_for(settings))
 
 
 def check(root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats]) -> None:
-    """Asserts that the parameters hold these values, bit for bit."""
+    """Asserts that the quantized matrices of a checkpoint are read with exactly these values. values: tensor
+    name -> matrix."""
     config, weights = read(root, settings)
     names = parsing.tensor_names(config).sources
     for param in weights:
@@ -119,7 +120,7 @@ def kept(directory: Path) -> dict[str, str]:
 
 
 def floats(random: np.random.Generator, dtype: str, *shape: int) -> NDArray[np.uint8]:
-    """Returns random finite 8-bit floats, all bit patterns but NaN and infinity."""
+    """Returns the bits of random 8-bit floats; all values except NaN and infinity occur."""
     from mlcbuild.checkpoints.number_types import SMALL_FLOATS
 
     codes = np.flatnonzero(np.isfinite(SMALL_FLOATS[dtype]))
@@ -133,8 +134,8 @@ def check_refused(
     message: str,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Checks that a checkpoint's tensors are refused by a message, a regular expression. fields: those of the
-    model, if not the ones that the checkpoint's config.json has."""
+    """Asserts that a quantized checkpoint is refused with an error that matches the regular expression
+    `message`. fields: config.json of the model, if it is not that of the checkpoint."""
     quantized(root, settings, quantize)
     config = parsing.parse(fields or json.loads((root / "config.json").read_text()))
     with pytest.raises(CheckpointError, match=message):

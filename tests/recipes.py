@@ -24,8 +24,8 @@ targets: [x86-64-v3]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a Git checkout with two models, a GGUF file and prompts, and the recipe's directory below its
-    top."""
+    """Creates a Git checkout with two models, a GGUF file, adapters and prompts. Returns the recipe's
+    directory, which is below the checkout's top."""
     home = tmp_path / "project"
     adapters = ("recipes/adapters/style", "recipes/adapters/facts")
     for directory in (".git", "recipes/models/tiny", "recipes/models/other", "shared", *adapters):
@@ -46,7 +46,7 @@ def read(
 
 
 def faults(text: str, **values: str) -> list[str]:
-    """Returns `line:column: message` of every problem in a recipe."""
+    """Reads a recipe that must be refused, and returns `line:column: message` of every problem."""
     with pytest.raises(InputError) as caught:
         read(text, values=values)
     problems = caught.value.problems
@@ -56,7 +56,7 @@ def faults(text: str, **values: str) -> list[str]:
 
 
 def changed(**sections: str) -> str:
-    """Returns the recipe HEAD with other values for some of its sections."""
+    """Returns the text of the recipe HEAD with some sections replaced. sections: name -> new value."""
     return "".join(
         f"{line.partition(':')[0]}: {sections.get(line.partition(':')[0], line.partition(': ')[2])}\n"
         for line in HEAD.splitlines()

@@ -23,7 +23,7 @@ REGISTRY = shutil.which("docker-registry")
 WITHOUT_REGISTRY = "docker-registry is not installed: apt-get install docker-registry"
 LOGIN = "ann:s3cret"
 _BCRYPT = "$2y$04$/cGGWxC6F01EGBeEmf5ce..GwZr8u9Go8lrSqiFuhDo3ogi96U3gu"
-"""The bcrypt hash of LOGIN's password."""
+"""The password of LOGIN as a bcrypt hash."""
 
 _CONFIG = """\
 version: 0.1
@@ -52,7 +52,7 @@ class Server:
             return bytes(answer.read())
 
     def requests(self) -> list[str]:
-        """Returns method and path of every request to the registry, in order."""
+        """Returns "METHOD path" of every request that the registry has received, in order."""
         lines = (self.home / "log").read_text().splitlines()
         return [
             line.split('"')[1].removesuffix(" HTTP/1.1")

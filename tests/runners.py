@@ -71,9 +71,8 @@ class Runner:
 
 
 def value(expression: str, context: Mapping[str, Json]) -> Json:
-    """Returns the value of an expression of a GitHub workflow: literals, dotted names, fromJSON(...), !x, and
-    one comparison.
-    """
+    """Returns the value of an expression of a GitHub workflow. It supports literals, dotted names,
+    fromJSON(...), !x, and one comparison."""
     text = expression.strip()
     if match := re.fullmatch(r"(\S+) (==|!=|>) (.+)", text):
         left, right = value(match[1], context), value(match[3], context)
@@ -157,7 +156,8 @@ def _action(name: str, inputs: dict[str, Json], runner: Runner) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a directory as archives do: empty directories and modes are lost, times are now."""
+    """Copies a directory as CI archives do: empty directories and file modes are lost, and times are the
+    present."""
     files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
     for path in files:
         place = target / path.relative_to(source)

@@ -14,9 +14,9 @@ from mlcbuild.targets.backends import BACKENDS
 SCHEMES: dict[str, Storage] = {name: BACKENDS["cpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
 GPU_SCHEMES = {name: BACKENDS["webgpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
 SIMPLE = {name: scheme for name, scheme in SCHEMES.items() if scheme.definition.blocks is None}
-"""The schemes without scales of two levels."""
+"""The built-in schemes except those with scales in two levels."""
 QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits]
-"""The schemes with one scale for each group."""
+"""The built-in schemes that have a single scale for each group."""
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:

@@ -116,17 +116,19 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "__main__": "http release",
 }
 SHARED = {"errors", "canon"}
-"""Modules that every room may import."""
+"""Modules of the builder that every room (a directory of the package) may import."""
 FORMAT_LEAVES = {"control_groups", "memory", "processors", "regular", "sizes", "strict_json"}
-"""Modules of mlcbuild_format that import only each other and know no bundles: any room may use them."""
+"""Modules of mlcbuild_format that import only each other and do not depend on bundles, so that any room of
+the builder may import them."""
 FORMAT_USERS = {"bench", "bundles", "checkpoints", "cli", "compiler"}
-"""Rooms of the builder that import the rest of mlcbuild_format: they write or read what the runtime loads."""
+"""Rooms of the builder that may import the rest of mlcbuild_format, because they write or read what the
+runtime loads."""
 RUNTIME_USERS = {"bench", "bundles", "cli", "installed"}
-"""Rooms of the builder that import the runtime: they run a bundle."""
+"""Rooms of the builder that may import the runtime, because they run bundles."""
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Returns dotted name below the package -> file."""
+    """Returns dotted name of a module below the package -> its file."""
     by_name = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -136,7 +138,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Returns every name that a file imports, wherever in the file."""
+    """Returns the dotted name of everything that a file imports, at its top or inside functions."""
     return tuple(_imports(path))
 
 
@@ -150,8 +152,8 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def top_level_uses(package: Path, of: str) -> dict[str, set[str]]:
-    """Returns first part of each module's name -> first parts of the modules of package `of` that it
-    imports."""
+    """Returns, for each first part of a module's name in `package`, the first parts of the modules of the
+    package `of` that it imports."""
     names = {name.partition(".")[0] for name in modules(PACKAGES[of])}
     uses: dict[str, set[str]] = {}
     for name, path in modules(package).items():
@@ -210,7 +212,7 @@ def test_the_builder_uses_the_runtime_where_it_runs_bundles() -> None:
 
 
 def _with_parents(name: str) -> set[str]:
-    """Returns a dotted name and the names of the packages around it."""
+    """Returns a dotted name and the names of all packages that contain it."""
     parts = name.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
@@ -251,7 +253,8 @@ def test_tvm_ffi_is_imported_only_by_the_cpu_device() -> None:
 
 
 def test_only_its_table_entry_names_a_device_of_the_runtime() -> None:
-    """`loading.load` imports a device when a bundle needs it, so that no room above depends on one."""
+    """Checks that no part of the runtime imports a device's module directly: `loading.load` imports it by the
+    name in its table when a bundle needs it."""
     for name, path in modules(RUNTIME).items():
         if not name.startswith("devices"):
             assert not any(item.startswith("mlcbuild_runtime.devices") for item in imports(path)), path
@@ -278,7 +281,8 @@ def test_the_table_of_backends_imports_none() -> None:
 
 
 def test_the_action_of_a_backend_holds_no_other_backend() -> None:
-    """The import closure of an action is its key."""
+    """Checks that the import closure of each backend's action, which is part of cache keys, contains no file
+    of another backend."""
     for kind, backend in BACKENDS.items():
         files = code_files(backend.action.partition(":")[0])
         folders = {other: entry.action.rpartition(".")[0] for other, entry in BACKENDS.items()}

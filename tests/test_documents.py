@@ -96,7 +96,7 @@ def test_the_comment_for_editors_names_the_schema() -> None:
 
 
 FRONT_WORDS = 1000
-"""Words of the front page without its tables of results: about two screens of prose."""
+"""Maximum number of words on the front page without its tables of results: about two screens of prose."""
 
 
 def test_the_front_page_is_short_and_its_picture_is_there_in_both_colours() -> None:

@@ -65,9 +65,10 @@ def extend(root: Path) -> None:
 
 
 def write_model(out: Path) -> None:
-    """Writes a checkpoint of the family toy whose matrices the format toy holds exactly.
+    """Writes a checkpoint of the example family `toy`, whose matrices the example format stores exactly.
 
-    Every group of 32 has weights (q - 7) / 32 with q = 0 .. 15, both ends included: the step is 2**-5.
+    Every group of 32 weights has values (q - 7) / 32 with q = 0 .. 15, and both ends occur, so that the step
+    is 2**-5.
     """
     shutil.copytree(TINY, out)
     (out / "config.json").unlink()
@@ -94,7 +95,7 @@ def write_model(out: Path) -> None:
 
 
 def python(root: Path, *arguments: str) -> str:
-    """Runs Python in root/work with the copied builder, and returns what it printed."""
+    """Runs Python code in root/work with the copied builder, and returns what it printed."""
     kept: Mapping[str, str] = {
         name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")
     }

@@ -32,12 +32,12 @@ def section(document: str, heading: str) -> str:
 
 
 def first_columns(text: str) -> list[str]:
-    """Returns what stands between backticks at the beginning of each row of the tables in a text."""
+    """Returns the names in backticks at the beginning of the rows of all tables in a text."""
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
 def strings() -> Iterator[str]:
-    """Yields every string in the sources of builder and runtime, without the values in f-strings."""
+    """Yields every string in the source of builder and runtime; f-strings without their values."""
     for package in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -71,7 +71,8 @@ def test_formats_of_the_upgrading_table_are_those_of_the_program() -> None:
 
 
 def rows(text: str) -> dict[str, str]:
-    """Returns the name at the beginning of each row of the tables in a text -> the row's second column."""
+    """Returns, for each row of the tables in a text, name in its first column -> text of its second
+    column."""
     return dict(re.findall(r"^\| `(\w+)`[^|]* \| (.*) \|$", text, re.MULTILINE))
 
 

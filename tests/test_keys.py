@@ -1,4 +1,5 @@
-"""Cache keys: the source files of each action, and which steps an edit of one file makes run again."""
+"""Tests of cache keys: which source files are in the key of each action, and which steps an edit of a file
+makes run again."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ from tests.conftest import ROOT, project
 from tests.forkserver import ForkServer
 
 GOLDEN = ROOT / "tests" / "golden" / "closures.json"
-"""Kind of step -> the source files of its key; "family/NAME" and "format/NAME" -> what the file of one family
-or format adds to a key, beside what all of them add. Change it on purpose only: every such key moves.
+"""File that lists, for each kind of step, the source files in its key; entries "family/NAME" and
+"format/NAME" list the files that only one family or format adds. Changes must be intended, because every
+listed key changes.
 
-Written by `python -m tests.test_keys`."""
+`python -m tests.test_keys` writes the file.
+"""
 
 RECIPE = """\
 version: 1
@@ -106,9 +109,8 @@ targets: [x86-64-v3]
 
 
 def test_a_format_is_in_the_keys_of_its_weights_and_libraries_only(tmp_path: Path) -> None:
-    """The file of a format is in the keys of weights and libraries with this format, also if only an override
-    uses it, and in no others.
-    """
+    """Checks that the file of a format is in the keys of weights and libraries that use this format, even if
+    only an override does, and in no other keys."""
     holders: dict[str, set[str]] = {name: set() for name in format_names()}
     for step in build(load(project(tmp_path, SCHEMES)), Lock({})).graph.steps():
         files = {name for module in step_modules(step) for name in code_files(module)}
@@ -235,12 +237,12 @@ RUNS_NOTHING = (
     "runtime/mlcbuild_runtime/release.py",
     "runtime/mlcbuild_runtime/untrusted.py",
 )
-"""Files that are in no key of the recipe."""
+"""Source files that are in no key of the recipe."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A copy of the packages to edit, with a recipe and its store."""
+    """A copy of the packages that tests may edit, with a recipe and its store."""
 
     root: Path
     server: ForkServer
@@ -256,7 +258,8 @@ class Source:
         return self._steps("mlcbuild", "plan", "recipe.yaml", "--json")
 
     def _steps(self, module: str, *arguments: str) -> list[tuple[str, str]]:
-        """Runs a module with the copied packages. Returns (kind, status) of every step that it lists."""
+        """Runs a module of the copied packages, and returns (kind, status) of every step in the JSON that it
+        prints."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "runtime"), str(ROOT)])
         environment["MLCBUILD_STORE"] = str(self.root / "store")
@@ -268,7 +271,7 @@ class Source:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """Yields a copy of the packages whose recipe is built."""
+    """Yields a copy of the packages whose recipe has been built."""
     root = tmp_path_factory.mktemp("source")
     for package in ("mlcbuild", "runtime", "targets"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -283,7 +286,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
 
 
 def runs_after_edits(source: Source, *names: str) -> set[str]:
-    """Returns the kinds of steps that a plan runs after edits of files, by a comment, which are put back."""
+    """Returns the kinds of steps that would run after a comment is added to each of these files. The files
+    are restored afterwards."""
     texts = {source.root / name: (source.root / name).read_bytes() for name in names}
     for path, text in texts.items():
         path.write_bytes(text + b"\n# edited\n")

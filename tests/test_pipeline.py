@@ -34,7 +34,7 @@ def built(directory: Path, text: str, lock: Lock | None = None) -> Pipeline:
 
 
 def kinds(created: Pipeline) -> Counter[str]:
-    """Returns kind of step (the first part of a step's name) -> steps."""
+    """Returns kind of step, the first part of a step's name -> the steps of this kind."""
     return Counter(step.name.partition("/")[0] for step in created.graph.steps())
 
 

@@ -94,7 +94,8 @@ def toy_kind(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Returns a real build in worker processes. Its recipe publishes to a registry that is never asked."""
+    """Builds a real recipe in worker processes and returns it with its result. It names a registry, to which
+    nothing is published."""
     root = tmp_path_factory.mktemp("session")
     recipe = project(root, RECIPE.replace("toy://shelf/{model}", "oci://registry.invalid/{model}:v1"))
     events: list[Event] = []

@@ -35,8 +35,8 @@ def test_what_is_skipped_is_grouped_at_the_end() -> None:
 
 
 def trees(files: str, pattern: str) -> list[ast.Module]:
-    """Returns the syntax trees of the tests' files with such names whose text matches the pattern: parsing
-    all of them takes two seconds."""
+    """Returns the syntax trees of those test files whose names match `files` and whose text matches
+    `pattern`. Parsing all of them would take two seconds."""
     texts = (path.read_text() for path in sorted((ROOT / "tests").rglob(files)))
     return [ast.parse(text) for text in texts if re.search(pattern, text)]
 
@@ -59,8 +59,8 @@ CLOCKS = re.compile(r"\btime\.(?:process_time|thread_time|perf_counter|monotonic
 
 
 def compared_with_numbers(function: ast.FunctionDef) -> list[str]:
-    """Returns the assertions of a test that compare a reading of a clock with a number of seconds, where the
-    reading is in the assertion itself or in a variable of the test."""
+    """Returns the assertions of a test function that compare a clock reading, or a variable that holds one,
+    with a number of seconds."""
     timed = {
         ast.unparse(node.targets[0])
         for node in ast.walk(function)
@@ -103,7 +103,7 @@ PACKAGES = (ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_format", ROOT / "run
 
 
 def lines_of_code(source: str) -> int:
-    """Returns the number of lines with code: no blank lines, comments or docstrings."""
+    """Returns the number of lines with code, not counting blank lines, comments and docstrings."""
     tree = ast.parse(source)
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     strings = [node for node in texts if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -119,7 +119,7 @@ def lines_of_code(source: str) -> int:
 
 @cache
 def large_modules() -> dict[str, Path]:
-    """Returns dotted name -> file of every module with LARGE lines of code or more."""
+    """Returns dotted name -> file of every module with at least LARGE lines of code."""
     by_name = {}
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
@@ -179,18 +179,18 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild_runtime.openai.service": "runtime/test_app.py",
     "mlcbuild_runtime.text.vocabulary": "runtime/test_tokenizer.py",
 }
-"""Large module -> the file of tests that tests it together with others. New modules have a file of their own;
-whoever writes one for a module of this list removes the line."""
+"""Large module -> the test file that tests it together with other modules. New modules need a test file with
+their name, and a module that gets one is removed here."""
 TESTED_BY_ROOM: Mapping[str, str] = {
     "mlcbuild.compiler.cpu.kernels.": KERNELS,
     "mlcbuild.compiler.gpu.": LAUNCHES,
 }
-"""Beginning of module names -> the reason why these modules have no tests of their own."""
+"""Beginning of module names -> the reason why these modules need no test files with their names."""
 
 
 def has_tests(name: str) -> bool:
-    """Returns True if a module has a file of tests with its name. If several large modules have that name,
-    the file must be in a directory that is named as a room of the module, or in `runtime` for those.
+    """Returns True if there is a test file with a module's name. If several large modules have that name, the
+    file must be in a directory with the name of the module's room, or in `runtime` for the runtime's modules.
     """
     *rooms, last_part = name.split(".")
     rooms += ["runtime"] if rooms[0] != "mlcbuild" else []

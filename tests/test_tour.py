@@ -1,14 +1,12 @@
-"""The documents as they stand: commands are run, files are loaded, stated outputs are compared.
+"""Tests of the documents: their commands are run, their files are loaded, and the printed outputs are
+compared.
 
-A fenced block is tried by its language: `console` (commands after `$ ` and what they print), `python`,
-`yaml` (a recipe), `text` (what the block before it printed). A comment before a block, which readers do not
-see, makes it something else:
+A fenced block is tried by its language: `console` (commands after `$ ` and what they print), `python`, `yaml`
+(a recipe), `text` (what the block before it printed). An HTML comment before a block changes that: `<!--
+tour: file PATH -->` means that the block is the content of that file, `<!-- tour: output of COMMAND -->` that
+it is what the command prints, and `<!-- tour: not run: REASON -->` that it is not tried.
 
-    <!-- tour: file PATH -->            the block is the content of that file
-    <!-- tour: output of COMMAND -->    the block is what the command prints
-    <!-- tour: not run: REASON -->      nothing is tried
-
-In a stated output `...` stands for anything within a line, and alone on a line for any lines. Decimal
+In a printed output `...` stands for anything within a line, and alone on a line for any lines. Decimal
 numbers, digests, thread counts and cores may differ.
 """
 
@@ -100,7 +98,8 @@ def pattern(expected: str) -> str:
 
 
 class Shell:
-    """One sh, as a reader's terminal: commands follow each other, and directories and variables stay."""
+    """A shell process that acts as a reader's terminal: it runs commands one after the other, and keeps its
+    directory and variables."""
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -123,10 +122,10 @@ class Shell:
             self._lines.put(line)
 
     def run(self, command: str, until: str | None = None) -> tuple[str, int]:
-        """Returns what a command printed, and its exit code; of one in the background, what it printed so
-        far.
+        """Runs a command. Returns (what it printed, its exit code); for a command in the background, what it
+        has printed so far.
 
-                With `until`, waits until the output matches that.
+        until: regular expression; the function waits until the output matches it.
         """
         assert self._process.stdin is not None
         end = "@@the-end"
@@ -149,7 +148,7 @@ class Shell:
         return printed if printed.endswith("\n") or not printed else printed + "\n", code
 
     def close(self) -> None:
-        """Ends the shell and all that it started."""
+        """Ends the shell and all processes that it has started."""
         os.killpg(self._process.pid, 9)
         self._process.wait()
         self._reader.join()
@@ -160,7 +159,7 @@ class Shell:
 
 @dataclass
 class Tour:
-    """Goes through the blocks of one document."""
+    """Executes or checks the code blocks of one document, in order."""
 
     shell: Shell
     checkout: Path

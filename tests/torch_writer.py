@@ -1,4 +1,5 @@
-"""Writes files as torch.save does: pickles of protocol 2 and zip files, by their descriptions."""
+"""Writes files in torch.save's format, pickles of protocol 2 in zip files, following the descriptions of
+these formats."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ EMPTY = b"ccollections\nOrderedDict\n)R"
 
 
 def tensor(code: str, member: str, shape: tuple[int, ...], steps: tuple[int, ...], offset: int = 0) -> bytes:
-    """Returns the opcodes that leave a tensor on the stack."""
+    """Returns pickle opcodes that push a tensor on the stack. code: its dtype; member: name of the file in
+    the archive with its values; steps: strides."""
     count = number(math.prod(shape) + offset)
     storage = b"(" + text("storage") + b"ctorch\n" + STORAGES[code].encode() + b"\n"
     storage += text(member) + text("cpu") + count + b"tQ"
@@ -56,7 +58,7 @@ def tensor(code: str, member: str, shape: tuple[int, ...], steps: tuple[int, ...
 
 
 def pickled(items: Mapping[str, bytes]) -> bytes:
-    """Returns the pickle of a mapping, each of whose values is left on the stack by some opcodes."""
+    """Returns the pickle of a mapping. items: key -> opcodes that push its value on the stack."""
     return b"\x80\x02" + EMPTY + b"(" + b"".join(text(name) + code for name, code in items.items()) + b"u."
 
 
@@ -69,7 +71,8 @@ def zipped(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> by
 
 
 def torch_file(content: Mapping[str, Entry], extra: Mapping[str, bytes] | None = None) -> bytes:
-    """Returns a file with these tensors. extra: name -> opcodes of further entries."""
+    """Returns the bytes of a file with these tensors in torch.save's format. extra: name -> opcodes of
+    additional entries."""
     items, members = {}, {}
     for i, (name, (code, array)) in enumerate(content.items()):
         items[name] = tensor(code, str(i), array.shape, strides(array.shape))

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 TOURED = ("README.md", "recipes/TOUR.md", "ci/README.md")
-"""Documents whose blocks are executed in this order, in one shell."""
+"""Paths of the documents whose blocks are executed, in this order, in one shell."""
 
 
 DOCUMENTS = (
@@ -53,7 +53,7 @@ def blocks(document: str) -> list[Block]:
 
 
 def commands(directory: Path) -> dict[str, str]:
-    """Returns an environment in which `mlcbuild` is a command, and nothing of a user is set."""
+    """Returns environment variables with which `mlcbuild` is a command and no setting of the user applies."""
     directory.mkdir()
     command = directory / "mlcbuild"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m mlcbuild "$@"\n')

@@ -30,13 +30,13 @@ FOLDERS = {
     "qwen2": "qwen2-window",
     "qwen3": "qwen3",
 }
-"""Type -> the directory of tests/golden with its checkpoint."""
+"""Model type -> name of the directory in tests/golden with its checkpoint."""
 STACKS = {name.partition("-")[0]: name for name in experts_golden.VARIANTS}
-"""Type -> the golden of experts with its checkpoint."""
+"""Model type -> name of the golden with experts that has its checkpoint."""
 
 
 def write(name: str, area: Path) -> Path:
-    """Writes a checkpoint of a model type to the new directory `area`, which it returns."""
+    """Writes a checkpoint of a model type to the new directory `area`, and returns the directory."""
     if name in FOLDERS:
         shutil.copytree(typegoldens.HERE / FOLDERS[name], area)
     else:
@@ -77,9 +77,8 @@ TOKENS = [3 + number * 31 % len(CHARACTERS) for number in range(20)]
 
 
 def loss(checkpoint: Path, scheme: Storage, area: Path, texts: Sequence[Sequence[int]] = (TOKENS,)) -> float:
-    """Returns the mean KL divergence in nats of a checkpoint's logits in float64, once its weights are
-    converted to a scheme, from those of its own weights. The weights files are written to `area`; texts: the
-    tokens of each text."""
+    """Returns the mean KL divergence, in nats, that converting a checkpoint to a scheme causes in its logits,
+    computed in float64. area: directory for the weights files; texts: the tokens of each text."""
     config = parsing.parse(json.loads((checkpoint / "config.json").read_text()), checkpoint.name)
     names = parsing.tensor_names(config)
     conversion.write(locate(checkpoint, config, names), scheme, area)
@@ -107,7 +106,8 @@ LIMITS = {
     **dict.fromkeys(("q5a8_1", "q5a8_2", "q6a8_2"), 0.5),
     **dict.fromkeys(("q4f32_1", "q4f16_1", "q4a8_1", "q4a8_2"), 2.0),
 }
-"""Scheme -> largest divergence in nats on these checkpoints, whose weights are random.
+"""Scheme -> largest allowed divergence, in nats, on these checkpoints, whose weights are random.
 
-Rounding may change the choice of an expert. In float16 that costs one of 20 tokens 6e-3, and the others 1e-7.
+Rounding may change which expert a router chooses. With float16 weights that cost one of 20 tokens 6e-3, and
+the others 1e-7.
 """

@@ -1,8 +1,8 @@
-"""Tiny models of each model type: configs, random weights, and the logits that transformers gives.
+"""Tiny models of each model type: configs, random weights, and the logits that transformers computes.
 
-A golden is one file, tests/golden/<name>.safetensors: logits float32 [n, vocab] of one pass, and in its
-header the names and shapes of the checkpoint's tensors. Weights are drawn again from the name.
-tests/golden/make_types.py writes it.
+A golden is one file, tests/golden/<name>.safetensors. It contains the logits of one pass, float32 [n, vocab],
+and in its header the names and shapes of the checkpoint's tensors. The weights are not stored: they are
+generated again from the golden's name. tests/golden/make_types.py writes the files.
 """
 
 from __future__ import annotations
@@ -268,13 +268,14 @@ CONFIGS: Mapping[str, Config] = {
     name: {"model_type": name.partition("-")[0], "torch_dtype": "float32", **config}
     for name, config in _TYPES.items()
 }
-"""Name of a golden -> the config.json of its checkpoint."""
+"""Name of a golden -> its config.json as a JSON object."""
 _DIFFERENCES_FROM_1 = ("gemma", "nemotron")
-"""Types whose norms add 1 to their weights."""
+"""Model types whose norms add 1 to their stored weights."""
 
 
 def weights(name: str, shapes: Mapping[str, list[int]]) -> dict[str, Values]:
-    """Returns weights that keep activations near 1 through the layers and make attention far from uniform."""
+    """Returns random weights, scaled so that activations stay near 1 through the layers and attention is far
+    from uniform."""
     rng = np.random.default_rng(crc32(name.encode()))
     config = CONFIGS[name]
     values = {}
@@ -305,13 +306,13 @@ class TypeGolden:
 
     config: ModelConfig
     weights: Mapping[str, Values]
-    """Parameter name in this project -> values, as they are read from the checkpoint."""
+    """Parameter name in this project -> its values, as read from the checkpoint."""
     tokens: list[int]
     logits: Values
 
 
 def stored(name: str) -> tuple[dict[str, Values], Values]:
-    """Returns the tensors of a golden's checkpoint, and its logits."""
+    """Returns (tensor name -> values of a golden's checkpoint, the golden's logits)."""
     data = (HERE / f"{name}.safetensors").read_bytes()
     base = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:base])
@@ -321,7 +322,7 @@ def stored(name: str) -> tuple[dict[str, Values], Values]:
 
 
 def load(name: str, area: Path) -> TypeGolden:
-    """Reads a golden; its checkpoint is written to the directory `area`."""
+    """Loads a golden. Its checkpoint is written to the directory `area`."""
     tensors, logits = stored(name)
     save(area / "model.safetensors", {tensor: entry(value, "F32") for tensor, value in tensors.items()})
     config = parsing.parse(CONFIGS[name], name)

@@ -119,9 +119,8 @@ def test_a_server_that_wants_a_key(url: str, capsys: Out) -> None:
 
 
 def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
-    """Prompts of up to twice the context are sent; those that the server refuses are counted by kind of error
-    and reported.
-    """
+    """Checks that failed requests are counted and reported by kind of error: some prompts are longer than the
+    context, so that the server refuses them."""
     long = ("--prompt-tokens", "uniform:10,1100", "--requests", "12", "--warmup", "0", "--json")
     stdout, stderr = bench(capsys, 0, url, "--api-key", "key", "--tokens", "2", *long)
     (actual,) = json.loads(stdout)["loads"]
@@ -203,9 +202,8 @@ def test_bad_servers(answer: bytes | None, error: str, capsys: Out) -> None:
 
 
 def test_a_server_that_counts_nothing(capsys: Out) -> None:
-    """For a server that reports no usage, pieces of text count as tokens of the answer, and words as tokens
-    of the prompt.
-    """
+    """Checks a server that reports no usage: each piece of text then counts as one token of the answer, and
+    the number of prompt tokens is unknown."""
     answers = [MODELS, plain(b"{}"), stream({"choices": [{"text": ""}]}, SAID, SAID, SAID)]
     with scripted(answers) as url:
         stdout, _ = bench(capsys, 0, url, "--warmup", "0", "--requests", "1", "--json")

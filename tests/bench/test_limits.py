@@ -1,4 +1,5 @@
-"""The loops that measure a machine's limits contain the instructions whose rate they report."""
+"""Tests that the loops which measure a machine's limits contain the instructions whose rate they report, and
+keep their operands in registers."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def limits() -> ModuleType:
 
 
 def loops(assembly: str) -> Iterator[str]:
-    """Yields the text of each innermost loop: from a label to the jump back to it, with no label between."""
+    """Yields the assembly of each innermost loop: the lines from a label to a jump back to it, without
+    another label between them."""
     lines = assembly.splitlines()
     start: int | None = None
     for number, line in enumerate(lines):
@@ -76,7 +78,8 @@ def loops(assembly: str) -> Iterator[str]:
 
 
 def counted(assembly: str, instruction: str) -> int:
-    """Returns how many of the instructions the one loop that contains them has in an iteration."""
+    """Returns how often the instruction occurs in one iteration of the loop that contains it. instruction:
+    regular expression. Asserts that exactly one loop contains it."""
     numbers = [count for loop in loops(assembly) if (count := len(re.findall(instruction, loop)))]
     assert len(numbers) == 1, (instruction, numbers)
     return numbers[0]

@@ -21,7 +21,8 @@ TEXT = "tests.actions:text"
 
 
 class Run:
-    """A run of a graph on a cluster, with a remote between the stores."""
+    """Runs graphs on a cluster from one store, with a remote through which the stores of the builder and the
+    workers exchange results."""
 
     def __init__(self, cluster: Cluster, place: Path, name: str = "store") -> None:
         (place / "remote").mkdir(exist_ok=True)

@@ -16,7 +16,8 @@ from tests.build.runs import step
 
 
 def overlaps(log: Path) -> int:
-    """Returns the most steps that ran at one time."""
+    """Returns the largest number of steps that ran at one time. log: file with the start and end of each
+    step."""
     marks = []
     for line in log.read_text().splitlines():
         started, ended = map(float, line.split())

@@ -1,4 +1,4 @@
-"""Runs on a real scheduler of dask.distributed, with workers as processes that have stores of their own."""
+"""Tests of builds on a real dask.distributed scheduler, whose workers are processes with separate stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("cluster")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Yields a cluster with the workers `one` to `four`, the last two of them to be killed."""
+    """Yields a cluster of four workers, of which a test may kill `three` and `four`."""
     with started(tmp_path_factory.mktemp("cluster")) as actual:
         actual.worker("one", "--labels", "first")
         actual.worker("two", "--labels", "fast, gpu=1")

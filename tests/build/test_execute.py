@@ -39,7 +39,7 @@ EXECUTORS: tuple[Literal["inline", "pool"], ...] = ("inline", "pool")
 
 
 def content(store: Store, result: RunResult, name: str) -> str:
-    """Returns the text of a step's only file."""
+    """Returns the text of the only file in the result of the step `name`."""
     record = only(result, name).record
     assert record is not None
     (entry,) = record.files

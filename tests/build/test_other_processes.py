@@ -115,7 +115,8 @@ def test_a_step_fails_whose_lock_cannot_be_made(store: Store, tmp_path: Path, ke
 
 
 def test_a_full_disk_is_told_and_leaves_a_usable_store(tmp_path: Path) -> None:
-    """Files are limited to 64 kB for this process and its workers: writing more fails as on a full disk."""
+    """Limits the size of files to 64 kB for this process and its workers, so that writing more fails as on a
+    full disk."""
     code = (
         "import resource, sys; from pathlib import Path\n"
         "from mlcbuild.build.execute import *; from mlcbuild.build.graph import *\n"

@@ -20,7 +20,7 @@ from mlcbuild.store.store import Store
 
 @dataclass
 class Machine:
-    """A stand-in for an executor, with cores and memory that the test chooses."""
+    """A replacement for an executor whose number of cores and size of memory the test chooses."""
 
     cores: int = 8
     memory: int = 100

@@ -19,7 +19,7 @@ from mlcbuild.cli import main
 from tests import product
 
 SIZES = (4, 8, 16)
-"""Numbers of models of the recipes, each with 2 schemes and 3 targets."""
+"""Numbers of models in the recipes whose costs are compared. Each recipe has 2 schemes and 3 targets."""
 TARGETS = ("x86-64-v2", "aarch64-linux", "cortex-a72")
 OF_A_STORE = {
     "status": ("cache", "status"),
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Returns how many functions are called, those written in C too."""
+    """Returns how many functions are called, those written in C included, while `work` runs."""
     profile = cProfile.Profile()
     profile.enable()
     work()

@@ -14,7 +14,8 @@ from tests.conftest import TINY
 
 
 def tokenizer(directory: Path, **documents: object) -> Path:
-    """Returns the tokenizer step on the embedded model with some JSON documents replaced (None: removed)."""
+    """Runs the tokenizer step on a copy of the embedded model, and returns the step's output directory.
+    documents: name of a JSON file -> its new content, or None to remove the file."""
     checkpoint, out = directory / "checkpoint", directory / "out"
     shutil.copytree(TINY, checkpoint)
     out.mkdir()

@@ -37,7 +37,7 @@ def made(manifest: bytes = b"{}") -> bytes:
 
 @pytest.fixture
 def bundle(tmp_path: Path, key: keyfile.Signer) -> Path:
-    """Returns a directory with the parts of a bundle that a provenance statement is about."""
+    """Returns a directory with a manifest, its provenance statement and the signed statement."""
     path = tmp_path / "bundle"
     path.mkdir()
     (path / "bundle.json").write_bytes(b"{}")

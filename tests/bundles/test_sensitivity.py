@@ -25,7 +25,8 @@ pytestmark = pytest.mark.xdist_group("budget")  # one process measures the table
 
 
 def plain_loss(inputs: dict[str, Path], name: str, scheme: str) -> float:
-    """Returns the mean KL divergence with one matrix quantized, computed from whole models."""
+    """Returns the mean KL divergence that quantizing one matrix causes, computed by evaluating the whole
+    model twice."""
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     weights = dict(checkpoint(TINY, config, read_tensor_names(inputs["config"])))
     form = SCHEMES[scheme].definition

@@ -30,7 +30,7 @@ def pins(*names: str) -> dict[str, object]:
 
 
 def refusal(client: Client, function: str, *arguments: object) -> str:
-    """Returns the message of the SourceError that a call must raise."""
+    """Returns the error message of a call that must be refused with a SourceError."""
     with pytest.raises(RefusedError) as caught:
         client.call(function, *arguments)
     assert caught.value.kind in ("SourceError", "UnreachableError", "AbsentError"), caught.value

@@ -133,7 +133,8 @@ def indexed(root: Path, change: Callable[[dict[str, object]], object]) -> None:
 
 
 def replaced(root: Path, name: str, stored: Entry | None, *, extra: str | None = None) -> None:
-    """Writes a single-file checkpoint with one tensor changed, removed (None) or added."""
+    """Writes a checkpoint of one file in which the tensor `name` is replaced by `stored`, removed (None), or
+    copied to the name `extra`."""
     actual = tensors()
     if extra is not None:
         actual[extra] = actual[name]

@@ -34,7 +34,8 @@ QUANTIZABLE = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ
 
 _POSITIVE = np.array([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x7FFF], np.uint16)
 SPECIAL_HALVES = np.concatenate([_POSITIVE, _POSITIVE | 0x8000])
-"""Bits of float16: zero, subnormals, smallest normal, one, largest, infinity, NaN; then the negative ones."""
+"""Bits of float16 values: zero, subnormals, smallest normal, one, largest, infinity and NaN; then the same
+ones with the sign bit set."""
 
 
 def each(kinds: list[BlockType]) -> pytest.MarkDecorator:
@@ -53,7 +54,8 @@ def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
 
 
 def assert_same_bits(actual: NDArray[np.float32], other: NDArray[np.float32]) -> None:
-    """Compares bit patterns, so that zeros keep their sign; any two NaN are equal."""
+    """Asserts that two arrays have the same bits, so that the signs of zeros are compared, too; any two NaN
+    are equal."""
     assert actual.shape == other.shape
     both_nan = np.isnan(actual) & np.isnan(other)
     different = (actual.view(np.uint32) != other.view(np.uint32)) & ~both_nan
@@ -65,7 +67,8 @@ def random_rows(kind: BlockType, rows: int, blocks: int, seed: int = 0) -> NDArr
 
 
 def with_ordinary_scales(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.uint8]:
-    """Replaces float16 fields by ordinary numbers, so that no NaN hides a wrong code."""
+    """Returns blocks in which the float16 fields are replaced by normally distributed numbers, so that no NaN
+    can hide a wrong code."""
     blocks = raw.reshape(-1, kind.size).copy()
     for index, offset in enumerate(HALVES[kind.name]):
         scales = np.random.default_rng(index).normal(size=len(blocks)).astype(np.float16)

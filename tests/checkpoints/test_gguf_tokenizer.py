@@ -81,7 +81,7 @@ def corpus(count: int, special: tuple[str, ...] = ()) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def byte_level() -> Original:
-    """Returns a byte-level BPE tokenizer that was trained here, without a pre-tokenizer of its own."""
+    """Returns a byte-level BPE tokenizer that is trained on random lines."""
     original = Original(models.BPE())
     original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -95,7 +95,8 @@ def byte_level() -> Original:
 
 
 def byte_level_metadata(original: Original, pre: str) -> Metadata:
-    """Returns the GGUF metadata that a converter writes for a tokenizer.json, with 5 unused tokens."""
+    """Returns the GGUF metadata that a converter would write for a tokenizer.json, with 5 unused tokens. pre:
+    the name of the pre-tokenizer."""
     document = json.loads(original.to_str())
     tokens = sorted(original.get_vocab(), key=original.get_vocab().__getitem__)
     types = [NORMAL] * len(tokens)
@@ -129,9 +130,8 @@ def split(expression: str) -> Any:
 
 
 def words_of(pre: str) -> tuple[Any, Any]:
-    """Returns (pre-tokenizer, normalizer) of the original model, built from the parts of the library
-    tokenizers.
-    """
+    """Returns (pre-tokenizer, normalizer) that a published model uses, built with the package tokenizers.
+    pre: the name of the pre-tokenizer in GGUF files."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -234,9 +234,8 @@ def pieces_metadata(model: bytes, kind: str) -> Metadata:
 
 @pytest.fixture(scope="module")
 def pieces() -> Mapping[bool, bytes]:
-    """Returns a mapping: whether a space is added at the start of a text -> a SentencePiece BPE model that
-    was trained here.
-    """
+    """Returns True if a space is added in front of a text -> a SentencePiece BPE model, trained on random
+    lines."""
     from sentencepiece import SentencePieceTrainer
 
     trained = {}

@@ -50,7 +50,7 @@ def distance(actual: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 
 
 MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 3}
-"""Adapter -> largest difference from PEFT's merge, in units of the last place."""
+"""Adapter -> largest allowed difference from PEFT's result, in units of the last place."""
 
 
 @pytest.mark.parametrize(("name", "most"), MOST.items())
@@ -75,7 +75,8 @@ def test_several_adapters_with_factors_are_those_of_peft(
 
 
 def as_torch(source: Path, target: Path) -> Path:
-    """Copies an adapter, with its weights in a file as torch.save writes it, and returns the copy's path."""
+    """Copies an adapter, with its weights converted to a file in torch.save's format, and returns the copy's
+    path."""
     target.mkdir()
     shutil.copy(source / "adapter_config.json", target)
     stored = load_file(source / "adapter_model.safetensors")

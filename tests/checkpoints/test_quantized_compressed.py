@@ -144,8 +144,8 @@ def test_values_that_formats_keep(tmp_path: Path) -> None:
 
 
 def gpt_oss(root: Path) -> tuple[models.ModelConfig, dict[str, Floats]]:
-    """Writes a gpt-oss of random experts in MXFP4; returns name -> values as transformers has them, [experts,
-    inputs, outputs]."""
+    """Writes a gpt-oss checkpoint with random experts in MXFP4. Returns (config, name of a tensor -> its
+    values in transformers' shape [experts, inputs, outputs])."""
     config = {**typegoldens.CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 96}
     parsed = parsing.parse(config)
     random, content, values = np.random.default_rng(4), {}, {}

@@ -44,7 +44,8 @@ Ints = NDArray[np.int64]
 
 
 def packed(codes: Ints, bits: int) -> NDArray[np.int32]:
-    """Returns columns of codes [count, lines], each packed into words, as one long number of Python."""
+    """Packs each column of codes [count, columns] into 32-bit words, computed with a single long integer per
+    column. bits: size of a code."""
     words = np.empty((codes.shape[0] * bits // 32, codes.shape[1]), np.uint32)
     for column in range(codes.shape[1]):
         number = sum(int(code) << (bits * i) for i, code in enumerate(codes[:, column]))

@@ -275,7 +275,8 @@ else:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A 400 MB checkpoint (a sparse file of zeros) in a process of its own."""
+    """Checks that converting a 400 MB checkpoint, a sparse file of zeros, takes much less memory than that.
+    It runs in a separate process."""
     vocabulary = 2_500_000
     config = {**HF, "vocab_size": vocabulary}
     root = tmp_path / "hf"

@@ -209,7 +209,7 @@ def git(directory: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Returns a committed project with two models."""
+    """Returns a Git repository with a recipe of two models, all committed."""
     home = tmp_path / "repository"
     recipe = project(home, QUICKSTART.replace("{tiny: ./tiny}", "{tiny: ./tiny, other: ./other}"))
     shutil.copytree(TINY, home / "other")

@@ -115,7 +115,7 @@ def test_tables_stand_in_the_order_of_a_reader(tmp_path: Path) -> None:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Returns the program ci/bench/build."""
+    """Returns the program ci/bench/build as a module."""
     monkeypatch.syspath_prepend(str(BENCH))
     return _loaded("bench_build", BENCH / "build")
 

@@ -31,7 +31,7 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def built(tiny_bundles: Path, common_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the built quickstart as the current directory."""
+    """Makes the directory of the built quick start the current one, and returns it."""
     monkeypatch.chdir(tiny_bundles)
     monkeypatch.setenv("MLCBUILD_STORE", str(common_store))
     return tiny_bundles

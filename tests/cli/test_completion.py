@@ -16,7 +16,8 @@ from mlcbuild.cli import completion
 def script(
     request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, Path]:
-    """Returns a shell and the file with its script."""
+    """Returns (name of a shell, file with its completion script). Skips the test if the shell is not
+    installed."""
     shell = str(request.param)
     assert cli.main(["completion", shell]) == 0
     path = tmp_path / shell
@@ -41,7 +42,8 @@ FISH = 'source $argv[1]; complete -C (string join " " -- mlcbuild $argv[2..])'
 
 
 def offered(script: tuple[str, Path], *words: str) -> list[str]:
-    """Returns the words that a shell offers for the last of `words`, which stand after `mlcbuild`."""
+    """Returns the completions that a shell offers for the last of `words`, which follow `mlcbuild` on the
+    command line."""
     shell, path = script
     command = {
         "bash": ["bash", "--norc", "-c", BASH, str(path), *words],

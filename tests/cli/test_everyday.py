@@ -42,7 +42,7 @@ def ask(name: str | Path, store: Path, *more: str, **variables: str) -> tuple[st
 
 
 def names(store: Path) -> dict[str, str]:
-    """Returns name -> source of the installed models."""
+    """Returns name -> source of the models that `mlcbuild list` prints."""
     listed = json.loads(checked(mlcbuild("list", "--json", store=store)))["models"]
     return {item["name"]: item["source"] for item in listed}
 

@@ -12,7 +12,7 @@ from mlcbuild.cli import VERBS, main, options, parser, verb_parser
 
 
 def actions() -> Iterator[tuple[str, argparse.Action]]:
-    """Yields every option of every verb."""
+    """Yields every option of every command."""
     top = parser()
     (verbs,) = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
     for name, sub in verbs.choices.items():

@@ -324,8 +324,8 @@ def test_bundles_answer_the_held_out_questions(scheme: str, tiny_bundles: Path) 
 
 
 def answers(bundle: Path, questions: list[dict[str, str]]) -> list[bool]:
-    """Returns which questions a server of the bundle answers right, greedily, asked by eight clients at
-    once."""
+    """Starts a server of a bundle and asks it the questions, eight at a time. Returns for each question
+    whether the greedy answer was right."""
     with serving(bundle) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
 
         def ask(question: dict[str, str]) -> bool:

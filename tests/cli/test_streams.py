@@ -28,7 +28,7 @@ UNSET = ("CI", "NO_COLOR", "COLUMNS", "PYTHONUNBUFFERED", "MLCBUILD_DEBUG")
 
 
 def environment(store: Path, **variables: str) -> dict[str, str]:
-    """Returns the environment variables for a process of its own with this store."""
+    """Returns the environment variables for a separate process that uses this store."""
     outer = {name: value for name, value in os.environ.items() if name not in UNSET}
     ours = {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
     return {**outer, **ours, **variables}
@@ -36,7 +36,7 @@ def environment(store: Path, **variables: str) -> dict[str, str]:
 
 @contextmanager
 def started(place: Path, store: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """Yields `mlcbuild run` as a process of its own, which is ended afterwards."""
+    """Yields `mlcbuild run` as a separate process, which is ended at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", "mlcbuild", "run", "recipe.yaml", *more],
         cwd=place,

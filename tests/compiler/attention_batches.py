@@ -128,7 +128,8 @@ class Batch:
 
 
 def turned(x: Reals, angles: Reals) -> Reals:
-    """Returns the rotation of one head: pairs (i, i + half) of the first 2 * half dimensions."""
+    """Returns the vector of one head after a rotary embedding of the pairs (i, i + half), where 2 * half is
+    the number of rotated dimensions. angles: cosines, then sines."""
     half = len(angles) // 2
     cos, sin = angles[:half], angles[half:]
     a, b = x[:half], x[half : 2 * half]
@@ -136,7 +137,8 @@ def turned(x: Reals, angles: Reals) -> Reals:
 
 
 def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Reals:
-    """Returns the attention output of one query at the position of the last key, computed in float64."""
+    """Returns the attention output of one query, computed in float64. The query's position is that of the
+    last key."""
     scores: Reals = keys @ query * case.heads[2] ** -0.5
     if case.softcap:
         scores = case.softcap * np.tanh(scores / case.softcap)
@@ -167,7 +169,8 @@ class World:
         self.cache = aligned(np.full(self.heads.cache_shape(self.batch.count), nan, case.dtype))
 
     def rows(self, pick: Callable[[int, int], range]) -> list[tuple[int, int]]:
-        """Returns (sequence, position) of the rows of a call."""
+        """Returns (sequence, position) of each row of a call. pick: function of a sequence's (length before
+        the call, number of new rows) that returns the positions."""
         return [(s, position) for s, part in enumerate(self.batch.parts) for position in pick(*part)]
 
     def append(
@@ -188,7 +191,7 @@ class World:
         return qkv
 
     def heads_of(self, sequence: int, position: int) -> tuple[Array, Array, Array]:
-        """Returns expected queries, keys and values of a token, float64 [heads, dim]."""
+        """Returns the expected queries, keys and values of a token, as float64 [heads, dimension]."""
         case, heads = self.case, self.heads
         x = self.inputs[sequence][position].astype(np.float64) + (self.bias if case.bias else 0)
         split = x.reshape(-1, heads.dim)
@@ -202,9 +205,9 @@ class World:
         return np.stack([turned(row, angles) for row in q]), np.stack([turned(row, angles) for row in k]), v
 
     def kept(self, sequence: int, position: int) -> list[Array]:
-        """Returns the keys and the values of a token as float64 [kv heads, dim], as the cache keeps them; in
-        8 bits they are read from the cache, after the rounding of each number was checked.
-        """
+        """Returns the expected keys and values of a token as the KV cache stores them, float64 [KV heads,
+        dimension]. In a cache of 8-bit numbers, the stored numbers are returned after their rounding was
+        checked."""
         exact = self.heads_of(sequence, position)[1:]
         if not self.heads.has_scales:
             return [rows.astype(self.case.dtype).astype(np.float64) for rows in exact]
@@ -240,8 +243,8 @@ class World:
     def attend(
         self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
     ) -> Array:
-        """Runs the attention kernel on rows. prompt: the argument of kernels that have a variant for
-        prompts."""
+        """Compiles the attention kernel for a target and runs it on rows (sequence, position). prompt: value
+        of the argument `prompt`, for kernels that have a variant for prompts."""
         return self.attend_by(attending(self.case, target), qkv, rows, prompt)
 
     def attend_by(
@@ -252,9 +255,8 @@ class World:
         prompt: int | None,
         columns: int = 0,
     ) -> Array:
-        """Runs the given attention kernel on rows and returns its result. columns: number of columns of the
-        result tensor, if it has more than the heads need.
-        """
+        """Runs an attention kernel on rows (sequence, position) and returns its result. columns: number of
+        columns of the result, if it has more than the heads need."""
         batch, heads = self.batch, self.heads
         counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
         indexes = [

@@ -34,7 +34,8 @@ PAGE_BYTES = 8 * abi.PAGE
 
 
 def compile_library(params: Mapping[str, Any], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes model.json, which holds config and scheme, and library.json, as bundles need it."""
+    """Action for tests: writes model.json, with the config and the scheme, and library.json, with the
+    metadata that a bundle needs."""
     request = read_request(params, inputs)
     stored = quant.stored_parameters(models.parameters(request.config), request.scheme)
     (out / LIBRARY).write_text(json.dumps(request.to_json()))
@@ -72,7 +73,8 @@ class ReferenceExecutor(NumpyExecutor):
         self.rows_computed, self.interrupted, self.prepared = 0, False, 0
 
     def _totals(self, step: ModelStep) -> Any:
-        """Writes the new tokens to the cache, and returns their hidden states [tokens, hidden]."""
+        """Writes the new tokens of a step to the KV cache, and returns their hidden states [tokens,
+        hidden]."""
         positions, slots = step.places(self.manifest.limits.page_size)
         self.cache.ravel()[slots] = step.tokens
         for source, target, count in step.forks:

@@ -48,8 +48,8 @@ for path in map(Path, sys.argv[3:]):
         sys.exit(str(error))
     np.save(Path(sys.argv[1], path.name), np.stack([model.score(tokens), model.score(tokens, chunk=1)]))
 """
-"""Program that writes logits of a few tokens, computed all at once and one by one. argv: directory of the
-results, tokens, bundles."""
+"""Program that writes the logits of a few tokens to files, computed all at once and one by one. Its arguments
+are the directory of the results, the tokens, and the bundles."""
 
 
 def emulated(cpu: str, out: Path, *bundles: Path) -> subprocess.CompletedProcess[str]:
@@ -73,7 +73,8 @@ def run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -> Path:
-    """Bundles of every scheme for this machine and for both processors."""
+    """Returns the directory with bundles of every scheme, for this machine and for the emulated
+    processors."""
     directory = tmp_path_factory.mktemp("aarch64")
     # With tile registers prompts are not rounded to 8 bits: those are left out.
     here = "x86-64-v3" if platform.machine() == "x86_64" else "host"
@@ -88,7 +89,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def native(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the logits of this machine's bundles."""
+    """Returns the directory with the logits that this machine's bundles compute."""
     out = tmp_path_factory.mktemp("native")
     bundles = [str(dist / f"tiny-{scheme}-here") for scheme in TOLERANCES]
     result = run([sys.executable, "-c", SCORE, str(out), ",".join(map(str, TOKENS)), *bundles], {})

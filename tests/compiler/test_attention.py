@@ -46,9 +46,8 @@ def test_append_then_attend(case: Case, target: str) -> None:
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
-    """A sequence's results have the same bits whether it is computed alone or with others, one row at a time
-    or a few at once.
-    """
+    """Checks that a sequence's results have the same bits whether it is computed alone or with others, one
+    row at a time or a few at once."""
     target = next(target for other, target in PAIRS if other == case)
     world = World(case, [(20, 1), (250, 16), (129, 1)], 8)
     world.append(target, world.rows(lambda before, new: range(before)))

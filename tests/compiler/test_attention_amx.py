@@ -20,7 +20,7 @@ from tests.libharness import EVERY, aligned
 from tests.schemes import SCHEMES, pack
 
 pytestmark = pytest.mark.xdist_group("attention")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 
 AMX = "x86-64-v4-amx"
@@ -68,9 +68,8 @@ def test_prompts_on_tile_registers(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ROUNDED[:2], ids=str)
 def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
-    """A prompt's results have the same bits in one step, beside other sequences, in chunks, and row by
-    row.
-    """
+    """Checks that a prompt's results have the same bits whether it is computed in one step, beside other
+    sequences, in chunks, or row by row."""
     kernelbench.need(presets.resolve(AMX))
     world, rows, queries = prompts(case, [(20, 1), (50, 100), (129, 3)], 8)
     together = world.attend(AMX, queries, rows, prompt=1)

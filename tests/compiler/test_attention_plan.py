@@ -9,7 +9,7 @@ from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
 from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
 
 pytestmark = pytest.mark.xdist_group("attention")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 
 def test_tiles_waste_little_of_a_group() -> None:

@@ -42,7 +42,7 @@ FUNCTIONS = {value.name for value in vars(abi).values() if isinstance(value, abi
 
 
 def built(*arguments: str) -> Any:
-    """Returns what toy_backend.py prints."""
+    """Runs toy_backend.py and returns the JSON document that it prints."""
     command = [sys.executable, "-m", "tests.compiler.toy_backend", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

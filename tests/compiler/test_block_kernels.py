@@ -43,12 +43,13 @@ CASES = pytest.mark.parametrize(("isa", "form"), [(isa, form) for isa, forms in 
 COLUMNS = 512
 RAGGED = [("avx512vnni", "q4l"), ("avx512vnni", "q6l"), ("avx2", "q5l")]
 NARROW = 328
-"""Columns of the matrices that are quantized here: no whole groups of 32, and no whole blocks of 256."""
+"""Number of columns of the quantized matrices. It is a multiple neither of a group of 32 nor of a block of
+256."""
 
 
 @cache
 def matrix(form: str) -> tuple[tuple[NDArray[np.generic], ...], NDArray[np.float32]]:
-    """Returns the stored tensors of a matrix [50, COLUMNS], and its values."""
+    """Returns (stored tensors, values in float32) of a matrix [50, COLUMNS] in the format `form`."""
     types = TYPES[form]
     assert format_for(types) == form
     parts = [(finite_rows(name, 50 // len(types), COLUMNS, i), kind_of(name)) for i, name in enumerate(types)]

@@ -340,7 +340,8 @@ def test_the_compiler_writes_only_below_its_output(tmp_path: Path, monkeypatch: 
 
 
 def test_a_crash_names_signal_and_phase(tmp_path: Path) -> None:
-    """A limit on processor time ends the compiling process as a crash would: by a signal."""
+    """Checks that the error for a crashed compiler process names the signal. Here a limit of CPU time ends
+    the process."""
     code = (
         "import sys; from pathlib import Path; from mlcbuild.compiler import action;"
         "action.run_child(Path(sys.argv[1]), 300, 'mlcbuild.compiler.cpu.child')"

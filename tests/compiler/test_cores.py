@@ -26,9 +26,8 @@ def test_the_runtime_counts_on_what_kernels_do() -> None:
 
 
 def test_every_number_is_done_once() -> None:
-    """Each iteration is executed exactly once, whatever part of them is assigned statically, in a kernel with
-    several loops that runs repeatedly.
-    """
+    """Checks that a kernel with several parallel loops, which runs repeatedly, executes each iteration
+    exactly once, whatever part of the iterations is assigned statically."""
     kernelbench.need(kernelbench.TARGETS["portable"])
     percents = (0, 75, 92, 100)
 
@@ -61,9 +60,8 @@ def test_every_number_is_done_once() -> None:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has one core: none can wait for another")
 def test_nobody_waits_for_a_core_that_has_other_things_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core that executes iteration 47 of 64 sleeps in it; other cores execute the whole last quarter,
-    which is assigned dynamically.
-    """
+    """Checks that no core waits for a busy one: the core that executes iteration 47 of 64 sleeps, and other
+    cores execute the whole last quarter, which is assigned dynamically."""
     kernelbench.need(kernelbench.TARGETS["portable"])
 
     def body() -> None:

@@ -15,12 +15,13 @@ from tests.compiler.attention_batches import RUNNABLE, Array, compiled, device, 
 from tests.libharness import aligned
 
 pytestmark = pytest.mark.xdist_group("attention")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 
 @cache
 def functions(target: str) -> Callable[[Array], Array]:
-    """Returns exp, tanh and rounding to float16 of a vector of 256 values, one row each."""
+    """Returns a function that computes exp, tanh and rounding to float16 of vectors of 256 values with a
+    compiled kernel."""
     machine = presets.resolve(target)
     floats = Floats.dividing(isa_for(machine), 256)
     with kernel("functions") as created:

@@ -17,7 +17,7 @@ from tests import kernelbench
 from tests.kernelbench import TARGETS, Module
 
 pytestmark = pytest.mark.xdist_group("kernels")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 PAGE, COLUMNS, NUMBER = 16, 5, 4
 
 

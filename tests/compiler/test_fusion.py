@@ -20,7 +20,7 @@ from tests.kernelbench import TARGETS, Floats, Module, Tensor
 from tests.schemes import SCHEMES
 
 pytestmark = pytest.mark.xdist_group("fusion")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 N, K = 50, 328
 """Rows and columns of the matrices. Neither is a multiple of a tile, and a row of activations does not fit
@@ -69,7 +69,8 @@ def gelu(x: Floats) -> Floats:
 
 
 def made_ready(name: str, inputs: list[Tensor]) -> Floats:
-    """Returns the rows of x that a row source computes from its arguments, float32 [m, k]."""
+    """Returns the rows [m, k] that a product multiplies after its fused prologue `name`, computed with NumPy
+    in float64."""
     x = inputs[0].astype(np.float64)
     if name == "norm":
         normed: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
@@ -114,9 +115,8 @@ def test_fused_product(isa: str, scheme: str, name: str) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tanh"]) -> None:
-    """The first of two products, with [gate; up], passes its gated results to the second one as bfloat16
-    tiles.
-    """
+    """Checks two consecutive products on tile registers: the first one, with the gate and up matrices, passes
+    its gated results to the second one as bfloat16 tiles."""
     target, scheme, (hidden, inner) = TARGETS["avx512amx"], SCHEMES["q4a8_1"], (96, 352)
     kernelbench.need(target)
     isa, rng = isa_for(target), np.random.default_rng(9)

@@ -66,7 +66,8 @@ def test_a_scheme_computes_what_its_stored_weights_stand_for(model: GpuExecutor)
 
 
 def sequences(count: int) -> list[tuple[list[int], int, range]]:
-    """Returns prompts of several lengths, each with pages of its own."""
+    """Returns (tokens, length, pages) of prompts with different lengths, each with separate pages of the KV
+    cache."""
     qwen, parts = golden("qwen3").tokens, []
     for number in range(count):
         tokens = qwen[number : number + 9 + 4 * number]

@@ -138,7 +138,7 @@ class CountedLaunches(Emitter):
 
 
 def launches_of(layer: LayerSpec, is_first: bool) -> int:
-    """Returns the number of launches for a token of a layer, as targets/README.md lists it."""
+    """Returns the number of kernel launches for one token of a layer, by the table in targets/README.md."""
     mixer, block, count = layer.mixer, layer.feed_forward, 7
     if isinstance(mixer, LatentAttention):
         count += 5 if mixer.query_latent else 4

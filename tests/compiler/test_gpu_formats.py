@@ -32,13 +32,13 @@ from tests.runtime.test_page import Browser
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
 ROWS, COLUMNS = 50, 512
 NARROW = 328
-"""Number of columns of matrices with no whole groups of 32 and no whole blocks of 256."""
+"""Number of columns of the matrices, a multiple neither of 32 (a group) nor of 256 (a block)."""
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
 RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q5l"]
 CASES = pytest.mark.parametrize("form", SAMPLE)
 LIMIT = 2e-6
-"""Largest difference as a share of the sum of magnitudes: float32 sums of 512 products."""
+"""Largest allowed error of a product, as a fraction of the sum of the magnitudes of its 512 float32 terms."""
 PLACES = CallSizes(ROWS, Limits(context_window=64, prefill_chunk=64, max_batch=4)).places
 
 
@@ -107,7 +107,7 @@ def test_products_of_few_and_of_many_rows(form: str, columns: int, run: Run) -> 
 
 
 def rms(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float64]:
-    """Returns the RMS norm of rows with Gemma's weights, which are differences from 1."""
+    """Returns the RMS norm of rows, with weights stored as differences from 1 as in Gemma."""
     wide = rows.astype(np.float64)
     scaled = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5)
     return np.asarray(scaled * (1 + weight.astype(np.float64)))

@@ -49,9 +49,9 @@ def test_every_token_is_the_most_likely_one(scheme: str, tiny_bundles: Path) -> 
 
 
 def check(bundle: Path, scheme: quant.Storage, prompt: list[int], near: float) -> float:
-    """Decodes greedily to the end of the context, and returns the fraction of tokens that are also the
-    reference's most likely ones.
-    """
+    """Decodes greedily to the end of the context. Asserts that each token is nearly the most likely one of
+    the reference, and returns the fraction that are exactly the most likely ones. near: allowed distance in
+    logits."""
     result = subprocess.run(
         [sys.executable, "-c", DECODE, str(bundle), json.dumps(prompt)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[1:])},

@@ -24,7 +24,7 @@ from tests.libharness import EVERY
 from tests.schemes import SCHEMES, SIMPLE, pack, unpack
 
 pytestmark = pytest.mark.xdist_group("kernels")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 BIAS = (50, 72)
 SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))

@@ -21,7 +21,7 @@ from tests.kernelbench import TARGETS
 from tests.schemes import SCHEMES
 
 pytestmark = pytest.mark.xdist_group("kernels")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 

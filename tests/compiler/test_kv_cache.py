@@ -9,7 +9,7 @@ from mlcbuild_format.abi import PAGE
 from tests.compiler.attention_batches import CASES, LAYER, RUNNABLE, Case, World
 
 pytestmark = pytest.mark.xdist_group("attention")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 
 def test_append_touches_its_layer_and_slots_only() -> None:
@@ -29,9 +29,8 @@ def test_append_touches_its_layer_and_slots_only() -> None:
 @pytest.mark.parametrize("target", RUNNABLE)
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_forks_copy_what_a_page_begins_with(case: Case, target: str) -> None:
-    """Copies of pages include rows that the same call has written, keep later tokens of the destination page,
-    and are made one after the other.
-    """
+    """Checks that copies of pages include rows which the same call has written, keep later tokens of the
+    destination page, and are made in order."""
     for tokens in range(1, PAGE):
         worlds = [World(case, [(0, tokens), (tokens, PAGE - tokens), (tokens, 0)], 8) for _ in range(2)]
         rows = worlds[0].rows(lambda before, new: range(before, before + new))

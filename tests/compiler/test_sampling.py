@@ -29,7 +29,7 @@ from tests.kernelbench import DISTINCT, TARGETS, Module
 from tests.libharness import EVERY
 
 pytestmark = pytest.mark.xdist_group("kernels")
-"""Runs these tests in one process, which keeps compiled kernels for all of them."""
+"""Makes pytest-xdist run these tests in one process, which compiles their kernels only once."""
 
 Floats = NDArray[np.float32]
 Reals = NDArray[np.float64]
@@ -43,7 +43,7 @@ two_isas = pytest.mark.parametrize("isa", ["avx512vnni", "portable"])
 
 @dataclass(frozen=True)
 class Way:
-    """The sampling parameters of one row."""
+    """The sampling parameters of one row of logits."""
 
     temperature: float = 1.0
     min_p: float = 0.0
@@ -119,7 +119,7 @@ def check(isa: str, logits: Floats, way: Way) -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A rule by which a random row of logits is generated."""
+    """The parameters from which a random row of logits is generated."""
 
     size: int
     spread: float
@@ -191,7 +191,7 @@ def test_a_row_is_the_same_among_others_and_wherever_it_lies(isa: str) -> None:
 @two_isas
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
 def test_rows_that_are_not_numbers(isa: str, value: float) -> None:
-    """A NaN anywhere in a row makes that row's token invalid, and no other row's."""
+    """Checks that a NaN anywhere in a row of logits makes that row's token invalid, and no other row's."""
     kernelbench.need(TARGETS[isa])
     plain = Drawn(700, 1.0, False, 0.0, 1).logits
     for way in (Way(), Way(0.0), Way(top_p=0.5), Way(top_k=5)):
@@ -269,7 +269,7 @@ def test_other_architectures(target: Target) -> None:
 
 
 def test_threads_do_not_show() -> None:
-    """The sampled tokens are the same with one and with two threads."""
+    """Checks that the sampled tokens are the same with one and with two threads."""
     code = (
         "import sys, numpy as np\n"
         "from tests.compiler.test_sampling import Drawn, Way, tokens\n"

@@ -65,7 +65,7 @@ def logits(session: Session) -> Floats:
 
 
 def rows() -> list[int]:
-    """Returns the position of each row of `logits`."""
+    """Returns, for each row of the result of `logits`, the position of its token in its sequence."""
     lengths = [37, 1, 5, 12, 16, 17, 12]
     results = [position for length in lengths for position in range(length)]
     for batch in ((0, 1, 2), (4, 0, 2, 6, 5), (6, 5, 4, 3, 2, 1, 0), (3,)):

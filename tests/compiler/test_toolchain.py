@@ -25,9 +25,8 @@ WINDOWS = Target("windows", "x86_64-pc-windows-msvc", "x86-64-v3")
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """Clears the cached choice of linkers before and after a test, since tests change which programs
-    exist.
-    """
+    """Clears the cached choice of linkers before and after a test, because tests change which programs are on
+    PATH."""
     toolchain.forget()
     yield
     toolchain.forget()

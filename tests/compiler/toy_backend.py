@@ -43,7 +43,7 @@ CONFIG = ModelConfig(
 
 
 def compile_library(params: Mapping[str, Any], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action for tests: writes a library that is a file of text."""
+    """Action for tests: writes a text file in place of a library."""
     (out / "model.toy").write_text(json.dumps(params["target"]))
 
 

@@ -41,9 +41,8 @@ def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def reader() -> tuple[str, ...]:
-    """Returns the command prefix that starts a process without root's capabilities, so that file modes hold
-    for it; () for other users.
-    """
+    """Returns the beginning of a command line that starts a process without root's capabilities, so that file
+    modes apply to it; () if the user is not root."""
     if os.geteuid() != 0:
         return ()
     if shutil.which("setpriv") is None:

@@ -15,12 +15,12 @@ from tests.conftest import ROOT
 from tests.forkserver import COMMANDS
 
 PATIENCE = 100
-"""Maximum seconds for a command; one that takes longer counts as hanging."""
+"""Maximum seconds for a command; a command that takes longer is considered to hang."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A recipe of two variants, its store and its bundles."""
+    """A recipe of two variants, with its store and its bundles."""
 
     root: Path
 
@@ -42,7 +42,7 @@ class Place:
         return self.command("mlcbuild", *words, before=before)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs `mlcbuild run` with steps that cost nothing, and returns the ended process."""
+        """Runs `mlcbuild run` with actions that write a few bytes, and returns the ended process."""
         return self.command("tests.product", "fill", "recipe.yaml", *words)
 
     def records(self, step: str) -> list[Path]:
@@ -53,7 +53,7 @@ class Place:
         return results
 
     def blob(self, step: str) -> Path:
-        """Returns the path of the first file of a step's result in the store."""
+        """Returns the path, in the store, of the first file of a step's result."""
         head = json.loads(self.records(step)[0].read_bytes().splitlines()[0])
         digest = str(head["files"][0][1])
         return self.store / "cas" / digest[:2] / digest
@@ -70,7 +70,7 @@ class Place:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes to a file in place, whatever its mode says, as damage does."""
+    """Overwrites a file in place, even if its mode forbids that, to damage it."""
     path.chmod(0o644)
     path.write_bytes(data)
     path.chmod(0o444)
@@ -123,9 +123,8 @@ def full_directory(path: Path) -> None:
 
 
 def field(line: int, name: str, value: object) -> Callable[[Path], None]:
-    """Returns a damage function that replaces one field of a record by another value, written as `json.dumps`
-    writes it.
-    """
+    """Returns a function that damages a record: it replaces one field by another value, and writes the record
+    with `json.dumps`."""
 
     def change(path: Path) -> None:
         parts = [json.loads(text) for text in lines(path)[:2]]

@@ -15,7 +15,7 @@ from tests.damage.places import RECORDS, Place, full_directory, healed, other_ki
 
 
 def rot(path: Path) -> None:
-    """Flips a bit of a file so that neither its size nor its times show it."""
+    """Flips one bit of a file without changing its size and times."""
     times = path.stat()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -194,7 +194,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
 }
 CONTEXT_WINDOW = {"phi3-longrope-short": 64}
-"""Where it is not max_position_embeddings: LongRoPE's short factors hold up to the original window."""
+"""Variant -> context window, where it is not the config's max_position_embeddings: LongRoPE uses its short
+factors only up to the original window."""
 
 FULL = {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 ROPES: dict[str, dict[str, object]] = {
@@ -259,7 +260,8 @@ class Golden:
 
 
 def contents(variant: str, shapes: Mapping[str, tuple[int, ...]]) -> Golden:
-    """Returns weights that keep activations near 1 through the layers and make attention far from uniform."""
+    """Returns random weights, scaled so that activations stay near 1 through the layers and attention is far
+    from uniform."""
     rng = np.random.default_rng(crc32(variant.encode()))
     weights = {}
     for name in sorted(shapes):
@@ -282,7 +284,8 @@ def contents(variant: str, shapes: Mapping[str, tuple[int, ...]]) -> Golden:
 
 
 def make(variant: str) -> None:
-    """Writes one directory. The logits come from the files, read back as any user would."""
+    """Writes the directory of one golden variant. The logits are computed from the written files, as a user
+    would read them."""
     # Imported by name: type checks must not need these packages.
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")

@@ -117,7 +117,8 @@ def main() -> None:
 
 
 def merge_together(golden: str, adapters: tuple[tuple[str, float], ...]) -> None:
-    """Writes the matrices of the base with several adapters, and the adapters' names and factors."""
+    """Merges several adapters into the base model, and writes the merged matrices and the adapters' names and
+    factors."""
     model = None
     for name, factor in adapters:
         config = LoraConfig(**CONFIGS[name])

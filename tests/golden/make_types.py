@@ -58,7 +58,7 @@ def model_class(transformers: Any, name: str) -> Any:
 
 
 def header(path: Path) -> dict[str, list[int]]:
-    """Returns name -> shape of the tensors of a file."""
+    """Returns name -> shape of the tensors in a safetensors file."""
     data = path.read_bytes()
     entries = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return {name: tensor_entry["shape"] for name, tensor_entry in entries.items() if name != "__metadata__"}

@@ -16,7 +16,7 @@ from mlcbuild.installed.entries import InstalledModel
 
 
 def install(root: Path, name: str, used: float = 0.0, **fields: Any) -> InstalledModel:
-    """Writes an installed model with a bundle of 5 bytes."""
+    """Writes the files of an installed model, whose bundle has 5 bytes. used: Unix time of its last use."""
     directory = root / entries.DIRECTORY / name
     (directory / "bundle").mkdir(parents=True)
     (directory / "bundle" / entries.MANIFEST).write_text("12345")

@@ -23,7 +23,7 @@ def golden(variant: str) -> Config:
 
 
 def attention(config: ModelConfig) -> Attention:
-    """Returns the attention of the first layer."""
+    """Returns the attention block of a config's first layer."""
     return attention_of(config.layers[0])
 
 

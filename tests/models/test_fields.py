@@ -17,7 +17,7 @@ def fields(**values: Any) -> Fields:
 
 
 def only(reader: Fields) -> str:
-    """Returns the only problem, without the name of the file."""
+    """Returns the only problem that a reader has noted, without the file's name."""
     (problem,) = reader.problems
     return problem.removeprefix("config.json: ")
 

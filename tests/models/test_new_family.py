@@ -29,7 +29,8 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Returns a recipe with a model of the family llama, and the same one under the model_type toy."""
+    """Writes a recipe with two copies of a llama model, one of which has the model_type `toy`, and returns
+    its path."""
     (tmp_path / "work").mkdir()
     path = project(tmp_path / "work", RECIPE)
     toy = path.parent / "toy"

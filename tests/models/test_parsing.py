@@ -31,7 +31,7 @@ def test_no_rope_fields_mean_ten_thousand() -> None:
 
 
 def change(variant: str, changes: Config) -> Config:
-    """Returns a golden config.json with some fields replaced; `...` removes one."""
+    """Returns a golden's config.json with some fields replaced; a field with the value `...` is removed."""
     actual = golden(variant) | changes
     return {key: value for key, value in actual.items() if value is not ...}
 

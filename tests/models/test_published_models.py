@@ -229,7 +229,7 @@ def test_published_models_are_read_in_full() -> None:
 
 
 def modern(values: Config) -> Config:
-    """Returns the same config as transformers 5 spells it."""
+    """Returns a config.json in the spelling of transformers 5."""
     by_name = {
         key: value
         for key, value in values.items()

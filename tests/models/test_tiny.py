@@ -22,7 +22,7 @@ from mlcbuild.checkpoints.fetch import local_files
 TINY = Path(__file__).resolve().parent.parent.parent / "recipes" / "models" / "tiny"
 PROMPTS = TINY.parent.parent / "prompts" / "tiny.txt"
 LIMIT = 6 << 20
-"""Bytes the directory may take: every clone of the repository carries it."""
+"""Maximum bytes of the embedded model's directory, which is part of every clone of the repository."""
 
 CONFIG = json.loads((TINY / "config.json").read_text())
 EXAM = [json.loads(line) for line in (TINY / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]

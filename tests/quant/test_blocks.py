@@ -104,7 +104,8 @@ def test_formats_of_several_types_hold_all_of_them() -> None:
 
 
 def resolve(types: dict[str, set[str]], scheme: Scheme = AS_IS) -> dict[str, str]:
-    """Returns parameter -> the format that stores it; names with two numbers in `types` are matrices."""
+    """Returns parameter name -> the format that the scheme chooses for it. types: parameter name -> GGUF
+    types of its parts; names without "norm" are matrices."""
     params = [Param(name, (64,) if "norm" in name else (64, 256)) for name in types]
     scheme = resolved(scheme, types, params)
     assert all(len(pattern) <= 2 * LONGEST_PATTERN for pattern, _ in scheme.overrides)

@@ -21,7 +21,8 @@ EACH = pytest.mark.parametrize(("name", "layout"), FORMATS)
 EACH_OF_FLOATS = pytest.mark.parametrize(
     ("name", "layout"), [own for own in FORMATS if load_format(*own).blocks is None]
 )
-"""Formats without those that only keep the values of quantized checkpoints: see test_blocks.py."""
+"""The formats to which any weights can be quantized, without those that only keep the values of quantized
+checkpoints (see test_blocks.py)."""
 
 
 @EACH_OF_FLOATS

@@ -47,7 +47,7 @@ def test_stored_tensors_are_the_codes_and_numbers_of_the_search(
 
 
 def _values(rows: BlockRows, group: int) -> Floats:
-    """Returns the weights of rows, computed one group at a time."""
+    """Returns the dequantized weights of rows, computed one group at a time."""
     out = np.zeros(rows.codes.shape, np.float32)
     assert rows.steps is not None
     for g in range(rows.codes.shape[1] // group):

@@ -62,9 +62,10 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def independent(weight: NDArray[np.float32]) -> tuple[Floats, Floats]:
-    """Returns the values that the format stores for a matrix, and the largest step of each group.
+    """Returns the values that the example format stores for a matrix, and the largest step of each group.
 
-    In float64, by the definition: minimum and scale rounded to float16, codes 0 .. 15.
+    Both are computed in float64 by the definition: minimum and scale are rounded to float16, and codes are
+    integers from 0 to 15.
     """
     rows, columns = weight.shape
     wide = np.pad(weight.astype(np.float64), ((0, 0), (0, -columns % 32))).reshape(rows, -1, 32)
@@ -81,7 +82,7 @@ def independent(weight: NDArray[np.float32]) -> tuple[Floats, Floats]:
 def converted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[ModelConfig, Mapping[str, NDArray[np.float32]]]:
-    """Runs the action of the weights step on the embedded model, a few rows at a time."""
+    """Runs the weights step on the embedded model, converting a few rows at a time."""
     (root / "config").mkdir()
     action.normalise({}, {"checkpoint": TINY}, root / "config")
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 1 << 12)

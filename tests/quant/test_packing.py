@@ -54,9 +54,8 @@ def quantized_group(group: list[float], scheme: Storage) -> tuple[list[int], flo
 
 
 def fit(group: list[float], extreme: float, bits: int) -> float:
-    """Returns the scale of a group for the levels -7 to 8 (4 bits) or -15 to 16 (5 bits), as the format's
-    search defines it. extreme: the weight of the largest magnitude.
-    """
+    """Returns the scale of a group of weights for the levels -7 to 8 (4 bits) or -15 to 16 (5 bits), computed
+    by the definition of the format's search. extreme: the weight of the largest magnitude."""
     if abs(extreme) < 2**-96:
         return 0.0
     unit, shift, widths, high = (504, 3, (63, 72, 59), 8) if bits == 4 else (240, 4, (15, 16), 16)
@@ -73,8 +72,8 @@ def fit(group: list[float], extreme: float, bits: int) -> float:
 
 
 def definition(weight: Matrix, scheme: Storage) -> tuple[bytes, bytes, Matrix]:
-    """Returns (bytes of q_weight, bytes of q_scale, the matrix that they stand for), by the format's
-    definition."""
+    """Returns (bytes of q_weight, bytes of q_scale, the dequantized matrix) of a matrix, computed by the
+    format's definition."""
     rows, columns = weight.shape
     tile = 16 if scheme.layout == "x16" else 1
     groups, tiles = -(-columns // 32), -(-rows // tile)
@@ -103,8 +102,8 @@ def definition(weight: Matrix, scheme: Storage) -> tuple[bytes, bytes, Matrix]:
 
 
 def matrices(least: float = 0.0) -> st.SearchStrategy[Matrix]:
-    """Returns small matrices of any shape: zeros, and magnitudes from `least` to what float16 scales can
-    hold."""
+    """Returns a Hypothesis strategy for small matrices of any shape, whose elements are zeros or have
+    magnitudes from `least` to 65504, the largest float16."""
     magnitude = st.floats(np.float32(least).item(), 65504.0, width=32)
     signed = st.builds(lambda sign, value: sign * value, st.sampled_from((1.0, -1.0)), magnitude)
     elements = st.sampled_from((0.0, -0.0)) | signed

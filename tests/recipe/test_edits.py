@@ -35,7 +35,8 @@ NAMES = frozenset({"bundle", "verify"})
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the recipe, run once with work of a few bytes, with a store of its own."""
+    """Returns a directory with a recipe, and with a store in which it was run once with actions that write a
+    few bytes."""
     home = tmp_path_factory.mktemp("edits")
     path = project(home / "project", RECIPE)
     shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", path.parent / "prompts.txt")

@@ -20,7 +20,7 @@ __all__ = ["project"]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a directory with a whole model beside the recipe."""
+    """Makes a new directory with the embedded model the current one, and returns it."""
     shutil.copytree(MODEL, tmp_path / "models" / "tiny")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))

@@ -322,7 +322,7 @@ def test_odd_file_names_give_usable_recipe_names(project: Path) -> None:
 
 
 def _large(models: int) -> str:
-    """Returns a recipe whose matrix has a rule for each model."""
+    """Returns the text of a recipe with `models` models, and with one rule in its matrix for each model."""
     numbers = range(models)
     lines = ["version: 1", "models:", *(f"  m{i}: {{source: models/tiny}}" for i in numbers)]
     lines += ["quantizations:", *(f"  s{i}: {name}" for i, name in enumerate([*SCHEMES, "q0f32"]))]

@@ -17,12 +17,13 @@ Combination = dict[str, str]
 def documented(
     axes: dict[str, list[str]], exclude: list[Combination], include: list[Combination]
 ) -> tuple[list[Combination], list[Combination]]:
-    """Returns the combinations of the product and those that includes make, by GitHub's rules, word for word.
+    """Returns (combinations of the axes' values, combinations that `include` entries add), computed by
+    GitHub's documented rules.
 
-    "Running variations of jobs in a workflow": an excluded configuration only has to be a partial match; all
-    include combinations are processed after exclude; each is added to the original combinations whose
-    original values it does not overwrite, may overwrite added values, and is a new combination if it can be
-    added to none.
+    The rules, from "Running variations of jobs in a workflow": an excluded configuration only has to be a
+    partial match; all include combinations are processed after exclude; each is added to the original
+    combinations whose original values it does not overwrite, may overwrite added values, and is a new
+    combination if it can be added to none.
     """
     original = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     original = [

@@ -15,8 +15,8 @@ import pytest
 from tests.caches import Cache, Handler, serving
 
 TIMEOUT = 0.6
-"""Timeout of the remotes in seconds: the drops below come more often, so that no single read takes so
-long."""
+"""Timeout of remotes in seconds. Servers in these tests send something more often than that, so that no
+single read exceeds it."""
 
 
 DROP = 0.05
@@ -77,7 +77,7 @@ def endless(name: str) -> Iterator[tuple[Cache, Endless]]:
 
 @contextmanager
 def dead_mount(place: Path) -> Iterator[None]:
-    """Yields a file system whose server never answers: FUSE, of which nobody reads the requests."""
+    """Mounts a FUSE file system whose server never answers, and yields its directory."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         descriptor = os.open("/dev/fuse", os.O_RDWR)

@@ -176,7 +176,8 @@ FIELDS = ("document", "layers", "layer", "mediaType", "digest", "size", "annotat
 
 
 def manifest(field: str, value: str) -> bytes:
-    """Returns a manifest of one layer, with one part of it replaced."""
+    """Returns the JSON of a manifest with one layer, in which the field `field` has the JSON value
+    `value`."""
     title = value if field == "title" else '"bundle.json"'
     parts = {
         "mediaType": '"x"',

@@ -15,7 +15,7 @@ from tests.remotes.users import BIG, User, statuses, step
 
 
 def drops(count: int) -> Callable[[Handler], bool]:
-    """Returns a server that ends the answer to each GET of a blob after `count` bytes."""
+    """Returns a fault with which a server ends the answer to each download of a blob after `count` bytes."""
 
     def fault(handler: Handler) -> bool:
         data = handler.cache.content.get(handler.path, b"")

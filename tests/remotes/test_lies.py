@@ -94,7 +94,8 @@ class Proxy:
 
 
 def told(change: Callable[[bytes], bytes]) -> Lie:
-    """Sends a body of other bytes, with a Content-Length that fits them."""
+    """Returns a fault that changes the body of an answer by `change` and sends it with a matching
+    Content-Length."""
 
     def lie(handler: Handler, answer: Answer) -> None:
         data = change(answer.body)

@@ -39,7 +39,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate authority of a test, and certificates that it signs."""
+    """A certificate authority for tests, with the certificates that it has signed."""
 
     directory: Path
     key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
@@ -52,7 +52,8 @@ class Authority:
         return path
 
     def sign(self, address: str = "127.0.0.1", days: int = 1) -> tuple[Path, Path]:
-        """Returns a certificate for an address, and its key."""
+        """Returns the paths of a new certificate for `address` and of its key. days: validity from now on;
+        negative if it has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         place = self.directory / f"{address}-{days}.pem"
         place.write_bytes(self._certificate("server", key, address, days))

@@ -110,7 +110,8 @@ def test_an_object_that_is_replaced_while_it_is_read_is_no_mixture(
 
 @dataclass
 class Slow:
-    """A server that gives 50 MB/s to each connection."""
+    """A server that sends at most 50 MB/s on each connection, and counts the connections that are open at one
+    time."""
 
     now: int = 0
     most: int = 0

@@ -119,7 +119,7 @@ def test_wrong_usage_is_told(
 
 
 def rot(store: Store, digest: str) -> None:
-    """Damages a blob so that neither its size nor its times show it."""
+    """Changes one byte of a blob without changing its size and times."""
     blob = store.blob(digest)
     times = (blob.stat().st_atime_ns, blob.stat().st_mtime_ns)
     blob.chmod(0o644)

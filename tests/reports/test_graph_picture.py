@@ -39,7 +39,7 @@ def diamond(root: Path) -> Graph:
 
 @pytest.fixture
 def planned(tmp_path: Path) -> tuple[Graph, Plan]:
-    """Returns a graph with one step of each state."""
+    """Returns a graph that has steps in every state."""
     graph = diamond(tmp_path)
     store = Store(tmp_path / "store")
     execute(graph, store, Options(executor="inline", only=("library/a",)))

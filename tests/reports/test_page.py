@@ -98,7 +98,7 @@ def test_exact_points_are_below_the_axis_and_labels_do_not_overlap() -> None:
 
 
 class Tags(HTMLParser):
-    """Checks that every tag is closed in order, and keeps the text."""
+    """An HTML parser that checks that tags are closed in order, and collects the text."""
 
     VOID = frozenset({"meta", "br", "input"})
 

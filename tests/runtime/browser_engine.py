@@ -37,7 +37,7 @@ def calls(*listed: tuple[str, Any]) -> list[dict[str, Any]]:
 
 
 def call(name: str, argument: Any) -> Any:
-    """Returns the value of one call."""
+    """Calls one function of the browser's engine in Node.js and returns its result."""
     (result,) = calls((name, argument))
     assert "value" in result, result
     return result["value"]

@@ -70,7 +70,7 @@ def text(engine: Engine, prompt: list[int], count: int) -> str:
 
 
 def settle(executor: Executor) -> None:
-    """Makes the executor behave as after a recent step, so that the number of threads is settled."""
+    """Makes an executor behave as shortly after a step, so that it does not try another number of threads."""
     if isinstance(executor, CpuExecutor):
         workers = executor._workers()
         workers._ended, workers._trying = time.perf_counter(), False

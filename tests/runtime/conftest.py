@@ -21,7 +21,7 @@ from . import shared, toy
 from .shared import Server
 
 BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
-"""Environment of the child processes that build bundles."""
+"""Environment variables of the child processes that build bundles."""
 
 
 def needs(package: str) -> None:
@@ -36,7 +36,7 @@ loading.LOADERS["numpy"] = f"{__package__}.numpy_executor:load"
 
 @pytest.fixture(scope="session")
 def webgpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the embedded model for the device webgpu. Read only."""
+    """Returns the bundle of the embedded model for the device webgpu. Tests must not change it."""
     needs("mlcbuild")
 
     def build(out: Path) -> None:
@@ -55,14 +55,14 @@ def webgpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def numpy_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the toy bundle for the executor of numpy_executor.py. Read only."""
+    """Returns the toy bundle for the executor in numpy_executor.py. Tests must not change it."""
     return shared.once(tmp_path_factory, "numpy_toy", lambda out: toy.write(out, "numpy"))
 
 
 @pytest.fixture(scope="session")
 def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of gpu_toy.py for this machine's GPU adapter, which may be one in software. Read
-    only."""
+    """Returns the bundle of gpu_toy.py, for this machine's GPU adapter, which may be one in software. Tests
+    must not change it."""
     needs("mlcbuild")
     needs("wgpu")
 
@@ -82,7 +82,7 @@ def toy_bundle(cpu_toy_bundle: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def cpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of toy.py for this machine's CPU. Read only."""
+    """Returns the bundle of toy.py for this machine's CPU. Tests must not change it."""
 
     needs("mlcbuild")
 
@@ -95,7 +95,8 @@ def cpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the embedded model, compiled for this machine with 4-bit weights. Read only."""
+    """Returns the bundle of the embedded model with 4-bit weights for this machine's CPU. Tests must not
+    change it."""
     return _real(tmp_path_factory, "tiny")
 
 
@@ -115,7 +116,7 @@ def window_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _real(tmp_path_factory: pytest.TempPathFactory, name: str, **changes: object) -> Path:
-    """Returns the embedded model with `changes` to its config.json."""
+    """Returns a bundle of the embedded model with some fields of its config.json replaced."""
     needs("mlcbuild")
 
     def build(out: Path) -> None:
@@ -128,7 +129,7 @@ def _real(tmp_path_factory: pytest.TempPathFactory, name: str, **changes: object
 
 @pytest.fixture(scope="session")
 def sample(cpu_toy_bundle: Path) -> Sample:
-    """Returns the sampling function of a library."""
+    """Returns the function of the toy library that samples one token from each row of logits."""
     return CpuExecutor.load(cpu_toy_bundle).sample
 
 

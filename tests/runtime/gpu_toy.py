@@ -1,6 +1,7 @@
-"""The model of toy.py as a GPU program: `gpu_toy.py DIRECTORY` writes the bundle.
+"""Builds the bundle of the toy model (see toy.py) for GPUs: `gpu_toy.py DIRECTORY` writes it.
 
-Kernels from logits to tokens are those of real models. Run as a program, since it loads the compiler.
+The kernels that compute tokens from logits are those of real models. The file is run as a program, because it
+imports the compiler.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from mlcbuild.compiler.gpu.tensorir import (
 from tests.runtime import toy
 
 CACHE = CacheSpec(heads=1, kv_heads=1, head_dim=1, half=False)
-"""The layout of the toy's KV cache: a token is stored as the key of its position, and values are not used."""
+"""The layout of the toy model's KV cache: the key at each position is the token itself, and values are not
+used."""
 PARAMS = (("table", [toy.VOCAB, 4], "float32", "plain"),)
 
 
 def append(name: str, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that writes the tokens of a call to the cache."""
+    """Returns the GPU kernel that writes a call's tokens to the KV cache."""
     with kernel(name) as k:
         block, pages = inputs.declare(k), CACHE.declare(k)
         table = k.buffer("table", (toy.VOCAB, 4))
@@ -54,7 +56,8 @@ def append(name: str, inputs: InputPlaces) -> KernelBuilder:
 
 
 def total(name: str, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel x[row] = weighted sum of the sequence's tokens up to the row's position."""
+    """Returns the GPU kernel that computes x[row], the weighted sum of the sequence's tokens up to the row's
+    position."""
     with kernel(name) as k:
         block, pages = inputs.declare(k), CACHE.declare(k)
         x = k.buffer("x", (k.size("n"), 1))
@@ -75,7 +78,7 @@ def total(name: str, inputs: InputPlaces) -> KernelBuilder:
 
 
 def select(name: str, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel selected[r] = x[rows[r]]."""
+    """Returns the GPU kernel that computes selected[r] = x[rows[r]]."""
     with kernel(name) as k:
         block, x = inputs.declare(k), k.buffer("x", (k.size("n"), 1))
         y = k.buffer("selected", (k.size("q"), 1))
@@ -85,7 +88,7 @@ def select(name: str, inputs: InputPlaces) -> KernelBuilder:
 
 
 def head(name: str) -> KernelBuilder:
-    """Returns the kernel logits[r, v] = -((v - selected[r]) mod vocabulary) / 2."""
+    """Returns the GPU kernel that computes logits[r, v] = -((v - selected[r]) mod vocabulary) / 2."""
     with kernel(name) as k:
         q = k.size("q")
         x, y = k.buffer("selected", (q, 1)), k.buffer("logits", (q, toy.VOCAB))

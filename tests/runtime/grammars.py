@@ -27,7 +27,8 @@ SIZE = 512
 
 
 def _tokenizers() -> dict[str, Tokenizer]:
-    """Returns the embedded model's tokenizer, from both kinds of files."""
+    """Returns kind of tokenizer file ("json" or "pieces") -> the embedded model's tokenizer, read from this
+    kind of file."""
     both = Tokenizer.load(TINY)
     special = {"bos_token": "<s>", "eos_token": "<|end|>"}
     config = json.loads((TINY / "tokenizer_config.json").read_bytes())
@@ -77,7 +78,8 @@ def drawn(
     message: bool = False,
     shown: Mapping[int, str] | None = None,
 ) -> str:
-    """Returns the text of tokens drawn at random from those that are allowed."""
+    """Returns the text of an answer whose tokens are drawn at random among those that the constraint
+    allows."""
     source, tokenizer = random.Random(seed), TOKENIZERS[name]
     matcher = GRAMMARS[name].compiled(constraint, message).matcher()
     stream = tokenizer.stream((), message, shown)

@@ -40,8 +40,8 @@ def document(rng: random.Random, value: Any) -> bytes:
 
 
 def change_value(rng: random.Random, roots: list[Any]) -> None:
-    """Replaces one value somewhere below JSON objects or lists by another one of its type, or, for a whole
-    number, by one near it."""
+    """Replaces one value at a random place in JSON objects or lists by another one of the same type; a whole
+    number also by one near it. Changes `roots` in place."""
     places: list[tuple[Any, Any]] = []
     todo = list(roots)
     while todo:
@@ -112,7 +112,8 @@ NUMBERS = [0, 1, 7, 0xFFF, 0x1000, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 
 
 def library(rng: random.Random, data: bytes) -> bytes:
-    """Returns the headers of a shared library, and the tables that the system's loader reads."""
+    """Returns a shared library in which one or two random values of its headers, or of the tables that the
+    system's loader reads, are changed."""
     actual = bytearray(data)
     for _ in range(rng.randint(1, 2)):
         place, width = rng.choice(_fields(data))
@@ -125,8 +126,8 @@ def library(rng: random.Random, data: bytes) -> bytes:
 
 
 def _fields(data: bytes) -> list[tuple[int, int]]:
-    """Returns (offset, bytes) of each value in the header, the program headers and the dynamic section, and
-    in what they point to."""
+    """Returns (offset, number of bytes) of each value in an ELF file's header, program headers and dynamic
+    section, and in the tables to which they point."""
     header = [(4, 1), (5, 1), (16, 2), (18, 2), (32, 8), (40, 8), (52, 2), (54, 2), (56, 2), (58, 2), (60, 2)]
     (start,), (count,) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<H", data, 56)
     segments, tables = [], []

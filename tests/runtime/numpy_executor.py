@@ -1,7 +1,9 @@
-"""A device in NumPy: the model of toy.py, with a paged KV cache, as an Executor that is added from outside.
+"""A device in NumPy for tests: it executes the toy model of toy.py, with a paged KV cache, as an Executor
+that another package could add.
 
-The library is `model.json`: the vocabulary's size. The mathematics is that of toy.py in exact integers, and
-sampling follows abi.SamplingParams in float64, so that the engine's tests compare two implementations.
+The library is the file `model.json`, which states the vocabulary's size. The model is computed in exact
+integers, and tokens are sampled in float64 as abi.SamplingParams defines it, so that the engine's tests
+compare two implementations.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class NumpyExecutor:
-    """Computes logits[v] = -((v - sum(t_j * (j % 7 + 1))) mod vocabulary) / 2 of tokens t_0 .. t_p."""
+    """Returns the logits after tokens t_0 .. t_p: logits[v] = -((v - sum(t_j * (j % 7 + 1))) mod vocabulary)
+    / 2."""
 
     burst, exact_rows = 8, 16
     capabilities = frozenset(abi.CAPABILITIES)
@@ -102,7 +105,8 @@ class NumpyExecutor:
         del self.cache
 
     def _totals(self, step: ModelStep) -> NDArray[np.int64]:
-        """Writes the new tokens to the cache. Returns, for each, the weighted sum of its sequence so far."""
+        """Writes the new tokens of a step to the KV cache, and returns for each the weighted sum of its
+        sequence up to it."""
         size, totals = self.manifest.limits.page_size, list[NDArray[np.int64]]()
         positions, slots = step.places(size)
         self.cache.ravel()[slots] = step.tokens
@@ -122,7 +126,8 @@ class NumpyExecutor:
 
 
 def draw(logits: Floats, params: abi.SamplingParams) -> int:
-    """Returns a token as abi.SamplingParams defines it: top_k, then min_p, then top_p."""
+    """Returns a token sampled from a row of logits as abi.SamplingParams defines it; the filters apply in the
+    order top_k, min_p, top_p."""
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN
     if np.isnan(logits).any() or logits.max() == -np.inf:

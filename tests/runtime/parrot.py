@@ -32,12 +32,13 @@ CONTEXT = 4096
 
 
 def say(text: str) -> str:
-    """Returns the message to which the answer is `text`."""
+    """Returns the message for which the simulated model answers `text`."""
     return f"{SAY}{text}{END}"
 
 
 def write(out: Path, template: str = toy.TEMPLATE, special: Sequence[str] = ()) -> None:
-    """Writes the bundle. `special`: texts that are special tokens, after those of toy.py."""
+    """Writes the bundle of the simulated model. special: names of special tokens in addition to those of
+    toy.py."""
     toy.write(out, "numpy")
     (out / "model.json").write_text(json.dumps({"vocab_size": toy.VOCAB + len(special)}))
     if special:
@@ -63,7 +64,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class Parrot(NumpyExecutor):
-    """Prefers the next token of the text between SAY and END by far, and the end of the answer after it."""
+    """An executor for which the next token of the text between SAY and END is by far the most likely one, and
+    an end-of-sequence token after the text."""
 
     def __init__(self, path: Path, manifest: Manifest, pages: int) -> None:
         super().__init__(path, manifest, pages)

@@ -1,6 +1,6 @@
 """Builds a bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY CHANGES [TARGET]`.
 
-A program of its own, because the tests of the runtime do not load the builder.
+It is a separate program, because the runtime's tests do not import the builder.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batc
 
 
 def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
-    """Writes a checkpoint with another config.json; with fewer layers it is a smaller model whose answers are
-    partly the same."""
+    """Writes a checkpoint with some fields of config.json replaced. With fewer layers it is a smaller model,
+    whose answers are partly the same."""
     shutil.copytree(checkpoint, out)
     config = json.loads((out / "config.json").read_bytes()) | changes
     (out / "config.json").write_text(json.dumps(config))

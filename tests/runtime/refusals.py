@@ -23,7 +23,7 @@ def refusal(path: Path) -> str:
 
 
 def started(path: Path) -> str:
-    """Returns the error message of a server process that cannot start."""
+    """Starts a server that must refuse a bundle, and returns its error message."""
     result = shared.run("-m", "mlcbuild_runtime", str(path), "--port", "0")
     assert (result.returncode, result.stdout) == (1, "")
     assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", result.stderr), result.stderr

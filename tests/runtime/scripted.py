@@ -21,7 +21,7 @@ VOCAB = 8
 
 
 class Stream:
-    """The text stream of a tokenizer in which token n is the n-th letter."""
+    """A stream that converts the n-th token to the n-th letter of the alphabet."""
 
     stopped = False
 
@@ -38,7 +38,7 @@ class Stream:
 
 
 class Letters:
-    """A tokenizer of letters; token 7 ends an answer."""
+    """A tokenizer of letters, in which token 7 is the end-of-sequence token."""
 
     eos = frozenset({7})
 
@@ -47,7 +47,7 @@ class Letters:
 
 
 class Words:
-    """A matcher that allows one sequence of tokens."""
+    """A constraint's matcher that allows exactly one sequence of tokens."""
 
     def __init__(self, tokens: List[int]) -> None:
         self.left = list(tokens)
@@ -94,7 +94,7 @@ def sequence(
 
 
 def logits_of(*likely: int) -> Floats:
-    """Returns a row of logits for each token of `tokens`, in which this token is the most likely one."""
+    """Returns one row of logits for each token of `likely`, in which that token is the most likely one."""
     rows = np.zeros((len(likely), VOCAB), np.float32)
     rows[np.arange(len(likely)), likely] = 5
     return rows

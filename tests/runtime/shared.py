@@ -1,4 +1,5 @@
-"""Helpers that test processes share: directories that are built once for a run, and server processes."""
+"""Helpers for tests in several processes: directories that are built once for a whole run, and server
+processes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60.0
-"""Seconds to wait for a server: a machine that is busy with other tests is slow."""
+"""Seconds to wait for a server, which is slow on a machine that is busy with other tests."""
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """TLS settings that are passed to httpx, although these servers speak plain HTTP. Otherwise httpx would load
 the certificates of all authorities for each request, which takes 21 ms of CPU time."""
@@ -77,7 +78,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     ready: str
-    """The line that the server printed when it was ready."""
+    """The line that the server printed once it accepted requests."""
     name: str
 
     def health(self) -> dict[str, int | str | bool]:
@@ -101,8 +102,8 @@ class Server:
 
 
 def busy(seconds: float) -> float:
-    """Returns the CPU seconds that this process gets while it computes for `seconds` of wall-clock time:
-    what a loop that never sleeps would use, on this machine with whatever runs beside."""
+    """Returns the CPU seconds that this process gets in `seconds` of wall-clock time if it never sleeps: on a
+    busy machine less than one per second."""
     before, end = time.process_time(), time.monotonic() + seconds
     while time.monotonic() < end:
         pass

@@ -1,6 +1,6 @@
-"""Hidden states by the builder's reference in float64: `states.py BUNDLE OUT.npy TOKENS ...`.
+"""Computes hidden states with the builder's float64 reference: `states.py BUNDLE OUT.npy TOKENS ...`.
 
-A program of its own, because the tests of the runtime do not load the builder.
+It is a separate program, because the runtime's tests do not import the builder.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ answer with a schema."""
 
 @pytest.fixture(scope="module")
 def bundle(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle for browsers by its manifest; no file of it is executed here."""
+    """Returns the toy bundle with a manifest for browsers. The tests that use it do not execute its files."""
     path = tmp_path_factory.mktemp("site") / "toy"
     shutil.copytree(toy_bundle, path)
     document: dict[str, Any] = json.loads((path / "bundle.json").read_bytes())

@@ -135,8 +135,8 @@ def split_before_bytes() -> tokenizers.Tokenizer:
 
 
 def pieces_by_merging() -> tokenizers.Tokenizer:
-    """Returns a tokenizer as Llama 2 and Gemma have it: merging over the whole text, bytes for text that is
-    not in the vocabulary."""
+    """Returns a BPE tokenizer like those of Llama 2 and Gemma: it merges over the whole text, and writes
+    characters that are not in the vocabulary as bytes."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -178,8 +178,8 @@ KINDS = {
 
 
 def compare(directory: Path, texts: Sequence[str]) -> None:
-    """Compares the tokens of both engines for texts, with and without special tokens, and the text of the
-    tokens."""
+    """Asserts that the browser's engine and the runtime compute the same tokens for texts, with and without
+    special tokens, and the same texts for tokens."""
     own = Tokenizer.load(directory)
     files = tokenizer_files(directory)
     expected = [[own.encode(text), own.vocabulary.encode(text, special=False)] for text in texts]

@@ -133,7 +133,7 @@ def elf_with_far_segment(path: Path) -> None:
 
 
 def foreign_library(path: Path) -> None:
-    """Replaces the library of a bundle by a valid shared library that is no model."""
+    """Replaces the library of a bundle by a valid shared library that contains no model."""
     (path / "model.so").write_bytes(Path(str(find_library("blake3.blake3"))).read_bytes())
     reseal(path)
 
@@ -144,7 +144,8 @@ def find_library(module: str) -> str | None:
 
 
 def metadata_text(old: bytes, new: bytes) -> Callable[[Path], None]:
-    """Changes the library's own metadata, keeping its length."""
+    """Returns a function that replaces the text `old` in a bundle's library by `new`, which has the same
+    length."""
 
     def damage(path: Path) -> None:
         data = (path / "model.so").read_bytes()

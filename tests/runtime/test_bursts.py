@@ -33,7 +33,7 @@ SAMPLINGS = [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.
 
 
 Part = tuple[list[int], int, list[int]]
-"""New tokens of a sequence, its length after them, and its pages."""
+"""The part of a sequence in a step: (new tokens, length after them, KV cache pages)."""
 
 
 @pytest.fixture(params=["cpu_toy_bundle", "numpy_toy_bundle", "tiny_bundle", "window_bundle"])
@@ -56,7 +56,7 @@ def engine(toy_bundle: Path) -> Iterator[Engine]:
 
 
 def single(executor: Executor, parts: list[Part], params: list[list[SamplingRow]]) -> list[list[int]]:
-    """Returns the tokens of steps that are executed one by one."""
+    """Returns the tokens that steps sample if they are executed one by one."""
     drawn, last = list[list[int]](), [tokens for tokens, _, _ in parts]
     for number, rows in enumerate(params):
         lengths = [length + number for _, length, _ in parts]
@@ -112,7 +112,8 @@ def test_few_steps_while_threads_look_for_cores(cpu_toy_bundle: Path) -> None:
 
 
 def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Request]:
-    """Returns random requests. `share`: fraction of those with constraints."""
+    """Returns twelve random requests. share: fraction of the requests that have a constraint; limits: maximum
+    length of prompt and answer together, in tokens."""
     source = random.Random(seed)
     results = []
     for _ in range(12):

@@ -1,8 +1,9 @@
-"""Other people's clients against a real server: schemathesis, LangChain and instructor.
+"""Tests of a real server with other people's clients: schemathesis, LangChain and instructor.
 
-They are many packages, so they live in an environment of their own, made by `python -m venv E` and
-`E/bin/pip install schemathesis langchain-openai instructor`: MLCBUILD_CLIENTS names its Python. Where a
-package is installed beside these tests, that one is used; where there is none, the test is skipped.
+These clients need many packages, so they are installed in a separate environment, made by `python -m venv E`
+and `E/bin/pip install schemathesis langchain-openai instructor`; MLCBUILD_CLIENTS names its Python. A client
+that is installed in the tests' own environment is used there. Tests of clients that are not installed are
+skipped.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def run(package: str, *arguments: str) -> str:
 
 
 def test_schemathesis_finds_nothing(real: Server, tmp_path: Path) -> None:
-    """Bodies from the document and bodies that break it: no 5xx, no undocumented status or answer, and what
-    the document forbids is refused. (What it allows may still be refused: a context is only so long.)"""
+    """Checks the server with random bodies that follow its OpenAPI document and bodies that break it: no
+    answer is a 5xx or undocumented, and what the document forbids is refused. A body that the document allows
+    may still be refused, for example because its prompt is too long."""
     arguments = ["run", f"{real.url}/openapi.json", "--phases", "fuzzing"]
     arguments += ["--max-examples", EXAMPLES, "--generation-deterministic", "--no-color"]
     arguments += ["--checks", f"{CHECKS},negative_data_rejection", "--request-timeout", "60"]

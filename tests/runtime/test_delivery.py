@@ -36,7 +36,8 @@ class Log:
 
 
 class Setting:
-    """A delivery with one admitted sequence of five tokens, two pages of four, in a cache of six."""
+    """Objects for tests of delivery: a schedule with one admitted sequence of five tokens on two pages of
+    four tokens, in a cache of six pages."""
 
     def __init__(self) -> None:
         self.schedule, self.counters, self.log = Schedule(Pages(6), 4, 2), Counters(), Log()

@@ -116,8 +116,8 @@ def test_the_image_runs_the_server_on_the_port_that_it_names() -> None:
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("useradd") is None, reason="useradd needs root")
 @pytest.mark.timeout(900)
 def test_the_image_can_be_made(tmp_path: Path, tiny_bundle: Path) -> None:
-    """Follows the Dockerfile in a new virtual environment: COPY, RUN, then ENTRYPOINT, HEALTHCHECK and
-    STOPSIGNAL. Its user is added to a directory instead of this machine."""
+    """Checks the Dockerfile by following it in a new virtual environment: COPY, RUN, then ENTRYPOINT,
+    HEALTHCHECK and STOPSIGNAL. Its user is added to the files of a directory instead of this machine's."""
     lines = dockerfile()
     source, place, users = tmp_path / "source", tmp_path / "environment", tmp_path / "users"
     shutil.copytree(RUNTIME, source, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,7 +1,7 @@
-"""Draft trees as lists of tokens and pages, without a sequence.
+"""Tests of draft trees as lists of tokens and pages, without a sequence.
 
-The tree of most tests: the draft 1 2 3; a branch 4 5 that leaves it after 1; a branch 6 that leaves that one
-after 4.
+Most tests use this tree: the draft has the tokens 1 2 3; a branch with the tokens 4 5 leaves it after 1; and
+a branch with the token 6 leaves the first branch after 4.
 """
 
 from __future__ import annotations

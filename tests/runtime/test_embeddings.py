@@ -26,7 +26,7 @@ from .test_server import post
 
 PATH = "/v1/embeddings"
 TEXTS = ["What is 12 + 30?", "sort 70 8 31", "once upon a time " * 12]
-"""Texts to embed; the last one is longer than a chunk."""
+"""Texts to embed; the last one is longer than a chunk of a prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def real(tiny_bundle: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def states(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> list[NDArray[np.float64]]:
-    """Returns the hidden states of each text's tokens by the builder's reference, float64 [n, hidden], for
-    the weights that the bundle has."""
+    """Returns the hidden states of each text's tokens, float64 [n, hidden], computed by the builder's
+    reference with the bundle's weights."""
     tokenizer = Tokenizer.load(tiny_bundle)
     out = tmp_path_factory.mktemp("states") / "states.npy"
     script = Path(__file__).with_name("states.py")

@@ -35,7 +35,7 @@ GREEDY = Sampling(temperature=0)
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 """True if the tests that use `toy_bundle` also run on a GPU adapter. test_executor.py always runs on one."""
 POISON = 111
-"""Prompt token on which the faulty model fails."""
+"""Token that makes the faulty model fail if it is in a prompt."""
 
 
 class Faulty(Stepwise):

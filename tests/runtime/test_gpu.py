@@ -39,7 +39,7 @@ def has_adapter() -> bool:
 
 @pytest.fixture(scope="module")
 def gpu_bundle(webgpu_bundle: Path) -> Path:
-    """Returns the embedded model for the device webgpu. Read only."""
+    """Returns the bundle of the embedded model for the device webgpu. Tests must not change it."""
     if not has_adapter():
         pytest.skip("this machine has no GPU adapter, not even one in software")
     return webgpu_bundle
@@ -142,7 +142,7 @@ def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
 
 
 def measured(path: Path, **variables: str) -> dict[str, Any]:
-    """Returns the document of ci/bench/gpu for a bundle."""
+    """Runs ci/bench/gpu for a bundle and returns the JSON document that it prints."""
     script = shared.ROOT / "ci" / "bench" / "gpu"
     result = shared.run(str(script), "--bundle", str(path), "--rounds", "1", extra=variables)
     assert result.returncode == 0, result.stderr

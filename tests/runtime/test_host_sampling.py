@@ -84,7 +84,8 @@ def test_masks_leave_other_rows_alone() -> None:
 
 
 def largest(logits: NDArray[np.float32]) -> NDArray[np.int32]:
-    """Returns what a kernel reports of a row: the largest logit, the sum, and the 64 largest logits."""
+    """Returns the output of the GPU kernel `top` for a row of logits: the largest logit, the sum of
+    exponentials, and the 64 largest logits with their tokens."""
     best = logits.max()
     total = np.exp(logits.astype(np.float64) - best).sum()
     order = np.argsort(-logits, kind="stable")[:TOP]

@@ -161,7 +161,7 @@ SLOW = {"HEAD_SECONDS": 1.0, "IDLE_SECONDS": 2.0}
 
 @pytest.fixture(scope="module")
 def hasty(toy_bundle: Path) -> Iterator[Server]:
-    """Yields a server with short deadlines."""
+    """Yields a server whose deadlines are short."""
     code = "import sys; from mlcbuild_runtime.http import body_reader, connection;"
     code += "body_reader.BODY_SECONDS = 1.0;"
     code += f"vars(connection).update({SLOW!r});"

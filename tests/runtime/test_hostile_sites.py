@@ -62,9 +62,8 @@ def test_pages_of_other_sites_may_not_call(server: Server, headers: dict[str, st
     ],
 )
 def test_a_request_names_one_host(server: Server, head: bytes, status: bytes) -> None:
-    """Requests with a missing, repeated or invalid Host field are refused (RFC 9112, 3.2); HTTP/1.0 requires
-    none.
-    """
+    """Checks that requests with a missing, repeated or invalid Host field are refused (RFC 9112, 3.2);
+    HTTP/1.0 does not require the field."""
     with connect(server) as client:
         client.sendall(b"GET /health " + head + b"Connection: close\r\n\r\n")
         reply = answer(client)

@@ -1,7 +1,7 @@
-"""The runtime on a machine that has nothing but the runtime and what its pyproject.toml names.
+"""Tests of the runtime in an environment that has nothing but the runtime and its dependencies.
 
-The environment is a fresh one without pip, whose site-packages holds links to those distributions of the
-current environment: nothing is downloaded, and nothing else is there.
+It is a new virtual environment without pip, whose site-packages directory holds links to these distributions
+of the present environment, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def closure() -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the interpreter of the isolated environment."""
+    """Creates the isolated environment, and returns its Python interpreter."""
     root = tmp_path_factory.mktemp("isolated")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
     (site,) = root.glob("lib/python*/site-packages")

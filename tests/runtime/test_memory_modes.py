@@ -17,7 +17,8 @@ MB = 1_000_000
 
 
 def described() -> Manifest:
-    """Returns the manifest of a bundle of 100 MB with eight full contexts of 16 pages."""
+    """Returns the manifest of a bundle that needs 100 MB: for its weights, its workspace, and eight sequences
+    of 16 pages each."""
     limits = Limits(context_window=256, prefill_chunk=64, max_batch=8)
     memory = Memory(weights=30 * MB, kv_cache=64 * MB, workspace=6 * MB, total=100 * MB)
     return Manifest("m", Model("m", "llama", {}), {}, {}, limits, "model.so", ("w",), "s", {}, memory)

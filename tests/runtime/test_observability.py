@@ -36,7 +36,7 @@ BODY = {"prompt": SECRET, "max_tokens": 5, "ignore_eos": True}
 
 
 def ask(url: str) -> list[str]:
-    """Sends one request of each kind, and returns the ids of the answers."""
+    """Sends requests of several kinds to a server, and returns the ids of the answers."""
     key = {"Authorization": "Bearer sesame"}
     with httpx.Client(base_url=url, timeout=shared.WAIT) as client:
         answers = [

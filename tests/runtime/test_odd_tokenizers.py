@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tried(path: Path) -> Tokenizer:
-    """Returns the tokenizer of a bundle, which a child process tries first."""
+    """Returns the tokenizer of a bundle after a child process has loaded it successfully."""
     manifest = bundle.check(path)
     untrusted.check(path, manifest)
     return Tokenizer.of(path, manifest)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.xdist_group("chromium")  # several browsers at once tak
 
 
 def _high_pipe() -> tuple[int, int]:
-    """Returns a pipe whose descriptors are none of those that the shell assigns."""
+    """Returns the two ends of a pipe, with descriptor numbers that are above those which the shell
+    assigns."""
     low = os.pipe()
     reading, writing = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10) for descriptor in low)
     for descriptor in low:
@@ -82,7 +83,7 @@ class Browser:
                 return result
 
     def run(self, script: str) -> Any:
-        """Returns the value of an expression on the page."""
+        """Returns the value of a JavaScript expression on the page."""
         actual = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in actual, actual
         return actual["result"].get("value")

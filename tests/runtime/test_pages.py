@@ -94,9 +94,9 @@ KEYS = st.lists(st.sampled_from([A, B]), min_size=1, max_size=4)
 @settings(max_examples=60)
 @given(steps=st.lists(st.tuples(KEYS, st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
 def test_any_history(steps: list[tuple[list[Key], int, int, bool]]) -> None:
-    """After any sequence of operations, no page is allocated to two sequences that write different contents,
-    even if sequences release pages at their beginning before they put others into the tree.
-    """
+    """Checks that, after any sequence of operations, no page is allocated to two sequences that write
+    different contents, even if sequences release their first pages before they put others into the prefix
+    tree."""
     pages = Pages(9)
     holds: dict[int, tuple[Key, ...]] = {}
     running: list[list[int]] = []

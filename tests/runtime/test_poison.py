@@ -27,7 +27,7 @@ from .test_server import CHAT, COMPLETION, HI, text_of
 
 PROMPT = [1, 2, 3]
 GAP = shared.WAIT
-"""Maximum seconds between two tokens of an honest client: one that waits longer is stalled."""
+"""Maximum seconds between two tokens of a well-behaved client's answer; a longer wait counts as a stall."""
 
 
 class Bystander:

@@ -26,7 +26,8 @@ HELD_OUT = shared.ROOT / "recipes" / "models" / "tiny" / "heldout.jsonl"
 
 
 def questions(count: int) -> list[tuple[str, str]]:
-    """Returns prompts with their right answers, spread over the kinds of task."""
+    """Returns up to `count` (prompt, right answer) of the embedded model's held-out questions, spread over
+    all kinds of tasks."""
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     chosen = rows[:: max(1, len(rows) // count)][:count]
     return [(row["prompt"], row["answer"]) for row in chosen]

@@ -32,7 +32,7 @@ VOCABULARY = TOKENIZERS["json"].vocabulary
 LOOSE = Thinking("<think>", "</think>", False, {})
 """A rendered prompt after which the model may reason before it answers."""
 BEGUN = Thinking("<think>", "</think>", True, {})
-"""A rendered prompt that ends with the mark that begins reasoning."""
+"""A rendered prompt that ends with the mark which begins reasoning."""
 
 
 @pytest.mark.parametrize(("begin", "end"), MARKS)

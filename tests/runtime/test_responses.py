@@ -47,7 +47,7 @@ def ai(real: Server) -> Iterator[openai.OpenAI]:
 
 
 def said(server: Server, messages: list[Any], **body: Any) -> str:
-    """Returns the answer of /v1/chat/completions to the equivalent request."""
+    """Returns the text that /v1/chat/completions answers to the same messages."""
     reply = post(server, CHAT, {"messages": messages, "temperature": 0, **body}).json()
     return str(reply["choices"][0]["message"]["content"])
 

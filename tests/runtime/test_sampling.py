@@ -31,8 +31,9 @@ def frequencies(
 
 
 def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], total: int) -> float:
-    """Returns the chi-squared test's (statistic - degrees) / sqrt(2 degrees): about normal where expected
-    counts are at least 5."""
+    """Returns how far observed counts are from expected ones: the chi-squared statistic minus its degrees of
+    freedom, divided by sqrt(2 * degrees). It is about normally distributed if expected counts are at least 5.
+    """
     common = {key: p for key, p in exact.items() if p * total >= 5}
     rest = 1 - sum(common.values())
     statistic = sum((counts[key] - p * total) ** 2 / (p * total) for key, p in common.items())

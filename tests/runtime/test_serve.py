@@ -48,8 +48,8 @@ def test_a_client_that_leaves_in_its_body_does_no_harm(server: Server) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_amid_streams(toy_bundle: Path, number: signal.Signals) -> None:
-    """SIGINT does not wait for requests, SIGTERM only as long as --drain says. Clients would stream until
-    the stop times out."""
+    """Checks that SIGINT ends a server without waiting for requests, and that SIGTERM waits for them only as
+    long as --drain states. The clients' streams would take longer than the test waits."""
     with shared.serving(toy_bundle) as server:
         assert server.stop(number) == 0
     drain = {signal.SIGINT: str(10 * shared.WAIT), signal.SIGTERM: "0.5"}[number]
@@ -63,7 +63,8 @@ def test_a_signal_ends_it_amid_streams(toy_bundle: Path, number: signal.Signals)
 
 
 def _stream_until_the_end(url: str) -> str:
-    """Streams answers repeatedly until the server stops, and returns how the last stream ended."""
+    """Streams answers repeatedly until the server stops. Returns how the last stream ended: "cut", or "the
+    server is stopping" if the server said so."""
     last = "cut"
     try:
         while True:

@@ -20,7 +20,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def text_of(bundle: Path, prompt: list[int], count: int) -> str:
-    """Returns the text that greedy decoding of the toy model must answer."""
+    """Returns the text of the answer that greedy decoding of the toy model must give."""
     tokens = toy.expected(prompt, count)
     if toy.EOS in tokens:
         tokens = tokens[: tokens.index(toy.EOS)]

@@ -40,7 +40,8 @@ def garbage(sequence: Sequence, count: int) -> list[int]:
 
 
 def partly(sequence: Sequence, count: int) -> list[int]:
-    """Returns a random draft of any length: correct tokens at first, then wrong ones; sometimes no tokens."""
+    """Returns a random draft of at most `count` tokens: correct ones, of which one is often replaced by a
+    wrong one, or no tokens."""
     source = random.Random(sum(sequence.tokens))
     actual = toy.expected(sequence.tokens, source.randrange(count + 1))
     if actual and source.random() < 0.6:
@@ -125,9 +126,8 @@ SAMPLINGS = [
 def test_the_same_tokens_and_logprobs_with_and_without(
     plain: Engine, drafting: Engine, sampling: Sampling
 ) -> None:
-    """With one seed, tokens and log-probabilities are identical with and without drafts, alone and in a
-    batch.
-    """
+    """Checks that requests with a seed get identical tokens and log-probabilities with and without drafts,
+    alone and in a batch."""
 
     def request(prompt: list[int], count: int) -> Request:
         return Request(tuple(prompt), count, sampling, logprobs=3)

@@ -27,7 +27,7 @@ SAMPLE = [
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a byte-level BPE, as Llama 3 and Qwen have."""
+    """Returns a byte-level BPE tokenizer, the kind that Llama 3 and Qwen use."""
     path = tmp_path_factory.mktemp("byte_level")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +51,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a SentencePiece model with byte fallback, as Llama 2 and Mistral have."""
+    """Returns a SentencePiece tokenizer with byte fallback, the kind that Llama 2 and Mistral use."""
     path = tmp_path_factory.mktemp("pieces")
     buffer = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -81,8 +81,8 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces_as_json(pieces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the same vocabulary as tokenizer.json, with the decoder that transformers writes for Llama
-    2."""
+    """Returns the directory of a tokenizer.json with the same vocabulary as the SentencePiece model, and with
+    the decoder that transformers writes for Llama 2."""
     path = tmp_path_factory.mktemp("pieces_as_json")
     model = processor(pieces)
     vocabulary = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]

@@ -183,9 +183,8 @@ MISTRAL = "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %
 
 
 def test_calls_that_begin_with_a_special_token(toy_copy: Path) -> None:
-    """Calls that begin with a special token are parsed in complete and streamed answers of chats and
-    responses.
-    """
+    """Checks that tool calls which begin with a special token are parsed in complete and in streamed answers,
+    of chats and of responses."""
     path = toy_copy / "tokenizer.json"
     path.write_text(path.read_text().replace("<|user|>", "[TOOL_CALLS]"))
     with_template(toy_copy, MISTRAL, "tokenizer.json")
@@ -259,7 +258,8 @@ def test_forced_calls_whole_and_streamed(native_server: Server) -> None:
 
 
 def test_allowed_tools(native_server: Server) -> None:
-    """With allowed_tools only these tools may be called, while the prompt still describes all of them."""
+    """Checks that `allowed_tools` restricts the calls to these tools, while the prompt still describes all
+    tools."""
     body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
     used = set()
     for seed in range(4):

@@ -152,7 +152,7 @@ def test_outcomes_of_trials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resident(pid: int) -> int:
-    """Returns the memory of a process, in bytes."""
+    """Returns the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -59,7 +59,7 @@ def test_an_early_request_is_served_while_others_keep_coming() -> None:
 
 
 class _Queue:
-    """Threads of several clients that wait for one lock, entered one after the other."""
+    """A lock and threads of several clients that wait for it, which enter the queue one after the other."""
 
     def __init__(self, places: int, pool: ThreadPoolExecutor) -> None:
         self.turns, self.order = FairLock(places), list[str]()

@@ -56,8 +56,8 @@ TEXTS = {tool.name: text_parameters(tool) for tool in (ADD, NOW)}
 
 
 def read_in_parts(reader: AnswerReader, text: str, seed: int | None) -> dict[str, str]:
-    """Returns kind of piece -> its text, for an answer that `reader` receives in random parts. seed: of the
-    random sizes of parts; None: the answer is one part."""
+    """Parses an answer whose text arrives in random parts. Returns kind of piece -> joined text of the pieces
+    of this kind. seed: of the sizes of the parts; None: one part."""
     by_kind: dict[str, str] = {}
     for piece in _arriving(reader, text, seed):
         by_kind[piece.kind] = by_kind.get(piece.kind, "") + piece.text

@@ -45,7 +45,8 @@ TEMPLATE = """{{ bos_token }}
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:
-    """Returns the tokens that greedy decoding gives, without regard to EOS."""
+    """Returns `count` tokens that greedy decoding of the toy model gives after a prompt; end-of-sequence
+    tokens do not end it."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(sum(t * (j % 7 + 1) for j, t in enumerate(tokens)) % VOCAB)
@@ -53,10 +54,10 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def write(out: Path, device: str = "cpu") -> None:
-    """Writes the whole bundle below the directory `out`.
+    """Writes the toy bundle to the directory `out`.
 
-    device: "cpu", whose library is compiled; "numpy", for the executor of numpy_executor.py; or "webgpu",
-    whose program gpu_toy.py has written.
+    device: "cpu", for which a library is compiled; "numpy", for the executor in numpy_executor.py; or
+    "webgpu", for which gpu_toy.py has written the program before.
     """
     from mlcbuild_format import bundle
 
@@ -101,7 +102,7 @@ def write(out: Path, device: str = "cpu") -> None:
 
 
 def describe(path: Path) -> Any:
-    """Returns the manifest's entry of a file."""
+    """Returns the entry of a file in a manifest: its digest and its size."""
     from blake3 import blake3
     from mlcbuild_format.bundle import File
 
@@ -136,7 +137,7 @@ def write_tokenizer(out: Path) -> None:
 
 
 def export(out: Path, metadata: str) -> None:
-    """Compiles the library for this machine to the file `out`."""
+    """Compiles the toy model's library for this machine and writes it to the file `out`."""
     import tvm
     from tvm import relax
 

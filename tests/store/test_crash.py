@@ -36,7 +36,7 @@ def build(store: Path, note: Path) -> subprocess.Popen[str]:
 
 
 def workers(parent: int) -> list[int]:
-    """Returns process ids of a builder's workers."""
+    """Returns the process ids of a builder's worker processes."""
     result = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
     rows = [line.split() for line in result.stdout.splitlines()]
     return [int(pid) for pid, owner in rows if int(owner) == parent]
@@ -103,7 +103,8 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
 
 @pytest.mark.parametrize("batch", range(2))
 def test_killed_workers_fail_their_step_only(tmp_path: Path, undisturbed: set[str], batch: int) -> None:
-    """Workers of a living builder are killed at random moments until it ends; then it is run again."""
+    """Checks a builder whose workers are killed at random moments until it ends, and that a second run
+    completes the build."""
     moments = random.Random(100 + batch)
     killed = 0
     for attempt in itertools.count():

@@ -166,7 +166,7 @@ def test_on_another_filesystem_files_are_copied(store: Store, tmp_path: Path) ->
 
 
 def test_a_full_disk_keeps_nothing_of_what_did_not_fit(store: Store, tmp_path: Path) -> None:
-    """Files are limited to 100 kB for this process: writing more fails as on a full disk."""
+    """Limits the size of files to 100 kB for this process, so that writing more fails as on a full disk."""
     first, second = made(store, {"a": "1"}), made(store, {"a": "2"})
     out = tmp_path / "dist" / "out"
     assert materialise(store, first, out)

@@ -38,7 +38,7 @@ def no_code_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(data: bytes, by: Expected | None = None) -> str:
-    """Returns the fields of a record, or the message with which reading it is refused."""
+    """Returns the content of a record as text, or the reason why it is refused."""
     try:
         record = Record.checked(RECORD.key, data, None if by is None else lambda: by)
     except ValueError as error:

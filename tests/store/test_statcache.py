@@ -18,8 +18,8 @@ from mlcbuild.store.statcache import StatCache
 
 
 def old(path: Path, data: bytes, age: float = 60.0) -> Path:
-    """Returns a file that was written a while ago as far as its mtime tells. Its ctime is now, as any
-    file's."""
+    """Writes a file whose modification time (mtime) is `age` seconds ago; its change time (ctime) is the
+    present, because it cannot be set."""
     path.write_bytes(data)
     os.utime(path, (time.time() - age,) * 2)
     return path

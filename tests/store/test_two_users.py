@@ -1,4 +1,4 @@
-"""Two users with machines of their own, as far as a home, a store, a key and an environment make one."""
+"""Tests of two users of one shared cache, each with a separate home directory, store, key and environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPE = QUICKSTART.replace("[q0f32, q4f16_1, q4a8_1]", "[q4f16_1]")
 def filled(
     tiny_bundles: Path, common_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Nginx, str]]:
-    """Yields a cache that the first user has filled, and the public half of that user's key."""
+    """Yields (a cache that the first user has filled, the public part of that user's key)."""
     if NGINX is None:
         pytest.skip(WITHOUT_NGINX)
     place = tmp_path_factory.mktemp("cache")
