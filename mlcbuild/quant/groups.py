@@ -55,7 +55,7 @@ class Groups:
     top: int
     """The largest integer code of a quantized weight."""
     dtype: Literal["float32", "float16"]
-    """The type in which scales are stored."""
+    """The type in which the scales of quantized weights are stored."""
     signed: bool = False
     """True if scales may be negative. The sign is chosen such that the weight of largest magnitude always
     gets the code 0: with the codes centred on zero, there is one more negative than positive code.

@@ -96,9 +96,9 @@ class AttentionKernel:
 
     @property
     def tile(self) -> int:
-        """Returns the number of query vectors whose scores are computed together, such that their scores for
-        one page fill at most half of the registers. It is three instead of four if the heads that share a kv
-        head then fill their last tile better, since decoding has no other vectors.
+        """Returns the number of query vectors whose scores are computed together. Their scores for one page
+        fill at most half of the vector registers. In decoding, the vectors are the query heads that share a
+        KV head, so the number is three instead of four if three divides these heads with less waste.
         """
         most, group = max(1, min(4, self.registers * self.scores.lanes // (2 * PAGE))), self.heads.group
         return 3 if most == 4 and group > 2 and -group % 3 < -group % 4 else most

@@ -109,8 +109,8 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 
 def copy_scales(heads: Heads, pages: Buffer, place: tuple[Expr, Expr, Expr], head: Expr, count: Expr) -> None:
-    """Emits the copy of the scales of the first `count` tokens of a page to another one. place: (layer,
-    source page, destination page).
+    """Emits the copy of the int8 KV cache's scales of the first `count` tokens of one page to another page.
+    place: (layer, source page, destination page).
     """
     layer, source, target = place
     with T.serial(count) as token:
