@@ -157,7 +157,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.models.family": "models/test_type_names.py",
     "mlcbuild.models.rope": "models/test_models.py",
     "mlcbuild.prospect": "test_pipeline.py",
-    "mlcbuild.quant.block_packing": "quant/test_blocks.py",
     "mlcbuild.remotes.archive": "store/test_trust.py",
     "mlcbuild.reports.chart": "reports/test_page.py",
     "mlcbuild_format.program_json": "test_program.py",

@@ -105,6 +105,7 @@ LIMITS = {
     **dict.fromkeys(("q8f32_1", "q8f16_1", "q8a8_1"), 0.2),
     **dict.fromkeys(("q5a8_1", "q5a8_2", "q6a8_2"), 0.5),
     **dict.fromkeys(("q4f32_1", "q4f16_1", "q4a8_1", "q4a8_2"), 2.0),
+    "q3a8_2": 4.0,
 }
 """Scheme -> largest allowed divergence, in nats, on these checkpoints, whose weights are random.
 

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from mlcbuild.quant import row_packing
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, BlockRows, Blocks
 from mlcbuild.quant.floats import Array, not_finite
-from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS
+from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS, low_bits
 
 _LARGEST_SCALE = np.float32(2.0**120)
 """Upper bound of the scales and minima of checkpoints, exclusive: products of larger ones with codes might be
@@ -102,24 +102,32 @@ def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
     groups = padded.shape[1] // GROUP
     words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
     words = np.ascontiguousarray(words)  # [tile, group, quad, row], a quad of codes in each
-    if blocks.bits == 8:
+    width = low_bits(blocks.bits)
+    if width == 8:
         return words.view(np.uint8).reshape(*words.shape[:2], -1)
-    half = QUADS // 2
-    low = words & np.uint32(0x0F0F0F0F)
-    lines = [low[:, :, :half] | low[:, :, half:] << np.uint32(4)]
-    if blocks.bits > 4:
-        high = words >> np.uint32(4) & np.uint32(0x03030303)
-        lines += [line[:, :, None] for line in _high_bits(blocks.bits, high)]
+    low, count = words & _in_each_byte((1 << width) - 1), QUADS * width // 8
+    packed = low[:, :, :count].copy()
+    for field in range(1, 8 // width):
+        packed |= low[:, :, field * count : (field + 1) * count] << np.uint32(width * field)
+    lines = [packed]
+    if blocks.bits > width:
+        above = words >> np.uint32(width) & _in_each_byte((1 << blocks.bits - width) - 1)
+        lines += [line[:, :, None] for line in _high_bits(blocks.bits - width, above)]
     return np.concatenate(lines, axis=2).view(np.uint8).reshape(*words.shape[:2], -1)
 
 
-def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Packs the high bits of 5-bit or 6-bit codes, and yields arrays uint32 [tiles, groups, rows], each with
-    8 or 4 quads (four consecutive weights): byte i holds one bit, or two, of weight i of each quad.
+def _in_each_byte(value: int) -> np.uint32:
+    """Returns an integer with `value` in each of its four bytes."""
+    return np.uint32(value * 0x01010101)
+
+
+def _high_bits(width: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
+    """Packs the high bits of codes, `width` (1 or 2) of each code, and yields arrays uint32 [tiles, groups,
+    rows], each with 8 or 4 quads (four consecutive weights): byte i holds one bit, or two, of weight i of
+    each quad.
 
     high: these bits, uint32 [tile, group, quad, row], with one byte for each weight of a quad.
     """
-    width = bits - 4
     count = 8 // width
     for first in range(0, QUADS, count):
         line = np.zeros_like(high[:, :, 0])
@@ -173,13 +181,11 @@ def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:
     [rows rounded up to a multiple of 16, columns]."""
     tiles, groups, _ = q_weight.shape
     lines = np.ascontiguousarray(q_weight).view(np.uint8).reshape(tiles, groups, -1, TILE_ROWS, QUAD)
-    quads = lines
-    if blocks.bits < 8:
-        half = QUADS // 2
-        nibbles = lines[:, :, :half]
-        quads = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
-        width = blocks.bits - 4
-        for quad in range(QUADS if width else 0):
-            line, place = divmod(quad, 8 // width)
-            quads[:, :, quad] |= (lines[:, :, half + line] >> width * place & (1 << width) - 1) << 4
+    low = low_bits(blocks.bits)
+    count, width = QUADS * low // 8, blocks.bits - low
+    fields = [lines[:, :, :count] >> low * field & (1 << low) - 1 for field in range(8 // low)]
+    quads = np.concatenate(fields, axis=2)
+    for quad in range(QUADS if width else 0):
+        line, place = divmod(quad, 8 // width)
+        quads[:, :, quad] |= (lines[:, :, count + line] >> width * place & (1 << width) - 1) << low
     return np.ascontiguousarray(quads.transpose(0, 3, 1, 2, 4)).reshape(tiles * TILE_ROWS, groups * GROUP)

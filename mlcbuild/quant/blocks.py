@@ -26,7 +26,7 @@ class Blocks:
     a checkpoint.
     """
 
-    bits: Literal[4, 5, 6, 8]
+    bits: Literal[3, 4, 5, 6, 8]
     """Number of bits in which one weight's integer code is stored."""
     group: Literal[16, 32] = 32
     """Number of consecutive weights that share a scale and, where there is one, a minimum."""

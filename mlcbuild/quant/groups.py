@@ -19,11 +19,20 @@ TILE_ROWS = 16
 """Number of rows in a tile of the layout x16: as many as int32 lanes in the widest vectors of CPUs."""
 
 
+def low_bits(bits: int) -> int:
+    """Returns the number of low bits of each code that are packed first: in the layout x16 8 divided by this
+    number to a byte, then a line for each further bit of a code; in the layout row those of the whole row.
+    bits: those of a code, 3 to 8.
+    """
+    return 8 if bits == 8 else 2 if bits == 3 else 4
+
+
 def row_words(bits: int, columns: int) -> int:
     """Returns the number of uint32 words that hold the codes of a row in the layout row.
 
     4 or 8 bits fill words from their low ends. Of 5 and 6 bits, the low four come first for the whole row,
-    and then the high ones, 32 or 16 in a word; rows are padded to whole vectors of four words.
+    of 3 the low two, and then the high ones, one or two of each code; rows are padded to whole vectors of
+    four words.
     """
     count = -(-columns // GROUP) * bits
     return -(-count // 4) * 4

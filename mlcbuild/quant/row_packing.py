@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
 from mlcbuild.quant.floats import Array
-from mlcbuild.quant.groups import GROUP, row_words
-
-_EIGHT = np.arange(8, dtype=np.uint32)
+from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
 
 def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
@@ -23,32 +21,48 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     """
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
-    rows, columns = codes.shape
-    wide = codes.astype(np.uint32).reshape(rows, -1, 8)
-    parts = [np.bitwise_or.reduce((wide & 15) << _EIGHT * 4, axis=2)]
-    if bits > 4:
-        width = bits - 4
-        high = (wide >> 4).reshape(rows, -1, 32 // width)
-        places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
-        parts.append(np.bitwise_or.reduce(high << places, axis=2))
+    columns = codes.shape[1]
+    low = low_bits(bits)
+    wide: NDArray[np.uint32] = codes.astype(np.uint32)
+    parts = [_in_words(wide & np.uint32((1 << low) - 1), low)]
+    if bits > low:
+        parts.append(_in_words(wide >> np.uint32(low), bits - low))
     words = np.concatenate(parts, axis=1)
     return np.pad(words, ((0, 0), (0, row_words(bits, columns) - words.shape[1])))
 
 
 def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[np.uint8]:
-    """Unpacks the codes of rows, of 4, 5, 6 or 8 bits, from uint32 [rows, words] in the order that
+    """Unpacks the codes of rows, of 3, 4, 5, 6 or 8 bits, from uint32 [rows, words] in the order that
     groups.row_words describes. Returns uint8 [rows, groups * 32]."""
-    rows, columns = len(words), groups * GROUP
+    columns = groups * GROUP
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
-    low = words[:, : columns // 8, None] >> _EIGHT * 4 & 15
-    codes: NDArray[np.uint8] = low.astype(np.uint8).reshape(rows, columns)
-    if bits > 4:
-        width = bits - 4
-        places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
-        high = words[:, columns // 8 : columns // 8 + columns * width // 32, None] >> places
-        codes |= ((high & ((1 << width) - 1)) << 4).astype(np.uint8).reshape(rows, columns)
+    low = low_bits(bits)
+    first = columns * low // 32
+    codes = _from_words(words[:, :first], low)
+    if bits > low:
+        codes |= _from_words(words[:, first : first + columns * (bits - low) // 32], bits - low) << low
     return codes
+
+
+def _in_words(fields: NDArray[np.uint32], width: int) -> NDArray[np.uint32]:
+    """Packs fields of `width` bits, [rows, columns], into words, from their low ends; returns uint32 [rows,
+    columns * width / 32].
+    """
+    places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
+    words: NDArray[np.uint32] = np.bitwise_or.reduce(
+        fields.reshape(len(fields), -1, 32 // width) << places, axis=2
+    )
+    return words
+
+
+def _from_words(words: NDArray[np.uint32], width: int) -> NDArray[np.uint8]:
+    """Returns the fields that `_in_words` packed, uint8 [rows, columns]. words: [rows, words]; width: bits
+    of a field.
+    """
+    places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
+    fields: NDArray[np.uint8] = (words[:, :, None] >> places & ((1 << width) - 1)).astype(np.uint8)
+    return fields.reshape(len(words), -1)
 
 
 def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:

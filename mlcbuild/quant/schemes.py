@@ -18,6 +18,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("q4a8_1", "q4s", activation_bits=8),
         Scheme("q5a8_1", "q5s", activation_bits=8),
         Scheme("q8a8_1", "q8s", activation_bits=8),
+        Scheme("q3a8_2", "q3l", activation_bits=8),
         Scheme("q4a8_2", "q4l", activation_bits=8),
         Scheme("q5a8_2", "q5l", activation_bits=8),
         Scheme("q6a8_2", "q6l", activation_bits=8),
@@ -25,5 +26,5 @@ SCHEMES: dict[str, Scheme] = {
 }
 """Scheme name -> quantization scheme. A name is q<bits><type of scales>_1 as in mlc-llm. `a8` instead of the
 type means 8-bit activations. `_2` means that a scale is a float16 per 256 weights times an integer per group,
-with minima too below 6 bits.
+with minima too in 4 and 5 bits.
 """

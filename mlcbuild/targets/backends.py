@@ -91,6 +91,7 @@ CPU_LAYOUTS: Mapping[str, str] = {
     "q4s": "x16",
     "q5s": "x16",
     "q8s": "x16",
+    "q3l": "x16",
     "q4l": "x16",
     "q5l": "x16",
     "q6l": "x16",
@@ -123,7 +124,7 @@ def _cpu_layout(scheme: Scheme) -> str:
 
 
 _GPU_ROWS = (
-    *("q4f32", "q4f16", "q8f32", "q8f16", "q4s", "q5s", "q8s", "q4l", "q5l", "q6l"),
+    *("q4f32", "q4f16", "q8f32", "q8f16", "q4s", "q5s", "q8s", "q3l", "q4l", "q5l", "q6l"),
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "mxfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_xs"),
 )

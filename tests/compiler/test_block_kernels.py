@@ -41,7 +41,12 @@ ON = {
 """Instruction set -> the formats that are tested on it, whose kernels differ most from each other."""
 CASES = pytest.mark.parametrize(("isa", "form"), [(isa, form) for isa, forms in ON.items() for form in forms])
 COLUMNS = 512
-RAGGED = [("avx512vnni", "q4l"), ("avx512vnni", "q6l"), ("avx2", "q5l")]
+RAGGED = [
+    *((isa, "q3l") for isa in TARGETS if isa != "avx512amx"),
+    ("avx512vnni", "q4l"),
+    ("avx512vnni", "q6l"),
+    ("avx2", "q5l"),
+]
 NARROW = 328
 """Number of columns of the quantized matrices. It is a multiple neither of a group of 32 nor of a block of
 256."""
@@ -76,8 +81,9 @@ def module(isa: str) -> Module:
 
 
 def _compiled(isa: str) -> Module:
-    functions = [kernel(product(isa, form), Fusion()) for form in ON[isa]]
-    functions += [embedding.kernel(table(isa, form)) for form in ON[isa]]
+    forms = ON.get(isa, ())
+    functions = [kernel(product(isa, form), Fusion()) for form in forms]
+    functions += [embedding.kernel(table(isa, form)) for form in forms]
     for form in (form for name, form in RAGGED if name == isa):
         functions += [
             kernel(product(isa, form, NARROW), Fusion()),

@@ -35,7 +35,7 @@ NARROW = 328
 """Number of columns of the matrices, a multiple neither of 32 (a group) nor of 256 (a block)."""
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
-RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q5l"]
+RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q3l", "q5l"]
 CASES = pytest.mark.parametrize("form", SAMPLE)
 LIMIT = 2e-6
 """Largest allowed error of a product, as a fraction of the sum of the magnitudes of its 512 float32 terms."""

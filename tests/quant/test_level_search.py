@@ -80,7 +80,7 @@ def test_squared_error_against_an_exhaustive_search(scheme: Storage) -> None:
                 values = np.clip(np.rint(groups / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
             best = np.minimum(best, np.square(values - groups).sum(1))
     exhaustive = best.sum() / np.square(groups).sum()
-    assert error(scheme, weight) < {4: 1.08, 5: 1.1, 6: 1.3}[bits] * exhaustive
+    assert error(scheme, weight) < {3: 1.1, 4: 1.08, 5: 1.1, 6: 1.3}[bits] * exhaustive
 
 
 @EVERY
@@ -88,7 +88,9 @@ def test_more_bits_lose_less_than_one_scale_a_group(scheme: Storage) -> None:
     """Checks that scales in two levels reduce the error of gaussian weights: by a quarter or more where a
     minimum is stored, at the cost of an eighth of a bit."""
     weight = normal(64, 1024)
-    if scheme.bits < 6:
+    if scheme.bits == 3:
+        assert error(scheme, weight) < 4.6 * error(SCHEMES["q4a8_2"], weight)
+    elif scheme.bits < 6:
         assert error(scheme, weight) < 0.76 * error(SCHEMES[f"q{scheme.bits}a8_1"], weight)
     else:
         assert SCHEMES["q8a8_1"].definition.bits_per_weight > scheme.definition.bits_per_weight
@@ -103,7 +105,7 @@ def test_a_group_of_small_weights_beside_large_ones_keeps_its_values(scheme: Sto
     weight[:, :32] *= 0.01
     actual = unpack(pack(weight, scheme), scheme, weight.shape)
     small = np.square(actual - weight)[:, :32].sum() / np.square(weight[:, :32]).sum()
-    assert small < {4: 0.2, 5: 0.06, 6: 0.01}[scheme.bits]
+    assert small < {3: 0.5, 4: 0.2, 5: 0.06, 6: 0.01}[scheme.bits]
 
 
 @EVERY

@@ -60,7 +60,7 @@ def test_sizes() -> None:
     bits = {name: quant.stored_bytes(matrix, scheme) / 1024 for name, scheme in SCHEMES.items()}
     assert bits == {
         "q0f32": 32, "q0f16": 16, "q4f32_1": 5, "q4f16_1": 4.5, "q8f32_1": 9, "q8f16_1": 8.5, "q4a8_1": 4.5,
-        "q5a8_1": 5.5, "q8a8_1": 8.5, "q4a8_2": 4.625, "q5a8_2": 5.625, "q6a8_2": 6.5625,
+        "q5a8_1": 5.5, "q8a8_1": 8.5, "q3a8_2": 3.5625, "q4a8_2": 4.625, "q5a8_2": 5.625, "q6a8_2": 6.5625,
     }  # fmt: skip
     # One row, one column: padded to a tile of 16 rows and a group of 32.
     assert quant.stored_bytes((Param("a.weight", (1, 1)),), SCHEMES["q4a8_1"]) == 256 + 32

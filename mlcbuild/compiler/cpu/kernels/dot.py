@@ -1,4 +1,4 @@
-"""Emits products of 4- to 8-bit weights with 8-bit activations, one group of 32 at a time, for any
+"""Emits products of 3- to 8-bit weights with 8-bit activations, one group of 32 at a time, for any
 instruction set.
 
 A *quad* is four consecutive k. The weights of a quad are the four bytes of an int32 lane, one lane for each
@@ -18,7 +18,7 @@ from tvm.tirx import Expr
 
 from mlcbuild.compiler.cpu.isa import ISA, Dot
 from mlcbuild.compiler.cpu.kernels.vectors import i32, intrinsic, moved, shuffle, splat, typed
-from mlcbuild.quant.groups import QUADS
+from mlcbuild.quant.groups import QUADS, low_bits
 
 _PAIRS_OF_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _PAIRS_OF_WORDS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
@@ -39,7 +39,7 @@ class Products:
 
     isa: ISA
     bits: int
-    """Number of bits of a weight: 4, 5, 6 or 8."""
+    """Number of bits of a weight: 3, 4, 5, 6 or 8."""
     signed: bool = True
     """True if weights may be negative; their stored codes are then too large by `offset`."""
 
@@ -49,7 +49,7 @@ class Products:
         instruction set, unless its int16 sums are too narrow for weights of more than 4 bits. Then `pmaddwd`
         adds pairs of int16 products to int32 lanes, or `widening` adds them one by one.
         """
-        if self.bits == 4:
+        if self.bits <= 4:
             return self.isa.dot
         wide: dict[Dot, Literal["pmaddwd", "widening"]] = {"pmaddubsw": "pmaddwd", "mul16": "widening"}
         return wide.get(self.isa.dot, self.isa.dot)
@@ -87,23 +87,24 @@ class Products:
     @property
     def high_lines(self) -> int:
         """Returns, for a group of 32 columns of a tile of 16 weight rows, the number of byte vectors that
-        hold only the bits of codes above the low four: 1 for 5 bits, 2 for 6, 0 for 4 or 8. A byte vector has
-        4 * lanes bytes.
+        hold only the high bits of codes, those above `low_bits`: 1 for 3 and 5 bits, 2 for 6, 0 for 4 or 8. A
+        byte vector has 4 * lanes bytes.
         """
-        return self.bits - 4 if self.bits < 8 else 0
+        return self.bits - low_bits(self.bits)
 
     @property
     def fields(self) -> int:
         """Returns the number of weights in one byte of the codes of a tile: 2 with 4 to 6 bits, where a byte
-        holds the low four bits of two weights, or 1 with 8 bits.
+        holds the low four bits of two weights, 4 with 3 bits, where it holds the low two bits of four, or 1
+        with 8 bits.
         """
-        return 1 if self.bits == 8 else 2
+        return 8 // low_bits(self.bits)
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
         """Emits code that unpacks stored codes into operands of the dot-product instruction. Returns, for
         each quad (four consecutive weights of each row) in `packed`, its operands: int32 vectors with a lane
         for each row. packed: vector `j`, from 0, of the packed codes of a group of 32 columns, 4 * lanes
-        bytes; high: the vectors with the bits above the low four.
+        bytes; high: the vectors with the high bits, those above `low_bits`.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
@@ -116,9 +117,9 @@ class Products:
             value = moved(packed, width * field + 8 * part, lanes) & i32((2**width - 1) * every, lanes)
             if high:
                 bits = len(high)
-                line, place = divmod(bits * (j + QUADS // 2 * field), 8)
-                above = moved(high[line], place + 8 * part - 4, lanes)
-                value = value | (above & i32(16 * (2**bits - 1) * every, lanes))
+                line, place = divmod(bits * (j + QUADS // self.fields * field), 8)
+                above = moved(high[line], place + 8 * part - width, lanes)
+                value = value | (above & i32(((2**bits - 1) << width) * every, lanes))
             return T.bind(value)
 
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]

@@ -1,4 +1,4 @@
-"""Emits the product x @ W.T with 4- to 8-bit weights in the x16 layout and activations quantized to 8 bits.
+"""Emits the product x @ W.T with 3- to 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
 Weights are stored in tiles of 16 rows, with a lane for each row, so sums need no reduction over lanes. There
 are three paths by the number of rows m of x. One row streams the weights. More rows go over a tile of weights
@@ -91,7 +91,7 @@ class Int8Call:
         """
         form = self.matrix.dot
         count = QUADS // form.fields
-        high = [T.bind(self.packed(tile, group, QUADS // 2 + i, vector)) for i in range(form.high_lines)]
+        high = [T.bind(self.packed(tile, group, count + i, vector)) for i in range(form.high_lines)]
         by_line = [form.operands(j, self.packed(tile, group, j, vector), high) for j in range(count)]
         quads = [by_line[quad % count][quad // count] for quad in range(QUADS)]
         return form.paired(quads) if paired else quads

@@ -13,7 +13,7 @@ from mlcbuild.compiler.cpu.kernels.float_product import RowFormat
 from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, load_f32, shuffle, span, splat, typed
 from mlcbuild.quant import Storage
-from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS
+from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS, low_bits
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,12 @@ def copy_tiled_row(lookup: TableRow) -> None:
     """Emits the copy of a row of an embedding table in the x16 layout, four bytes of a group of 32 values at
     a time. With 8 bits, the four bytes with index j are the values 4j to 4j + 3. With fewer bits, their low
     halves belong to the values from 4j on, their high halves to those from 16 + 4j on, and further bytes hold
-    the bits above four.
+    the bits above four. With 3 bits, their quarters belong to the values from 4j, 8 + 4j, 16 + 4j and 24 + 4j
+    on, and further bytes hold the third bits.
     """
-    bits, matrix = lookup.bits, TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
-    width, halves = (8, 1) if bits == 8 else (4, 2)
+    matrix = TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
+    width, fields = low_bits(lookup.bits), matrix.dot.fields
+    lines = QUADS // fields
     words = lookup.weights[0]
     tile, r = lookup.token // TILE_ROWS, lookup.token % TILE_ROWS
     shifts = T.ramp(T.int32(0), T.int32(8), QUAD)
@@ -91,21 +93,21 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
     with T.serial(0, words.shape[1]) as group:
         scales, minima = matrix.row_numbers(lookup.weights, (tile, group, r))
-        above = [quad(group, QUADS // 2 + i) for i in range(matrix.dot.high_lines)]
-        with T.serial(0, i64(QUADS // halves)) as j:
+        above = [quad(group, lines + i) for i in range(matrix.dot.high_lines)]
+        with T.serial(0, i64(lines)) as j:
             spread = quad(group, j)
-            for high in range(halves):
-                field = (spread >> (shifts + i32(width * high, QUAD))) & i32(2**width - 1, QUAD)
+            for part in range(fields):
+                field = (spread >> (shifts + i32(width * part, QUAD))) & i32(2**width - 1, QUAD)
                 if above:
                     count = len(above)
-                    place = T.Cast("int32", j) * count + QUADS // 2 * high * count % 8
-                    line = above[high * (count - 1)]
-                    bit = (line >> (shifts + splat(place, QUAD))) & i32(2**count - 1, QUAD)
-                    field = field | (bit << i32(4, QUAD))
+                    line, first = divmod(part * lines * count, 8)
+                    place = T.Cast("int32", j) * count + first
+                    bit = (above[line] >> (shifts + splat(place, QUAD))) & i32(2**count - 1, QUAD)
+                    field = field | (bit << i32(width, QUAD))
                 values = T.Cast("float32x4", field - i32(matrix.zero, QUAD))
-                column = group * GROUP + high * (GROUP // 2) + j * QUAD
+                column = group * GROUP + part * lines * QUAD + j * QUAD
                 # With 8 bits the loop over quads passes both halves of a group.
-                number = 0 if len(scales) == 1 else high if halves == 2 else None
+                number = 0 if len(scales) == 1 else part * 2 // fields if fields > 1 else None
                 values = values * splat(_of_half(scales, number, j), QUAD)
                 if minima:
                     values = values + splat(_of_half(minima, number, j), QUAD)

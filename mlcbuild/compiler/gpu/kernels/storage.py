@@ -16,7 +16,7 @@ from tvm.tirx import Var
 from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, floating, half, lane, number, unsigned
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
 from mlcbuild.quant.format import load_format
-from mlcbuild.quant.groups import GROUP, row_words
+from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
 CHUNK = 4
 """Number of columns in a chunk: a vector of four values, the widest load that all targets have."""
@@ -175,16 +175,22 @@ class StoredMatrix:
         bits = self.form.bits
         if not bits:
             return []
-        vectors = 2 if bits == 8 else 1
-        loads = [bind(self.words[row, group * vectors + index]) for index in range(vectors)]
-        words = [bind(lane(vector, index)) for vector in loads for index in range(4)]
-        return words + [self._high(row, group * (bits - 4) + index) for index in range(bits % 4)]
+        low = low_bits(bits)
+        if low < 4:
+            vector, upper = bind(self.words[row, group // 2]), group % 2 == 1
+            words = [bind(T.Select(upper, lane(vector, 2 + i), lane(vector, i))) for i in range(low)]
+        else:
+            loads = [bind(self.words[row, group * (low // 4) + index]) for index in range(low // 4)]
+            words = [bind(lane(vector, index)) for vector in loads for index in range(4)]
+        return words + [self._high(row, group * (bits - low) + index) for index in range(bits - low)]
 
     def _high(self, row: Value, index: Value) -> Value:
         """Returns a 32-bit word with those bits of a row's codes that exceed the low four; such words follow
         the words with the low bits. index: number of the word, from 0.
         """
-        vector = bind(self.words[row, self.groups + index // 4])
+        vectors, rest = divmod(self.groups * low_bits(self.form.bits), 4)
+        index = index + rest
+        vector = bind(self.words[row, vectors + index // 4])
         return bind(select_lane(vector, index % 4))
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
@@ -193,12 +199,12 @@ class StoredMatrix:
         matrix's columns are arbitrary."""
         bits = self.form.bits
         if bits:
-            low = 8 if bits == 8 else 4
+            low = low_bits(bits)
             word, shift = divmod(CHUNK * index * low, 32)
             if bits == low:
                 return self._codes(words[word], shift)
-            above, place = divmod(CHUNK * index * (bits - 4), 32)
-            return self._codes(words[word], shift, words[4 + above], place)
+            above, place = divmod(CHUNK * index * (bits - low), 32)
+            return self._codes(words[word], shift, words[low + above], place)
         column = bind(group * (GROUP // CHUNK) + index)
         if self.columns % CHUNK == 0:
             vector = bind(self.words[row, T.min(column, self.columns // CHUNK - 1)])
@@ -235,14 +241,14 @@ class StoredMatrix:
         1 or CHUNK.
         """
         bits = self.form.bits
-        low = 8 if bits == 8 else 4
+        low = low_bits(bits)
         place = bind(group * low + index * (width * low) // 32)
         word = bind(select_lane(bind(self.words[row, place // 4]), place % 4))
         shift = bind(unsigned(index * (width * low) % 32))
         if bits == low:
             return self._codes(word, shift, count=width)
-        high = self._high(row, bind(group * (bits - 4) + index * (width * (bits - 4)) // 32))
-        above = bind(unsigned(index * (width * (bits - 4)) % 32))
+        high = self._high(row, bind(group * (bits - low) + index * (width * (bits - low)) // 32))
+        above = bind(unsigned(index * (width * (bits - low)) % 32))
         return self._codes(word, shift, high, above, count=width)
 
     def _codes(
@@ -254,15 +260,15 @@ class StoredMatrix:
         count: int = CHUNK,
     ) -> list[Value]:
         """Returns `count` consecutive codes minus the code of 0, as float32. word, shift: word that holds
-        their low bits, and bit at which they begin; high, high_shift: the same for the bits above the low
-        four, if there are any.
+        their low bits, and bit at which they begin; high, high_shift: the same for the bits above them,
+        if there are any.
         """
-        low, codes = 8 if self.form.bits == 8 else 4, []
+        low, codes = low_bits(self.form.bits), []
         for place in range(count):
             code = _bits(word, shift, place, low)
             if high is not None:
                 above = _bits(high, high_shift, place, self.form.bits - low)
-                code = T.bitwise_or(code, T.shift_left(above, T.uint32(4)))
+                code = T.bitwise_or(code, T.shift_left(above, T.uint32(low)))
             codes.append(floating(T.Cast("int32", code) - self.form.zero))
         return codes
 

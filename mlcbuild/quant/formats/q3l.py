@@ -1,0 +1,10 @@
+"""The stored format `q3l`: 3-bit codes with a signed scale for each group of 16 weights, w = code * scale.
+
+A scale is a float16 of 256 weights times an int8 of the group. level_search.py quantizes. At 3 bits a scale
+of 16 weights loses less than a scale and a minimum of 32: on SmolLM2-135M 0.76 nats instead of 1.06.
+"""
+
+from mlcbuild.quant.blocks import Blocks
+from mlcbuild.quant.leveled import both
+
+FORMATS = both(Blocks(3, 16, "levels"))
