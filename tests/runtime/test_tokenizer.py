@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -191,6 +192,17 @@ def test_bos_is_not_doubled(byte_level: Path) -> None:
     tokenizer = Tokenizer.load(byte_level)
     assert tokenizer.encode("fox") == tokenizer.encode("<s>fox")
     assert tokenizer.encode("fox")[0] == tokenizer.bos == 0
+
+
+def test_a_text_has_the_same_tokens_each_time(byte_level: Path, tmp_path: Path) -> None:
+    """Dropout of merges, which varies the tokens of a text in training, does not reach a server."""
+    document = json.loads((byte_level / "tokenizer.json").read_bytes())
+    document["model"]["dropout"] = 0.7
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    shutil.copy(byte_level / "tokenizer_config.json", tmp_path)
+    varied, plain = Tokenizer.load(tmp_path), Tokenizer.load(byte_level)
+    for text in SAMPLE[:3]:
+        assert varied.encode(text) == plain.encode(text)
 
 
 def test_ends_come_from_the_manifest_and_the_tokenizer(byte_level: Path) -> None:

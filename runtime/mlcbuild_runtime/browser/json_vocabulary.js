@@ -129,7 +129,8 @@ function built(table, own, what) {
 const MODELS = {
   BPE(model) {
     const vocab = new Map(Object.entries(model.vocab)), size = Math.max(vocab.size, ...[...vocab.values()].map((id) => id + 1));
-    if (model.dropout || model.continuing_subword_prefix || model.end_of_word_suffix) refuse("the BPE model with a prefix, suffix or dropout");
+    // `dropout` is for training.
+    if (model.continuing_subword_prefix || model.end_of_word_suffix) refuse("the BPE model with a prefix or suffix");
     const merges = new Map(model.merges.map((own, rank) => {
       const [left, right] = typeof own === "string" ? own.split(" ") : own;
       return [vocab.get(left) * size + vocab.get(right), { rank, merged: vocab.get(left + right) }];

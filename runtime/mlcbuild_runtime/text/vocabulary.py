@@ -80,6 +80,9 @@ class JsonVocabulary:
             )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):
+            # It is for training, where a text gets other tokens each time.
+            self._tokenizer.model.dropout = None
         self._added = {
             token: (added.content, added.special)
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
