@@ -24,9 +24,8 @@ PAGE = 16
 
 
 class SamplingParams(NamedTuple):
-    """The values by which one token is sampled from one row of logits: one row of the argument
-    `sampling_params`, float64.
-    """
+    """The sampling parameters of one row of logits. They are one row of the argument `sampling_params`,
+    float64."""
 
     inverse_temperature: float
     """1 / temperature. 0 takes the most likely token; a negative value samples no token (NO_TOKEN)."""

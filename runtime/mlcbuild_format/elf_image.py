@@ -61,7 +61,8 @@ _BINDINGS = (1, 2)
 
 
 class ImageError(ValueError):
-    """A rule that an ELF or Mach-O file breaks. The message completes a sentence that begins with "it"."""
+    """The error for an ELF or Mach-O file that breaks a rule. Its message completes a sentence that begins
+    with "it", such as "it lacks a relocation"."""
 
 
 class _Segment(NamedTuple):
@@ -171,9 +172,8 @@ class Image:
                 raise ImageError(f"has a dynamic section whose entry {tag:#x} is wrong")
 
     def _size(self, tag: int) -> int:
-        """Returns the size in bytes of the ELF table whose address a tag of the dynamic section states; if
-        the size is missing, a number larger than any file.
-        """
+        """Returns the size in bytes of an ELF table. tag: the tag in the dynamic section that states the
+        table's address. Returns a number larger than any file if the section does not state the size."""
         return self._values.get(_SIZED[tag], 1 << 62)
 
     def _is_loaded(self, address: int, size: int, flags: int, in_file: bool = True) -> bool:
@@ -207,8 +207,9 @@ class Image:
         return frozenset(exported)
 
     def _check_model(self) -> None:
-        """Raises ImageError for contents of an ELF file that system libraries may have and a model's library
-        never has."""
+        """Raises ImageError for contents that other ELF files may have but a model's library never has:
+        unknown or repeated entries in the dynamic section, relocations of another kind, or a segment that can
+        be written and executed."""
         tags = [tag for tag, _ in self._dynamic if tag != _NEEDED]
         strange = set(tags) - _KNOWN
         if strange or len(set(tags)) < len(tags):
@@ -284,9 +285,8 @@ class Image:
             raise ImageError("lacks a relocation")
 
     def _called(self) -> set[int]:
-        """Returns the addresses of the pointers to functions that the loader calls when it loads the ELF
-        library; relocations fill them.
-        """
+        """Returns the addresses at which the ELF library stores pointers to functions that the loader calls
+        on loading. Relocations write these pointers."""
         tables = [
             (self._values[at], self._values[size]) for at, size in ((25, 27), (26, 28)) if at in self._values
         ]

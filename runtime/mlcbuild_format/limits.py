@@ -24,7 +24,7 @@ class Limits:
 
     @property
     def rows(self) -> int:
-        """Returns the maximum number of rows (tokens) of any forward call."""
+        """Returns the maximum number of rows (tokens) that one call of the model computes."""
         return max(self.prefill_chunk, self.max_batch)
 
     @property

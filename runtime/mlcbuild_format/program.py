@@ -45,7 +45,7 @@ whole number above 0."""
 MAX_INT32 = (1 << 31) - 1
 ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 WORD = 4
-"""Number of bytes in an int32, of which the sizes of buffers are multiples."""
+"""Size of an int32 in bytes. The size of every buffer is a multiple of it."""
 
 
 @dataclass(frozen=True)

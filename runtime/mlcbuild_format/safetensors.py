@@ -24,8 +24,8 @@ MB."""
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
 ALIGNMENT = 64
-"""Alignment of tensor data in bytes: that of the widest vector, and of the cache line, of the CPUs that are
-compiled for."""
+"""Alignment of tensor data in bytes: the size of the widest vector register, and of a cache line, of the
+supported CPUs."""
 
 BITS: Mapping[str, int] = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),

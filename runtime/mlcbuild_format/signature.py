@@ -1,6 +1,5 @@
-"""Computes the digest that ties a library to its weights. It is a separate module to keep the keys of build
-steps small.
-"""
+"""Computes the digest that ties a library to its weights. It is a separate module, so that the keys of build
+steps that need it contain few source files."""
 
 from __future__ import annotations
 

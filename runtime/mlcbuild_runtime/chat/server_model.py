@@ -25,7 +25,8 @@ _INTERIM = 10
 
 
 class _Response(HTTPResponse):
-    """A response that may be preceded by few interim responses only: http.client reads them without end."""
+    """An HTTP response that accepts only a few interim responses (100 Continue) before it: http.client would
+    read them without end."""
 
     _interim = 0
 

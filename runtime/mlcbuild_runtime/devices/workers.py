@@ -27,8 +27,8 @@ class Meter:
     """Measures the wall time and the CPU time of decode steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """Creates a meter whose sums of the times of decode steps are 0. now: returns the time; spent:
-        returns the CPU time of this process; both in seconds."""
+        """Creates a meter of decode steps that has measured none yet. now: returns the time; spent: returns
+        the CPU time of this process; both in seconds."""
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0

@@ -43,7 +43,7 @@ class Pages:
     def __init__(self, count: int) -> None:
         self.count = count
         self.reached = 0
-        """The lowest page number such that no page from it on has ever been allocated."""
+        """Number of the first page that, like all pages after it, has never been allocated."""
         self._free = list(range(count - 1, -1, -1))
         self._root = _Node(-1, (), None)
         self._nodes: dict[int, _Node] = {}

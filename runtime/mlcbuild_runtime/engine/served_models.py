@@ -109,7 +109,8 @@ class Models:
 
     @classmethod
     def of(cls, engine: Engine) -> Models:
-        """Returns the models of a server with one engine that is already running."""
+        """Returns the table of a server's models with a single entry, for an engine that is running
+        already."""
         models = cls([], LimitOverrides())
         entry = ServedModel(engine.executor.path, [engine.name], engine.manifest, engine)
         entry.chosen = ChosenLimits(
