@@ -42,7 +42,8 @@ class Answer:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Returns the headers that describe the content and stay valid if its length changes."""
+        """Returns those headers of the answer that describe its content and stay valid if the length of the
+        content changes."""
         return {
             name: value
             for name, value in self.headers.items()
@@ -220,7 +221,8 @@ LIES: dict[str, Lie] = {
     "drops": drops,
 }
 HARMLESS = {"packed", "a range that is none", "another version"}
-"""Names of the changes to which some clients rightly pay no attention."""
+"""Names of the changes that a correct client may ignore, because it does not need the changed part of the
+answer."""
 
 
 HEALED = {"cut", "reset"}

@@ -112,8 +112,9 @@ def test_few_steps_while_threads_look_for_cores(cpu_toy_bundle: Path) -> None:
 
 
 def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Request]:
-    """Returns twelve random requests. share: fraction of the requests that have a constraint; limits: maximum
-    length of prompt and answer together, in tokens."""
+    """Returns thirteen random requests, of which the last repeats the first with log-probabilities. share:
+    fraction of the requests that have a constraint; limits: maximum length of prompt and answer together, in
+    tokens."""
     source = random.Random(seed)
     results = []
     for _ in range(12):

@@ -35,7 +35,8 @@ def real(tiny_bundle: Path) -> Iterator[Server]:
 
 
 def run(package: str, *arguments: str) -> str:
-    """Returns stdout of a program that runs in the Python with the clients."""
+    """Runs a Python program in the environment in which the clients are installed, and returns its standard
+    output."""
     there = subprocess.run([CLIENTS, "-c", f"import {package}"], capture_output=True, check=False)
     if there.returncode:
         pytest.skip(f"{package} is not installed: MLCBUILD_CLIENTS may name a Python that has it")

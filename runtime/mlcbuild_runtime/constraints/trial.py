@@ -124,8 +124,8 @@ def work() -> None:
 
 
 def _plain(tokens: Tokens, tokenizer: LLTokenizer) -> float:
-    """Returns the CPU seconds that a plain JSON schema takes in a fork of this process: the least of three
-    times, since a busy machine adds to some of them."""
+    """Returns the CPU seconds for trying a plain JSON schema in a fork of this process: the least of three
+    measurements, because a busy machine adds to some of them."""
     outcomes = [_forked(tokens, tokenizer, PLAIN, PATIENCE) for _ in range(3)]
     return min((outcome["seconds"] for outcome in outcomes if outcome), default=math.inf)
 

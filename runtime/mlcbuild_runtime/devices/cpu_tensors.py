@@ -1,7 +1,7 @@
 """Creates argument tensors for the calls of a CPU library once, and refills them for each call.
 
-A decode step has just streamed the model through every cache, so each Python statement before a call costs
-measurable time: the tensors are views of NumPy's memory, filled by few statements.
+A decode step has just replaced the contents of every CPU cache by weights, so each Python statement between
+two calls costs measurable time. Therefore the tensors are views of NumPy's memory, which few statements fill.
 """
 
 from __future__ import annotations

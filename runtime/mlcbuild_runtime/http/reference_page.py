@@ -9,7 +9,7 @@ from typing import cast
 from mlcbuild_format.fields import Json
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The Content-Security-Policy of the page."""
+"""The Content-Security-Policy of the page /docs."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 :root { color-scheme: light dark; }

@@ -165,7 +165,7 @@ def _tool(where: str, value: Json) -> Tool:
         raise wrong(f"{where}.function.name", "1 to 64 letters, digits, '_', '.' or '-'", name)
     if not isinstance(description, str):
         raise wrong(f"{where}.function.description", "a text", description)
-    # Without a schema a function has no parameters, as OpenAI defines it; `{}` says nothing of them.
+    # Without a schema a function has no parameters, as OpenAI defines it; `{}` would allow any.
     parameters = function.get("parameters")
     parameters = {"properties": {}} if parameters is None else parameters
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
