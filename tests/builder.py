@@ -74,7 +74,7 @@ def main(place: str, graph: str, note: str = "", executor: str = "pool", remote:
     with reporting(sys.stderr, plain=True) as report:
         try:
             result = execute(Graph(nodes), store, options, report, sharing)
-        except MlcbuildError as error:  # said as the command line says it
+        except MlcbuildError as error:  # printed as the command line prints it
             sys.stderr.write(f"{error}\n")
             return error.exit_code
     sys.stdout.write(json.dumps(document(result)) + "\n")

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from tests import buckets, registries
 from tests.forkserver import COMMANDS
 
-# A machine that does other things beside fails no test: an example may take as long as it takes.
+# Examples of Hypothesis have no deadline, so that a busy machine fails no test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
@@ -28,7 +28,7 @@ settings.load_profile("patient")
 # CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# As the runtime has it. TVM's own 300,000 take the time of others, where more processes test than cores.
+# The runtime's value. TVM's default of 300,000 takes CPU time from the other test processes.
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "2000")
 
 # Tests start hundreds of processes. Containers often set this variable, and then each process compiles its
@@ -133,7 +133,7 @@ def _command(
     variables: Mapping[str, str] | None,
 ) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
-    # Not the key of who runs the tests.
+    # The key of the user who runs the tests must not be used.
     environment |= {"MLCBUILD_KEY": str(store / "no-key.pem"), **(variables or {})}
     environment |= {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
     return COMMANDS.run(module, [str(argument) for argument in arguments], cwd, environment)

@@ -300,7 +300,7 @@ def _report(watched: int, pid: int, client: socket.socket) -> None:
     """Sends the exit code of an ended process to the client, negative for a signal as in subprocess."""
     _, status = os.waitpid(pid, 0)
     os.close(watched)
-    with client, suppress(BrokenPipeError):  # who waited may have given up
+    with client, suppress(BrokenPipeError):  # the waiting client may have given up
         client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 

@@ -86,7 +86,7 @@ class Site:
         self.random = random.Random(self.seed)
         source = self.place / "source"
         source.mkdir(parents=True)
-        (source / "data").write_bytes(random.Random("source").randbytes(200_000))  # like none of ours
+        (source / "data").write_bytes(random.Random("source").randbytes(200_000))  # random data
         self.clear()
         self.complete()
         self.whole = records(self.place / "store"), blobs(self.place / "store")
@@ -140,7 +140,7 @@ class Site:
         store, remote = self.place / "store", self.place / "remote"
         assert (records(store), blobs(store)) == self.whole
         assert (records(remote), blobs(remote)) == self.whole
-        # Who finds nothing to do does not clean up: the next that works does, once the dead are gone.
+        # A run without work does not clean up; the next one with work does, once killed processes are gone.
         for _ in range(600):
             with Store(store).staging():
                 pass
@@ -200,7 +200,7 @@ def kill_many(
         while site.kills.total() < goal and idle < 3:
             before = site.kills.total()
             site.kill(site.random.choice(VICTIMS))
-            idle = idle + 1 if site.kills.total() == before else 0  # all is built: nothing can be met
+            idle = idle + 1 if site.kills.total() == before else 0  # all is built: nothing to kill
         site.complete()
         site.compare()
         output(f"{site.kills.total()} kills, nothing lost: {dict(site.kills)}")

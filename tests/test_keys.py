@@ -291,7 +291,7 @@ def runs_after_edits(source: Source, *names: str) -> set[str]:
     texts = {source.root / name: (source.root / name).read_bytes() for name in names}
     for path, text in texts.items():
         path.write_bytes(text + b"\n# edited\n")
-    # What waits for a result that may stay as it is, is `pending`, and no step to run.
+    # A step that waits for a result which may stay the same is `pending`, and does not count.
     kinds = {kind for kind, status in source.plan() if status == "run"}
     for path, text in texts.items():
         path.write_bytes(text)

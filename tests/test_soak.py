@@ -14,7 +14,7 @@ MINUTES = os.environ.get("MLCBUILD_SOAK_MINUTES", "0.1")
 
 
 def test_many_clients_good_and_bad_and_kills(tiny_bundles: Path) -> None:
-    # Of this scheme, prompts and answers are computed in different ways where there are tile registers.
+    # With this scheme, tile registers compute prompts in another way than answers.
     script, bundle = ROOT / "ci" / "bench" / "soak", tiny_bundles / "dist" / "tiny-q4a8_1-host"
     command = [sys.executable, str(script), str(bundle), "--minutes", MINUTES, "--kills", "1"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])

@@ -87,7 +87,7 @@ def test_one_two_and_four_workers_give_the_same_bytes_as_this_machine(two: Clust
         place.mkdir()
         run = Run(two, place)
         chosen = [replace(node, needs=labels) if isinstance(node, Step) else node for node in nodes]
-        # Forced, since the workers keep what they built for the number before.
+        # Steps are forced, because the workers keep their results from the previous number of workers.
         result = run(chosen, jobs=count, force=("*",))
         assert result.ok and result.count("built") == 12
         remote = place / "remote"

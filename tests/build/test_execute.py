@@ -341,7 +341,7 @@ def test_peak_memory_and_time_are_recorded_and_estimated(store: Store) -> None:
     assert big is not None and small is not None
     assert big.info.measured.peak_bytes >= size
     assert small.info.measured.milliseconds >= 120
-    if sys.platform == "linux":  # elsewhere a kept worker knows only the peak of its life
+    if sys.platform == "linux":  # elsewhere only the peak of a worker's whole life is known
         assert small.info.measured.peak_bytes < size
     events: list[Event] = []
     execute(graph, store, Options(executor="inline", force=("t",)), events.append)

@@ -87,7 +87,7 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     with build(tmp_path / "store", "holding", note) as process:
         wait_for(note.exists)
         process.kill()
-        process.wait()  # an orphan would keep the pipes open: not to be waited for
+        process.wait()  # reading the pipes to their end would wait for an orphan
     for pid in note.read_text().split():
         wait_for(lambda pid=pid: gone(int(pid)))  # type: ignore[misc]  # a default binds the loop's value
 

@@ -53,7 +53,7 @@ def test_costs_are_linear(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "no-key.pem"))
-    # What is younger than that is read again, and gets no receipt: here always, not by the clock's chance.
+    # Younger files are read again and get no receipt. Here all count as young, so that counts do not vary.
     monkeypatch.setattr("mlcbuild.store.stamp.RACY_NS", 10**18)
     product.replace_work(monkeypatch.setattr)
     counts: dict[str, list[int]] = {name: [] for name in COMMANDS}
@@ -67,7 +67,7 @@ def test_costs_are_linear(
                 assert main(command) == 0
 
             if models == SIZES[0]:
-                work()  # what is imported or looked up once in a process
+                work()  # performs what happens once in a process, such as imports
             counts[name].append(calls(work))
         capsys.readouterr()
     for name, (small, middle, large) in counts.items():

@@ -138,7 +138,7 @@ def test_odd_bundles(name: str, tmp_path: Path) -> None:
 
     with serving(fault) as cache:
         url = f"oci://{cache.url[7:]}/r:v1"
-        for _ in range(2):  # what the first left is used by the second
+        for _ in range(2):  # the second attempt uses what the first one has stored
             with pytest.raises(PublishError) as error:
                 pull(url, tmp_path / "out")
             assert str(error.value).startswith(f"{url}: ") and words in str(error.value), str(error.value)[

@@ -27,7 +27,7 @@ from tests.schemes import SCHEMES
 
 __all__ = ["inputs"]
 
-pytestmark = pytest.mark.xdist_group("budget")  # one process measures the table
+pytestmark = pytest.mark.xdist_group("budget")  # so that one process measures the losses
 
 
 def test_a_mixture_keeps_its_size_and_loses_less_than_one_scheme_of_that_size(

@@ -213,7 +213,7 @@ def test_weights_are_read_when_needed_and_not_kept() -> None:
     logits_read = logits(replace(model, weights=lazy), tokens)
     assert np.abs(logits_read - expected).max() < 3e-5
     assert lazy.alive <= 3
-    assert sorted(lazy.reads) == sorted([*model.weights, "embed.weight"])  # tied: also the output matrix
+    assert sorted(lazy.reads) == sorted([*model.weights, "embed.weight"])  # tied, so it is read twice
 
 
 def test_weights_may_come_in_another_dtype() -> None:

@@ -21,7 +21,7 @@ from tests.schemes import SCHEMES
 
 __all__ = ["inputs"]
 
-pytestmark = pytest.mark.xdist_group("budget")  # one process measures the table
+pytestmark = pytest.mark.xdist_group("budget")  # so that one process measures the losses
 
 
 def plain_loss(inputs: dict[str, Path], name: str, scheme: str) -> float:

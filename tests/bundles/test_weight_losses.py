@@ -15,7 +15,7 @@ from tests.schemes import SCHEMES
 
 __all__ = ["inputs"]
 
-pytestmark = pytest.mark.xdist_group("budget")  # one process measures the table
+pytestmark = pytest.mark.xdist_group("budget")  # so that one process measures the losses
 
 
 def test_exact_weights_lose_nothing_and_few_tokens_leave_one_prompt(inputs: dict[str, Path]) -> None:

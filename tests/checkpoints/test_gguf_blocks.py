@@ -134,7 +134,7 @@ def test_quantized_weights(name: str) -> None:
     raw = reference.quantize(weights, GGMLQuantizationType(kind.number)).view(np.uint8)
     result = dequantized(raw, kind)
     assert_same_bits(result, expected(raw, kind))
-    # Ternary codes say little of a normal distribution: only what exceeds half of its extreme is not zero.
+    # Most ternary codes of normally distributed weights are 0: the others exceed half of the largest weight.
     assert np.corrcoef(result.ravel(), weights.ravel())[0, 1] > (0.3 if name.startswith("TQ") else 0.99)
 
 

@@ -196,7 +196,7 @@ def test_the_limit_of_a_machine_counts_what_must_be_read_and_multiplied(
     total = 3 * (ATTENTION + stored * expert) + 2 * 10 * 8
     entry = figures.Entry("ours", 4, True, (), "", total // 2)  # half a byte for each weight
     for batch, experts in enumerate(read, 1):
-        weights = 3 * (ATTENTION + experts * expert) + 10 * 8  # of the table of tokens, only a few rows
+        weights = 3 * (ATTENTION + experts * expert) + 10 * 8  # of the embeddings, only a few rows are read
         cache = batch * figures.CONTEXT * 3 * 2 * 4 * 2  # layers, keys and values, values, bytes
         rate = figures._limit(f"decode {batch}", entry, sizes, machine)
         assert rate == pytest.approx(batch / ((weights / 2 + cache) / 3e9))

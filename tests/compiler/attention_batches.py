@@ -165,7 +165,7 @@ class World:
         self.inputs = [rng.standard_normal((n, self.heads.width)).astype(np.float32) for n in lengths]
         dim = case.rope_dim or self.heads.dim
         self.angles = rng.standard_normal((max(lengths), dim)).astype(np.float32)
-        nan = -1 if self.heads.has_scales else np.nan  # bytes of ones are a NaN, as scales
+        nan = -1 if self.heads.has_scales else np.nan  # bytes 0xFF, which are NaN if they are read as scales
         self.cache = aligned(np.full(self.heads.cache_shape(self.batch.count), nan, case.dtype))
 
     def rows(self, pick: Callable[[int, int], range]) -> list[tuple[int, int]]:

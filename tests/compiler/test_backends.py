@@ -37,7 +37,7 @@ from tests.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = {value.name for value in vars(abi).values() if isinstance(value, abi.Function)} - {
-    abi.METADATA.name  # made of what the memory planner says
+    abi.METADATA.name  # made of what the memory planner has computed
 }
 
 

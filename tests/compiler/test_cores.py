@@ -83,7 +83,7 @@ def test_nobody_waits_for_a_core_that_has_other_things_to_do(monkeypatch: pytest
         "sleeper"
     ]
     out = tvm.runtime.tensor(np.zeros(64, np.uint64))
-    # TVM gives each thread that calls a pool of its own, of as many as this says then.
+    # TVM creates a pool for each thread that calls a kernel; this variable sets its size at that moment.
     monkeypatch.setenv("TVM_NUM_THREADS", "2")
     caller = threading.Thread(target=created, args=(out,))
     caller.start()

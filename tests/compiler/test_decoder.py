@@ -22,11 +22,12 @@ from tests.configs import rope, with_attention, with_windows
 from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
 from tests.schemes import SCHEMES
 
-# These differ from another variant in data only, which tests of the reference cover: they are not compiled.
+# These variants differ from others in data only, which tests of the reference cover: they are not compiled.
 DATA_ONLY = {"gemma2-bf16", "llama-yarn", "phi3-longrope-short", "qwen2-bias"}
-# Nor are these, whose blocks other tests of this file compile, unless MLCBUILD_TEST_EVERY is set: windows and
-# biases of some layers are SMALL's and LAYERED's, groups of heads qwen3's, the windows of all mistral's;
-# test_types.py counts the options of all of them, and its patchwork has the biases and ropes of the last two.
+# These variants are compiled with MLCBUILD_TEST_EVERY only, because other tests compile their blocks: SMALL
+# and LAYERED have windows and biases in some layers, qwen3 has groups of heads, and mistral has a window in
+# every layer. test_types.py counts the options of all variants; its patchwork has the biases and rotary
+# embeddings of the last two.
 COVERED = {"llama-llama3-gqa", "phi3-window", "qwen2-window", "llama-linear-bias", "phi3-longrope-long"}
 GOLDEN_CONFIGS = (HERE / "golden").glob("*/config.json")
 ALL_VARIANTS = {path.parent.name for path in GOLDEN_CONFIGS} - DATA_ONLY

@@ -141,7 +141,7 @@ def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tan
         act = gelu if activation == "gelu_tanh" else silu
         ready = act(both[:, :inner]) * both[:, inner:]
         error = (out.numpy() - (before + ready @ last.T)) / (ready.std() * np.sqrt(inner))
-        # Rounding to 8 bits takes about 2^-9: of x and weights, twice, and of what is handed on.
+        # Rounding to 8 bits costs about 2^-9: for x, for the weights of both products, for the rows between.
         assert np.sqrt((error**2).mean()) < 8e-3, f"m={m}"
         assert np.abs(error).max() < 4e-2, f"m={m}"
 

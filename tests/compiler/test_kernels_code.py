@@ -107,7 +107,7 @@ def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
     would be right by chance."""
     product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
     assert "TVMBackendParallelBarrier" in module(isa).code(product)
-    # What is left at the end is counted: see tests/compiler/test_cores.py.
+    # Cores share the last iterations by an atomic counter: see tests/compiler/test_cores.py.
     added = r"\b(?:ldadd|ldxr|__aarch64_ldadd)" if isa in ("i8mm", "neon") else r"\block\s+xadd"
     assert re.search(added, module(isa).code(product))
 

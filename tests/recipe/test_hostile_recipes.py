@@ -211,7 +211,7 @@ def test_checking_is_linear(project: Path, what: str) -> None:
 
         return check
 
-    work(10)()  # what is imported or read once
+    work(10)()  # performs what happens once in a process, such as imports
     small, middle, large = (calls(work(count)) for count in (200, 400, 800))
     assert (large - middle) < 2.3 * (middle - small)
 

@@ -93,7 +93,7 @@ def test_own_schemes_are_named_by_what_they_hold(project: Path) -> None:
     assert schemes["a"].name != schemes["c"].name
     assert re.fullmatch("q4f32_1-[0-9a-f]{8}", schemes["a"].name)
     assert schemes["d"] == schemes["e"] == SCHEMES["q4f32_1"]
-    # The name is in keys and bundles: a change of it is a conscious one.
+    # The name is part of keys and bundles, so it must change on purpose only.
     assert schemes["a"].name == "q4f32_1-91055f1f"
 
 
@@ -337,7 +337,7 @@ def _large(models: int) -> str:
 def test_the_cost_of_a_recipe_grows_with_its_size(project: Path) -> None:
     """Checks that the number of function calls for a recipe grows linearly with its size. Comparing each
     variant with each rule of the matrix calls no function."""
-    expand(read(_large(5)))  # what is imported or looked up once in a process
+    expand(read(_large(5)))  # performs what happens once in a process, such as imports
     counts = []
     for models in (10, 20, 40):
         text = _large(models)

@@ -123,7 +123,7 @@ def elf_with_far_segment(path: Path) -> None:
     """Damages a library's headers so that they claim more bytes than the file has. Loading it without a check
     would end the process by SIGBUS."""
     data = bytearray((path / "model.so").read_bytes())
-    if data[:4] != b"\x7fELF":  # another system's library: cutting it is the same promise
+    if data[:4] != b"\x7fELF":  # another system's library: cutting it has the same effect
         del data[len(data) // 2 :]
     else:
         (programs,) = struct.unpack_from("<Q", data, 32)

@@ -68,7 +68,7 @@ def test_who_comes_ends_the_steps_at_once(tiny_bundle: Path) -> None:
         following = FollowingSteps([[0.0]] * (executor.burst - 1), [True], ())
         return len(executor.steps(step, params, following))
 
-    took = min(timeit.repeat(made, number=1, repeat=9))  # of all steps
+    took = min(timeit.repeat(made, number=1, repeat=9))  # seconds of all steps
     for attempt in range(500):
         executor.resume()
         thread = threading.Timer(took * (attempt % 10) / 10, executor.interrupt)

@@ -157,7 +157,7 @@ def test_answers_are_what_they_are_step_by_step(
         assert engine.state().free_pages == engine.state().pages
         free, constrained = max(counted.bursts, default=0) > 2, max(counted.guided, default=0) > 2
         assert (free or constrained) == (seconds > 1)
-        if share in (0, 1):  # else it depends on when they came whether some are alone with their kind
+        if share in (0, 1):  # else it depends on the arrival times which kinds of requests share a step
             assert (free, constrained) == (seconds > 1 and share == 0, seconds > 1 and share == 1)
         assert engine.close()
         return [[(event.text, event.tokens, event.finish) for event in events] for events in results]

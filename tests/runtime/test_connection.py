@@ -75,7 +75,7 @@ def test_bodies_come_as_they_were_sent() -> None:
 
 
 def test_the_server_has_such_connections(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # it sets that: here it is taken back
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # the server sets it; this restores it
     served: list[object] = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.http))
     assert serve(toy_bundle, ServerOptions(port=0)) == 0
@@ -90,7 +90,7 @@ def test_a_small_request_takes_little_memory(protocol: type[HttpToolsProtocol], 
     with serving(protocol) as port, socket.create_connection(("127.0.0.1", port)) as client:
         tracemalloc.start()
         try:
-            for _ in range(3):  # the first time brings what is made once
+            for _ in range(3):  # the first round includes what is allocated once
                 before = tracemalloc.get_traced_memory()[0]
                 tracemalloc.reset_peak()
                 client.sendall(request)
@@ -137,7 +137,7 @@ def test_a_client_that_resets_a_connection_while_it_ends(way: str) -> None:
                 wire.write(b"x" * (8 << 20))
                 connection.end(unread=True)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            client.close()  # resets it, which the event loop has no time to see
+            client.close()  # resets the connection before the event loop can notice
             if way == "late":
                 connection._late()
             elif way == "refuse":

@@ -72,7 +72,7 @@ def test_the_last_token_speaks_for_a_text(real: Server, states: list[NDArray[np.
     assert actual["usage"]["prompt_tokens"] == actual["usage"]["total_tokens"] == sum(map(len, states))
     assert np.abs(vectors(actual) - pooled(states, "last")).max() < 2e-3
     assert np.allclose(np.linalg.norm(vectors(actual), axis=1), 1)
-    # What the cache holds, and who shares the step, changes nothing but the rounding.
+    # The prefix cache and the other sequences of a step change the rounding only.
     assert np.abs(vectors(ask(real, input=TEXTS[2])) - vectors(actual)[2:]).max() < 1e-4
 
 

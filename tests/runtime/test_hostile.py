@@ -50,7 +50,7 @@ def test_what_has_no_end_is_ended(server: Server, begin: bytes, more: bytes, sta
             client.sendall(begin)
         sent = send(client, repeated(more))
         reply = answer(client)
-    # Of what is on its way, systems keep some megabytes.
+    # Operating systems buffer some megabytes on their way.
     assert sent < 48 * MB
     assert not reply or reply.split(b" ")[1] in (status or b"400", b"431"), reply[:200]
     assert resident(server) < before + 40
@@ -216,7 +216,7 @@ def test_without_descriptors_others_wait_and_the_log_is_short(toy_bundle: Path, 
             assert match, (ready, errors.read_text())
             server = Server(process, match[0], ready, "toy")
             clients = [connect(server) for _ in range(100)]
-            assert server.health()["status"] == "ok"  # idle ones had to go
+            assert server.health()["status"] == "ok"  # idle connections were closed
             for client in clients:
                 client.close()
             assert server.health()["status"] == "ok"

@@ -103,7 +103,7 @@ def test_options_allow_other_names_and_pages(toy_bundle: Path) -> None:
     with shared.serving(toy_bundle, "--api-key", "k") as server:
         headers = {"Host": "evil.example", "Origin": "http://evil.example", "Authorization": "Bearer k"}
         assert post(server, "/tokenize", {"prompt": "a"}, **headers).status_code == 200
-        with connect(server) as client:  # nobody reads the body of who has no key
+        with connect(server) as client:  # the body of a request without a key is not read
             client.sendall(b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Content-Length: 100000000\r\n\r\n")
             reply = answer(client)
         assert reply.startswith(b"HTTP/1.1 401") and b"connection: close" in reply.lower()

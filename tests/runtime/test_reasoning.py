@@ -291,6 +291,6 @@ def test_responses(ai: openai.OpenAI, thinker: Server) -> None:
         final = stream.get_final_response()
     assert kinds.count("response.reasoning_text.done") == 1
     assert [item.type for item in final.output] == ["reasoning", "message"]
-    # What was thought goes back with the answer.
+    # The reasoning is sent back together with the answer.
     more: Any = [*(item.to_dict() for item in answer.output), {"role": "user", "content": say("Five.")}]
     assert ai.responses.create(model=thinker.name, input=more).output_text == "Five."

@@ -205,7 +205,7 @@ def test_a_client_that_does_not_read_stops_only_itself(toy_bundle: Path) -> None
         ticket = engine.submit(greedy([1], 200), slow.put, window=8)
         while slow.qsize() < 8:
             time.sleep(0.002)
-        # Its place and its pages serve others, one of whom needs nearly all.
+        # Its place in the batch and its pages are used by others, one of which needs nearly all pages.
         for i in range(3):
             assert tokens_of(drain(ask(engine, greedy([i, 7], 230)))) == toy.expected([i, 7], 230)
         assert slow.qsize() == 8

@@ -314,7 +314,7 @@ def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle:
     drafts = {"draft": tiny_bundle, "smaller": None, "lookup": None, "predicted": None}
     if how == "smaller":
         drafts[how] = request.getfixturevalue("small_bundle")
-    # Drafted by itself, what is right is on no branch.
+    # Where the model drafts for itself, its drafts are right, so that no branch is accepted.
     speculate = None if how == "predicted" else Speculate(drafts[how], branches=how != "draft")
     answers = []
     for engine in (

@@ -272,7 +272,7 @@ def test_a_real_model_with_branches_says_the_same(
         for each in (without, engine):
             alone = [drain(ask(each, request)) for request in requests[:2]]
             together = [drain(queue) for queue in [ask(each, request) for request in requests[2:]]]
-            # Of prompts that come at once, it depends on the moment which are computed with which.
+            # Which prompts share a step depends on the moments at which they arrive.
             answers.append(([[e.logprob for e in events] for events in alone], [*map(tokens_of, together)]))
         assert answers[0] == answers[1]
         assert gained[0] > 5

@@ -97,7 +97,7 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
     report = verify(Store(store))
     assert report.ok and report.records == 12 and report.unused == 0
     with Store(store).staging():
-        pass  # who finds nothing to do does not clean up, and the last kill may have met an end
+        pass  # a run without work does not clean up, and the last kill may have come too late
     assert files(store) == undisturbed
 
 

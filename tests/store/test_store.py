@@ -204,7 +204,7 @@ def test_an_output_that_links_an_input_is_recognised_without_hashing(store: Stor
         (area / "out").mkdir()
         link_or_copy(area / "in" / "w", area / "out" / "renamed")
         file_stat = (area / "in" / "w").stat()
-        # The digest told here is believed only because inode, size and mtime say it is that very blob.
+        # The stated digest is accepted only because inode, size and mtime identify the blob.
         by_name = {(file_stat.st_dev, file_stat.st_ino): record.files[0]}
         bundle = store.publish(OTHER_KEY, OTHER, area / "out", by_name).record
     assert bundle.files == (Entry("renamed", record.files[0].digest, 7),)

@@ -56,7 +56,7 @@ def test_bit_rot_is_found_and_repaired(store: Store) -> None:
     rotten = blob(store, "weights/b")
     rotten.chmod(0o644)
     rotten.write_text("bX")
-    os.utime(rotten, (STAMP, STAMP))  # as damage below the filesystem: no time tells of it
+    os.utime(rotten, (STAMP, STAMP))  # like damage below the file system: no time shows it
     report = verify(store)
     assert report.damaged == (
         f"blob {rotten.name} (weights/b: text.txt) has content that does not match its name",
@@ -180,7 +180,7 @@ def test_builds_and_gc_at_once(tmp_path: Path) -> None:
         ]
         while any(builder.poll() is None for builder in builders):
             collected += gc(store, max_bytes=0, unused_days=1).records
-            time.sleep(0.01)  # the processor is the builders', too
+            time.sleep(0.01)  # leaves CPU time to the builders
         for builder in builders:
             _, text = builder.communicate()
             assert builder.returncode == 0, text
