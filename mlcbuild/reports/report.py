@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from mlcbuild_format import sizes
@@ -19,9 +18,7 @@ from mlcbuild.build.events import (
     Reporter,
     RunFinished,
     RunResult,
-    RunStarted,
     SourceRead,
-    StepFetched,
     StepFetching,
     StepFinished,
     StepPlaced,
@@ -34,6 +31,7 @@ from mlcbuild.build.events import (
 )
 from mlcbuild.durations import duration
 from mlcbuild.errors import one_line, safe_lines
+from mlcbuild.reports.tally import ETA_FROM, Tally
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,8 +46,6 @@ _WIDE = 100
 """Number of columns of a terminal from which on a running step is one row of the live view; with fewer it is
 two.
 """
-_ETA_FROM = 3.0
-"""Minimum expected seconds of a step for which the remaining time is shown."""
 
 
 @contextmanager
@@ -70,89 +66,6 @@ def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter
     view = View(Console(file=stream))
     with Live(console=view.console, get_renderable=view.render, refresh_per_second=5, transient=True):
         yield view
-
-
-@dataclass
-class Tally:
-    """The number of finished steps of a run so far, and the running steps with their progress."""
-
-    total: int = 0
-    done: int = 0
-    finished: set[str] = field(default_factory=set)
-    """Names of the steps that are already counted as finished, so that a step with a second result does not
-    count twice."""
-    running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
-    started: dict[str, float] = field(default_factory=dict)
-    progress: dict[str, StepProgress] = field(default_factory=dict)
-    begun: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Running step -> (time of its first progress, units finished then). Its rate is counted from there."""
-    waiting: dict[str, str] = field(default_factory=dict)
-    chains: dict[str, float] = field(default_factory=dict)
-    """Unfinished step -> seconds from its start to the end of the longest chain after it."""
-    places: dict[str, str] = field(default_factory=dict)
-    """Running step -> the cluster worker that runs it."""
-
-    def note(self, event: Event) -> None:
-        """Updates the counts of finished and running steps from one event of the run."""
-        match event:
-            case RunStarted():
-                self.total, self.done = event.steps, event.reused
-                self.finished = set(event.hits)
-                self.chains = dict(event.chains)
-            case StepStarted() | StepFetching():
-                self.waiting.pop(event.name, None)
-                self.started[event.name] = time.monotonic()
-                self.running[event.name] = event
-            case StepPlaced():
-                self.places[event.name] = event.worker
-                self.started[event.name] = time.monotonic()
-            case StepProgress():
-                self.progress[event.name] = event
-                self.begun.setdefault(event.name, (time.monotonic(), event.done))
-            case StepWaiting():
-                self.waiting[event.name] = event.holder
-            case StepFetched():
-                self._forget(event.name)
-            case StepFinished():
-                self.done += event.result.name not in self.finished
-                self.finished.add(event.result.name)
-                self.chains.pop(event.result.name, None)
-                self._forget(event.result.name)
-            case _:
-                pass
-
-    def _forget(self, name: str) -> None:
-        for table in (self.running, self.started, self.progress, self.begun, self.waiting, self.places):
-            table.pop(name, None)
-
-    def critical(self) -> tuple[str, float]:
-        """Returns (step on the critical path, minimum seconds until the run ends); ("", 0) if unknown."""
-        now = time.monotonic()
-        ends = {
-            name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)
-            for name, seconds in list(self.chains.items())
-        }
-        return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
-
-    def left(self, name: str) -> float | None:
-        """Returns the estimated remaining seconds of a running step, from its progress, its last run, or the
-        usual duration of such a step. None if all of these are unknown.
-        """
-        step = self.running.get(name)
-        if step is None:
-            return None
-        elapsed = time.monotonic() - self.started.get(name, 0.0)
-        progress = self.progress.get(name)
-        estimate = step.estimate or step.typical or None if isinstance(step, StepStarted) else None
-        since, before = self.begun.get(name, (0.0, 0))
-        if progress is not None and before < progress.done <= progress.total:
-            rate = (progress.done - before) / max(time.monotonic() - since, 1e-3)
-            guess = (progress.total - progress.done) / rate
-        elif estimate is not None:
-            guess = estimate - elapsed
-        else:
-            return None
-        return guess if guess > 0 and guess + elapsed > _ETA_FROM else None
 
 
 class Lines:
@@ -354,7 +267,7 @@ class View:
             yield "yellow", name, "waits", one_line(f"for another mlcbuild ({holder})"), ""
         step, seconds = tally.critical()
         path, left = "", ""
-        if seconds > _ETA_FROM:
+        if seconds > ETA_FROM:
             path, left = f"critical path: {step}", f"at least {duration(seconds)} left"
         yield "bold", f"{tally.done} of {tally.total} steps", f"{len(tally.running)} running", path, left
 

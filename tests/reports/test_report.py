@@ -37,13 +37,13 @@ from mlcbuild.canon import Entry, Tree
 from mlcbuild.errors import StepError
 from mlcbuild.reports.report import (
     Lines,
-    Tally,
     View,
     amount,
     document,
     reporting,
     summary,
 )
+from mlcbuild.reports.tally import Tally
 from mlcbuild.store.records import BuildInfo, Preimage, Record
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -136,6 +136,9 @@ def test_time_left_comes_from_progress_or_the_last_run(monkeypatch: pytest.Monke
     now = 1015.0
     tally.note(StepProgress("a", 2, 4, "layers"))
     assert tally.left("a") == 10.0, "the rate counts from the first report, when loading had ended"
+    now = 1018.0
+    tally.note(StepProgress("a", 2, 4, "layers"))
+    assert tally.left("a") == 7.0, "an equal count does not make the rate lower"
     now = 2000.0
     tally.note(StepProgress("a", 0, 0, "layers"))
     assert tally.left("a") is None

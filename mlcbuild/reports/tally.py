@@ -1,0 +1,127 @@
+"""Counts the steps of a run and estimates the remaining time, from the run's events."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from mlcbuild.build.events import (
+    Event,
+    RunStarted,
+    StepFetched,
+    StepFetching,
+    StepFinished,
+    StepPlaced,
+    StepProgress,
+    StepStarted,
+    StepWaiting,
+)
+
+ETA_FROM = 3.0
+"""Minimum expected seconds of a step for which the remaining time is shown."""
+
+
+@dataclass
+class WorkRate:
+    """The rate at which a running step finishes units of work, such as tokens. What the step does before its
+    first report, such as loading a model, does not count.
+    """
+
+    first: int
+    """Units that were finished at the first report."""
+    since: float
+    """Time of the first report, as time.monotonic returns it."""
+    done: int = -1
+    reached: float = 0.0
+    """Time at which `done` units were finished first, as time.monotonic returns it."""
+
+    def note(self, done: int) -> None:
+        """Updates the rate. done: units of work that are finished now."""
+        if done != self.done:
+            self.done, self.reached = done, time.monotonic()
+
+    def seconds_until(self, total: int) -> float:
+        """Returns the estimated seconds until `total` units are finished."""
+        each = (self.reached - self.since) / (self.done - self.first)
+        return each * (total - self.done) - (time.monotonic() - self.reached)
+
+
+@dataclass
+class Tally:
+    """The number of finished steps of a run so far, and the running steps with their progress."""
+
+    total: int = 0
+    done: int = 0
+    finished: set[str] = field(default_factory=set)
+    """Names of the steps that are already counted as finished, so that a step with a second result does not
+    count twice."""
+    running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
+    started: dict[str, float] = field(default_factory=dict)
+    progress: dict[str, StepProgress] = field(default_factory=dict)
+    rates: dict[str, WorkRate] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
+    chains: dict[str, float] = field(default_factory=dict)
+    """Unfinished step -> seconds from its start to the end of the longest chain after it."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Running step -> the cluster worker that runs it."""
+
+    def note(self, event: Event) -> None:
+        """Updates the counts of finished and running steps from one event of the run."""
+        match event:
+            case RunStarted():
+                self.total, self.done = event.steps, event.reused
+                self.finished = set(event.hits)
+                self.chains = dict(event.chains)
+            case StepStarted() | StepFetching():
+                self.waiting.pop(event.name, None)
+                self.started[event.name] = time.monotonic()
+                self.running[event.name] = event
+            case StepPlaced():
+                self.places[event.name] = event.worker
+                self.started[event.name] = time.monotonic()
+            case StepProgress():
+                self.progress[event.name] = event
+                self.rates.setdefault(event.name, WorkRate(event.done, time.monotonic())).note(event.done)
+            case StepWaiting():
+                self.waiting[event.name] = event.holder
+            case StepFetched():
+                self._forget(event.name)
+            case StepFinished():
+                self.done += event.result.name not in self.finished
+                self.finished.add(event.result.name)
+                self.chains.pop(event.result.name, None)
+                self._forget(event.result.name)
+            case _:
+                pass
+
+    def _forget(self, name: str) -> None:
+        for table in (self.running, self.started, self.progress, self.rates, self.waiting, self.places):
+            table.pop(name, None)
+
+    def critical(self) -> tuple[str, float]:
+        """Returns (step on the critical path, minimum seconds until the run ends); ("", 0) if unknown."""
+        now = time.monotonic()
+        ends = {
+            name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)
+            for name, seconds in list(self.chains.items())
+        }
+        return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
+
+    def left(self, name: str) -> float | None:
+        """Returns the estimated remaining seconds of a running step, from its progress, its last run, or the
+        usual duration of such a step. None if all of these are unknown.
+        """
+        step = self.running.get(name)
+        if step is None:
+            return None
+        elapsed = time.monotonic() - self.started.get(name, 0.0)
+        progress = self.progress.get(name)
+        estimate = step.estimate or step.typical or None if isinstance(step, StepStarted) else None
+        rate = self.rates.get(name)
+        if progress is not None and rate is not None and rate.first < rate.done <= progress.total:
+            guess = rate.seconds_until(progress.total)
+        elif estimate is not None:
+            guess = estimate - elapsed
+        else:
+            return None
+        return guess if guess > 0 and guess + elapsed > ETA_FROM else None
