@@ -94,14 +94,18 @@ def test_each_machine_of_a_cluster_has_rows_of_its_own() -> None:
     assert [[bar.name for bar in row] for row in chart.lanes(bars)] == [["b"], ["a", "c"]]
 
 
-def test_a_curve_ends_where_its_last_value_is_on_the_axis() -> None:
-    """The largest value has 1/1.05 of the height, and the last x the whole width."""
+def test_points_are_on_the_lines_of_their_marks() -> None:
     panel = Panel("a", "n", "tokens/s", [Curve("one", [(0, 0), (2, 10)]), Curve("two", [(0, 0), (4, 20)])])
     root = ElementTree.fromstring(chart.panels([panel, panel]))
-    lines = [line.get("points", "").split() for line in root.findall(f".//{SVG}polyline")]
-    ends = [tuple(float(number) for number in line[-1].split(",")) for line in lines[:2]]
-    (x0, y0) = (float(number) for number in lines[0][0].split(","))
-    (x1, y1), (x2, y2) = ends
-    assert abs((x2 - x0) - 2 * (x1 - x0)) < 0.3 and abs((y0 - y2) - 2 * (y0 - y1)) < 0.3
+    first = root.findall(f"{SVG}g")[0]
+    marks = {text.text: text for text in first.findall(f"{SVG}text")}
+    curves = [line.get("points", "").split() for line in first.findall(f"{SVG}polyline")]
+    for line, (x, y) in zip(curves, (("2", "10"), ("4", "20")), strict=True):
+        for (mark_x, mark_y), point in zip((("0", "0"), (x, y)), line, strict=True):
+            at_x, at_y = (float(number) for number in point.split(","))
+            assert at_y == float(marks[mark_y].get("y", 0)) - 4 or mark_y == "0"
+            assert at_x == float(marks[mark_x].get("x", 0)) or mark_x == "0"
+    grid = [float(line.get("y1", 0)) for line in first.findall(f"{SVG}line")]
+    assert float(curves[0][0].split(",")[1]) == max(grid), "0 is at the bottom"
     colours = [line.get("stroke") for line in root.findall(f".//{SVG}polyline")]
     assert colours[:2] == colours[2:] and len(set(colours)) == 2, "one colour in all diagrams"

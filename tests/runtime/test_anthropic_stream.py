@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from mlcbuild_format.errors import EngineError, RequestError, ServingError
 from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.openai.anthropic_stream import MessageOutput, error_document
-from mlcbuild_runtime.openai.call_syntax import AnswerReader, CallPiece
-from mlcbuild_runtime.openai.chat_documents import Prompt
+from mlcbuild_runtime.openai.call_syntax import CallPiece
 
-
-class Pieces:
-    """A parser of answers that yields prepared pieces, one list for each event, instead of parsing."""
-
-    is_thinking = False
-
-    def __init__(self, *pieces: list[CallPiece]) -> None:
-        self._pieces = list(pieces)
-
-    def call_id(self) -> str:
-        return "id1"
-
-    def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        yield from self._pieces.pop(0)
+from .answers import prompt
 
 
 def output(*pieces: list[CallPiece]) -> MessageOutput:
-    reader = (lambda: cast(AnswerReader, Pieces(*pieces))) if pieces else None
-    return MessageOutput("tiny", Prompt(0, 5, reader=reader))
+    return MessageOutput("tiny", prompt(*pieces))
 
 
 def kinds(message: MessageOutput, *events: Event) -> list[Any]:

@@ -16,7 +16,7 @@ import openai
 import pytest
 from mlcbuild_format.errors import BundleError
 from mlcbuild_runtime import AsyncEngine, Engine
-from mlcbuild_runtime.engine.pooling import Pooler, unit
+from mlcbuild_runtime.engine.pooling import unit
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 from numpy.typing import NDArray
 
@@ -165,24 +165,6 @@ def test_a_library_without_hidden_states(server: Server) -> None:
     response = post(server, PATH, {"input": "hello"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "no_embeddings"
-
-
-def test_chunks_do_not_show_in_a_mean() -> None:
-    rows = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32) * 1e3
-    whole, parts = Pooler("mean"), Pooler("mean")
-    whole.add(rows)
-    for start in range(0, 300, 7):
-        parts.add(rows[start : start + 7])
-    assert np.array_equal(whole.vector(), parts.vector())
-    exact = rows.astype(np.float64).mean(axis=0)
-    assert np.array_equal(whole.vector(), unit(exact))
-    parts.clear()
-    parts.add(rows[:3])
-    assert np.allclose(parts.vector(), unit(rows[:3].mean(axis=0)), atol=1e-6)
-
-
-def test_nothing_has_no_direction() -> None:
-    assert not unit(np.zeros(3)).any()
 
 
 def test_a_pooling_that_does_not_exist(toy_copy: Path) -> None:

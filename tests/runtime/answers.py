@@ -1,0 +1,29 @@
+"""Parts of answers, for tests of the documents that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from mlcbuild_runtime.openai.call_syntax import AnswerReader, CallPiece
+from mlcbuild_runtime.openai.chat_documents import Prompt
+
+
+class Pieces:
+    """A parser of answers that yields prepared pieces, one list for each event, instead of parsing."""
+
+    def __init__(self, *pieces: list[CallPiece], is_thinking: bool = False) -> None:
+        self._pieces, self.is_thinking = list(pieces), is_thinking
+
+    def call_id(self) -> str:
+        return "id1"
+
+    def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
+        yield from self._pieces.pop(0)
+
+
+def prompt(*pieces: list[CallPiece], size: int = 5, is_thinking: bool = False) -> Prompt:
+    """Returns the properties of a prompt of `size` tokens, whose answer has these pieces, a list for each
+    event; without any, the answer is all text."""
+    reader = (lambda: cast(AnswerReader, Pieces(*pieces, is_thinking=is_thinking))) if pieces else None
+    return Prompt(0, size, reader=reader)
