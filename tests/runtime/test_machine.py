@@ -146,16 +146,17 @@ def test_a_bundle_for_another_machine_is_refused(
 def test_cores_that_nobody_computes_on(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     loads, cores = tmp_path / "proc" / "loadavg", os.cpu_count() or 1
-    assert machine.free_cores(cores, tmp_path) is None
+    free_cores = machine.FreeCores(tmp_path)
+    assert free_cores(cores) is None
     for text, others in [("0.1 0.2 0.3 1/162 99\n", 0), ("0 0 0 4/9 1", 3), ("0 0 0 0/9 1", 0)]:
         loads.write_text(text)
-        assert machine.free_cores(cores, tmp_path) == cores - others
+        assert free_cores(cores) == cores - others
     for text in ("", "0 0 0", "0 0 0 many/9 1"):
         loads.write_text(text)
-        assert machine.free_cores(cores, tmp_path) is None
-    assert machine.free_cores(1) is None or sys.platform == "linux"
+        assert free_cores(cores) is None
+    assert machine.FreeCores()(1) is None or sys.platform == "linux"
     if Path("/proc/loadavg").exists():
-        actual = machine.free_cores(1)
+        actual = machine.FreeCores()(1)
         assert actual is not None and actual <= cores
 
 
@@ -164,5 +165,47 @@ def test_a_free_machine_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "proc" / "loadavg").write_text("0 0 0 2/9 1")
     cores, slept = os.cpu_count() or 1, list[float]()
     monkeypatch.setattr("time.sleep", slept.append)
-    assert machine.free_cores(cores - 1, tmp_path) == cores - 1 and not any(slept)
-    assert machine.free_cores(cores, tmp_path) == cores - 1 and sum(slept) > 0.01, "it may be over soon"
+    free_cores = machine.FreeCores(tmp_path)
+    assert free_cores(cores - 1) == cores - 1 and not any(slept)
+    assert free_cores(cores) == cores - 1 and sum(slept) > 0.01, "it may be over soon"
+
+
+@pytest.mark.parametrize(
+    ("load", "free"),
+    [
+        ((2, 0.0, 2.0, 0.0, 0), 8),  # a niced process with two threads
+        ((20, 0.1, 8.0, 0.0, 0), 8),  # a niced build with more threads than processors
+        ((9, 1.0, 7.0, 0.0, 0), 7),  # and one other process beside it
+        ((9, 3.1, 5.0, 2.0, 0), 7),  # and this process, which computes, too
+        ((3, 3.0, 0.0, 0.0, 0), 5),  # nobody is nice
+        ((3, 0.1, 0.4, 0.0, 0), 5),  # three have just begun, and little was niced
+        ((2, 0.0, 2.0, 0.0, 10), 6),  # this process is as nice as they are
+        ((1, 5.0, 1.0, 0.0, 0), 7),  # five others were there, and one is left
+    ],
+)
+def test_nice_processes_leave_their_cores(
+    load: tuple[int, float, float, float, int], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulated machine of 8 processors; `user`, `niced` and `own` are processors in use on average."""
+    others, user, niced, own, nice = load
+    proc, clock, ticks = tmp_path / "proc", [100.0], os.sysconf("SC_CLK_TCK")
+    proc.mkdir()
+
+    def stat(seconds: float) -> None:
+        used = [round((1000 + rate * seconds) * ticks) for rate in (user, niced)]
+        (proc / "stat").write_text(f"cpu  {used[0]} {used[1]} 77 88 0 0 0 0 0 0\ncpu0 1 2 3 4\n")
+
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("os.getpriority", lambda kind, process: nice)
+    (proc / "loadavg").write_text(f"0 0 0 {others + 1}/99 1")
+    stat(0)
+    free_cores = machine.FreeCores(tmp_path, lambda: clock[0], lambda: own * (clock[0] - 100))
+    clock[0] += 0.05
+    stat(0.05)
+    assert free_cores(8) == 8 - others, "the time is too short to tell"
+    clock[0] += 2.95
+    stat(3)
+    assert free_cores(8) == free
+    (proc / "stat").write_text("cpu  much\n")
+    assert free_cores(8) == 8 - others

@@ -211,7 +211,7 @@ class CpuExecutor:
         pool per calling thread."""
         workers: Workers | None = getattr(_pool, "workers", None)
         if workers is None:
-            workers = _pool.workers = Workers.of(self.threads, cpu_library.use_threads, machine.free_cores)
+            workers = _pool.workers = Workers.of(self.threads, cpu_library.use_threads, machine.FreeCores())
         return workers
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:

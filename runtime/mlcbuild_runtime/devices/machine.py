@@ -11,12 +11,15 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mlcbuild_format import processors
 from mlcbuild_format.bundle import Machine
 
 _LOOKS, _BETWEEN = 12, 0.001
+_SHORTEST = 0.1
+"""Minimum seconds between two readings of CPU times: Linux counts them in steps of 0.01 s."""
 _NO_SYSTEM = "a machine without a system"
 _SYSTEMS = {"darwin": "macos", "win32": "windows"}
 """Value of sys.platform -> the name of the system in processors.System, where the names differ."""
@@ -84,22 +87,61 @@ def _needed(target: Machine) -> frozenset[str]:
     return processors.needed(target.architecture, target.cpu, target.features)
 
 
-def free_cores(enough: int, root: Path = Path("/")) -> int | None:
-    """Returns the number of logical processors on which nothing else computes; None if the system does not
-    report it.
+class FreeCores:
+    """Counts the logical processors on which nothing computes that would delay this process.
 
-    Samples up to 12 times, 1 ms apart, and returns the largest number, because a client on this machine also
-    runs for a moment. Stops sampling once `enough` processors are free. root: the directory that contains
-    /proc, for tests.
+    A call samples up to 12 times, 1 ms apart, and uses the best: a client on this machine also runs for a
+    moment. Processes with a nice value above 0 do not count, unless this process has one, too: beside nice 10
+    a thread gets 90 % of its core. Linux's list of running threads does not tell them apart, but its CPU
+    times do. If niced processes have computed since the last call, at most as many others are counted as had
+    cores since then.
     """
-    fewest, cores = None, os.cpu_count() or 1
-    for look in range(_LOOKS):
-        time.sleep(_BETWEEN if look else 0)
+
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        now: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = lambda: os.times().user,
+    ) -> None:
+        """Creates a counter whose first call looks at the time from now on. root: the directory that contains /proc; now:
+        returns the time; spent: returns the CPU time of this process in user mode; both in seconds."""
+        self._proc, self._now, self._spent = root / "proc", now, spent
+        self._last = self._times()
+
+    def __call__(self, enough: int) -> int | None:
+        """Returns the number of free processors; None if the system does not report it. It stops sampling as
+        soon as `enough` are free."""
+        most, fewest, cores = self._most_others(), None, os.cpu_count() or 1
+        for look in range(_LOOKS):
+            time.sleep(_BETWEEN if look else 0)
+            try:
+                running = int((self._proc / "loadavg").read_text().split()[3].partition("/")[0])
+            except (OSError, ValueError, IndexError):
+                return None
+            others = max(0, running - 1)  # the sampling thread itself counts as running
+            fewest = min(others, most) if fewest is None else min(fewest, others)
+            if cores - fewest >= enough:
+                break
+        return cores - (fewest or 0)
+
+    def _most_others(self) -> int:
+        """Returns the largest number of processors that others without a nice value may use now, by the times
+        since the last call."""
+        unknown, before, after = 1 << 30, self._last, self._times()
+        if before is None or after is None or after[0] - before[0] < _SHORTEST:
+            return unknown
+        self._last = after
+        seconds, user, niced = (new - old for new, old in zip(after, before, strict=True))
+        if niced < 0.5 * seconds or os.getpriority(os.PRIO_PROCESS, 0) > 0:
+            return unknown
+        return round(max(0.0, user) / seconds)
+
+    def _times(self) -> tuple[float, float, float] | None:
+        """Returns (time, user time of others without a nice value, user time of processes with one) of all
+        processors together, in seconds; None if the system does not report it."""
         try:
-            running = int((root / "proc" / "loadavg").read_text().split()[3].partition("/")[0])
-        except (OSError, ValueError, IndexError):
+            words = (self._proc / "stat").read_text().split(maxsplit=3)
+            user, niced = (int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:3])
+        except (OSError, ValueError):
             return None
-        fewest = running if fewest is None else min(fewest, running)
-        if cores - max(0, fewest - 1) >= enough:  # the sampling thread itself counts as running
-            break
-    return cores - max(0, (fewest or 1) - 1)
+        return self._now(), user - self._spent(), niced
