@@ -162,9 +162,22 @@ def test_a_row_is_the_same_in_every_company(isa: str) -> None:
 
 def test_names_say_what_is_fused() -> None:
     assert [kernelbench.symbol(function("avx2", *case)) for case in CASES] == [
-        "rms_norm_f16_w4a8_50x328",
+        "rms_norm_1em05_plus1p0_f16_w4a8_50x328",
         "silu_w4a8_50x328_add",
         "bias_f32_gelu_tanh_w4f16_50x328",
-        "rms_norm_f16_f32_50x328",
+        "rms_norm_1em05_plus1p0_f16_f32_50x328",
         "f32_50x328_bias_add",
     ]
+
+
+def test_norms_that_differ_have_kernels_of_different_names() -> None:
+    """One library may have several: norms of the same size with another constant, offset or kind."""
+    isa = isa_for(TARGETS["avx2"])
+    norms = [
+        Norm(isa, K, eps, offset, centered, weight="float16")
+        for eps in (1e-5, 1e-6, 2.5e-6)
+        for offset in (0.0, 1.0)
+        for centered in (False, True)
+    ]
+    names = [Normed(norm).name for norm in norms]
+    assert len(set(names)) == len(norms) and all(name.isidentifier() for name in names)

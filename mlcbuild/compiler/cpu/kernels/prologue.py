@@ -93,8 +93,10 @@ class Normed:
 
     @property
     def name(self) -> str:
-        types = [_short(dtype) for dtype in (self.norm.weight, self.norm.bias) if dtype]
-        return "_".join([self.norm.name, *types, ""])
+        norm = self.norm
+        types = [_short(dtype) for dtype in (norm.weight, norm.bias) if dtype]
+        numbers = [_letters(norm.eps), *([f"plus{_letters(norm.offset)}"] if norm.offset else [])]
+        return "_".join([norm.name, *numbers, *types, ""])
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
         x = argument("x", (m, k), "float32")
@@ -186,6 +188,11 @@ class Activated:
             )
             floats.store(line, active, 0, at)
         return line, T.int64(0)
+
+
+def _letters(number: float) -> str:
+    """Returns a number as a part of a symbol's name: 1e-05 becomes "1em05", 0.5 becomes "0p5"."""
+    return repr(number).replace("-", "m").replace(".", "p").replace("+", "")
 
 
 def _short(dtype: str) -> str:
