@@ -13,7 +13,7 @@ from mlcbuild import keyfile
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Source, Step
 from mlcbuild.bundles import provenance
-from mlcbuild.canon import file_digest
+from mlcbuild.canon import Json, file_digest
 from mlcbuild.emit import Finished, emit
 from mlcbuild.errors import UsageError
 from mlcbuild.pipeline import Pipeline, Product
@@ -27,7 +27,7 @@ class Run:
         (place / "model").mkdir()
         (place / "model" / "config.json").write_text("{}")
         (place / "recipe.yaml").write_text("name: x")
-        files = {"bundle.json": "{}", "weights.bin": "w"}
+        files: dict[str, Json] = {"bundle.json": "{}", "weights.bin": "w"}
         graph = Graph([
             Source("source/m", place / "model", ("config.json",)),
             Step("fetch/m", "tests.actions:files", {"files": {"a.json": "1"}}, {}, memory=1),

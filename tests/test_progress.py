@@ -12,8 +12,8 @@ from mlcbuild import progress
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, int, int, str]]]:
-    """Returns the reports that arrive, as (time, done, total, unit), by a clock that advances 0.09 s with each
-    look."""
+    """Returns the reports that arrive, as (time, done, total, unit), by a clock that advances 0.09 s
+    with each look."""
     ticks = iter(range(1000))
     now = [0.0]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlcbuild_format import regular
 
-from mlcbuild.checkpoints import headers
 from mlcbuild.checkpoints.headers import check_complete, read_header
 from mlcbuild.errors import CheckpointError
 from tests.checkpoint_files import save
@@ -45,7 +45,7 @@ def test_a_file_that_grows_is_examined_again(path: Path, monkeypatch: pytest.Mon
         check_complete(path)
     path.write_bytes(whole)
     check_complete(path)
-    monkeypatch.setattr(headers.regular, "open_file", lambda path: pytest.fail("it was examined before"))
+    monkeypatch.setattr(regular, "open_file", lambda path: pytest.fail("it was examined before"))
     check_complete(path)
 
 

@@ -21,7 +21,8 @@ def named(name: str, *bases: str, text: str = "why") -> Exception:
     parent: type = Exception
     for base in reversed(bases):
         parent = type(base, (parent,), {})
-    return type(name, (parent,), {})(text)
+    error: Exception = type(name, (parent,), {})(text)
+    return error
 
 
 @pytest.mark.parametrize(

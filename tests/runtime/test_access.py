@@ -1,4 +1,4 @@
-"""Who may use a server: API keys, and what is open without one."""
+"""Access to a server: API keys, and what is open without one."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_text_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, Any] = {}
-    request = {"source": "{{ n }}", "variables": {"n": 1}}
+    request: dict[str, Any] = {"source": "{{ n }}", "variables": {"n": 1}}
     assert jinja._answer(request, kept, 0) == {"text": "1"} and set(kept) == {"{{ n }}"}
     monkeypatch.setattr(jinja, "compiled", lambda source: pytest.fail("it was compiled before"))
     assert jinja._answer(request, kept, 0) == {"text": "1"}

@@ -148,7 +148,7 @@ def test_tokens_and_texts_of_both_apis() -> None:
     assert b"".join(data).decode().strip() == text
     chat: Any = service.tokenize(running(), {"messages": HI})
     assert chat["tokens"] == list(service.chat(running(), {"messages": HI}).requests[0].prompt)
-    assert service.detokenize(running(), {"tokens": plain})["prompt"] == TOKENIZER.decode(plain)
+    assert service.detokenize(running(), {"tokens": [*plain]})["prompt"] == TOKENIZER.decode(plain)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mlcbuild_runtime.text.vocabulary import MOST_GROWTH, JsonVocabulary, PieceV
 from . import shared
 
 TINY = shared.ROOT / "recipes" / "models" / "tiny"
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "added_tokens_decoder": {
         "900": {"content": "<user>", "special": True},
         "901": {"content": "<tool>", "special": False},
