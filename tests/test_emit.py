@@ -1,4 +1,4 @@
-"""Writing a finished bundle: which step's files, and what its provenance says."""
+"""Tests of emitting a finished bundle: which step's files, and what its provenance says."""
 
 from __future__ import annotations
 

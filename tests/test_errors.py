@@ -1,4 +1,4 @@
-"""Errors of the builder: exit codes, the order of problems, and what messages may hold."""
+"""Tests of errors of the builder: exit codes, the order of problems, and what messages may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of progress: which ones reach the listener, and when."""
+"""Tests of reports of progress: which ones reach the listener, and when."""
 
 from __future__ import annotations
 

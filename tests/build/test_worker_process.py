@@ -1,4 +1,4 @@
-"""A worker process: what it offers to a cluster, and how it leaves."""
+"""Tests of a worker process: what it offers to a cluster, and how it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Headers of safetensors files: incomplete files are found without parsing, and damage is described."""
+"""Tests of headers of safetensors files: incomplete files are found without parsing, and damage is
+described."""
 
 from __future__ import annotations
 

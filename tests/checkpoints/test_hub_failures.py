@@ -1,4 +1,4 @@
-"""Failures of a hub, of networks and of disks, by the names of the exceptions that clients raise."""
+"""Tests of failures of a hub, of networks and of disks, by the names of the exceptions that clients raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access to a server: API keys, and what is open without one."""
+"""Tests of access to a server: API keys, and what is open without one."""
 
 from __future__ import annotations
 

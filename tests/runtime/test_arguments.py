@@ -1,4 +1,4 @@
-"""The options of a server's command line, and what becomes of them."""
+"""Tests of the options of a server's command line, and what becomes of them."""
 
 from __future__ import annotations
 

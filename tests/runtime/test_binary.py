@@ -1,4 +1,4 @@
-"""Headers of shared libraries: systems and processors are recognized, damage is refused."""
+"""Tests of headers of shared libraries: systems and processors are recognized, damage is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies: JSON with limits, and fields with a type, a range and a name."""
+"""Tests of request bodies: JSON with limits, and fields with a type, a range and a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Syntaxes of tool calls: which one a chat template implies, and the texts that follow from its fields."""
+"""Tests of syntaxes of tool calls: which one a chat template implies, and the texts that follow from its
+fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's response documents, whole and in chunks, without a server."""
+"""Tests of OpenAI's response documents, whole and in chunks, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a server: SIGTERM lets requests finish, SIGINT and a second signal do not."""
+"""Tests of the end of a server: SIGTERM lets requests finish, SIGINT and a second signal do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The settings of one engine: what is left to the bundle, and what engines do not share by accident."""
+"""Tests of the settings of one engine: what is left to the bundle, and what engines do not share by
+accident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of the runtime: their exit codes, and messages of one visible line."""
+"""Tests of exceptions of the runtime: their exit codes, and messages of one visible line."""
 
 from __future__ import annotations
 

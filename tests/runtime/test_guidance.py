@@ -1,4 +1,4 @@
-"""llguidance as this server uses it: the vocabulary, limits of time, and errors in plain words."""
+"""Tests of llguidance as this server uses it: the vocabulary, limits of time, and errors in plain words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates in this process: what they may use, and the three forms of a result."""
+"""Tests of chat templates in this process: what they may use, and the three forms of a result."""
 
 from __future__ import annotations
 

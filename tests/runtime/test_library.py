@@ -1,4 +1,5 @@
-"""The metadata of a compiled library: what they must say, and that they agree with the bundle's manifest."""
+"""Tests of the metadata of a compiled library: what they must say, and that they agree with the bundle's
+manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's /completion and /slots in documents, without a server."""
+"""Tests of llama.cpp's /completion and /slots in documents, without a server."""
 
 from __future__ import annotations
 

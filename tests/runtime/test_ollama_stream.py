@@ -1,4 +1,4 @@
-"""The lines of Ollama's /api, event by event, without a server."""
+"""Tests of the lines of Ollama's /api, event by event, without a server."""
 
 from __future__ import annotations
 

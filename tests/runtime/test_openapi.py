@@ -1,4 +1,4 @@
-"""The description of the API: valid JSON Schema, with the fields that bodies are checked with."""
+"""Tests of the description of the API: valid JSON Schema, with the fields that bodies are checked with."""
 
 from __future__ import annotations
 

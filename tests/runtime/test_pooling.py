@@ -1,4 +1,4 @@
-"""Embeddings from hidden states: the mean and the last of them, in chunks of any size."""
+"""Tests of embeddings from hidden states: the mean and the last of them, in chunks of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items and events of /v1/responses, event by event, without a server."""
+"""Tests of the items and events of /v1/responses, event by event, without a server."""
 
 from __future__ import annotations
 

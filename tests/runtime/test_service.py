@@ -1,4 +1,5 @@
-"""Bodies become requests for the engine: prompts, numbers of answers, and what an engine cannot do."""
+"""Tests of requests for the engine, made of bodies: prompts, numbers of answers, and what an engine cannot
+do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Vocabularies of both kinds of files: tokens are bytes, names and numbers that lead back to each other."""
+"""Tests of vocabularies of both kinds of files: tokens are bytes, names and numbers that lead back to each
+other."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_normalizer_must_not_make_a_text_much_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decoder": {"type": "WordPiece", "prefix": "#", "cleanup": True}}, "supports: WordPiece"),
+        ({"decoder": {"type": "BPEDecoder", "suffix": "x"}}, "supports: BPEDecoder"),
         ({"decoder": None}, "this runtime supports: none"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor": None, "added_tokens": []},
          "its vocabulary is empty"),

@@ -103,8 +103,10 @@ class FreeCores:
         now: Callable[[], float] = time.monotonic,
         spent: Callable[[], float] = lambda: os.times().user,
     ) -> None:
-        """Creates a counter whose first call looks at the time from now on. root: the directory that contains /proc; now:
-        returns the time; spent: returns the CPU time of this process in user mode; both in seconds."""
+        """Creates a counter whose first call looks at the time from now on. root: the directory that contains
+        /proc; now: returns the time; spent: returns the CPU time of this process in user mode; both in
+        seconds.
+        """
         self._proc, self._now, self._spent = root / "proc", now, spent
         self._last = self._times()
 
