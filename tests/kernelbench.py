@@ -43,9 +43,8 @@ TARGETS: Mapping[str, Target] = {
     "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
 }
 """Instruction set -> a target that uses it."""
-DISTINCT = tuple(name for name in TARGETS if name not in ("avxvnni", "i8mm"))
-"""Instruction sets without avxvnni and i8mm, because their kernels differ from those of avx2 and neon in int8
-products only."""
+SAME_FLOATS = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512amx": "avx512", "i8mm": "neon"}
+"""Instruction set -> one with the same kernels, except for int8 products: see test_kernels.py."""
 
 
 ASSEMBLER = [program for program in (shutil.which("gcc") or shutil.which("clang"),) if program]

@@ -19,7 +19,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, prim_func
 from mlcbuild.compiler.cpu.workspace import taken_by
 from mlcbuild.quant import Storage
 from tests import kernelbench
-from tests.kernelbench import TARGETS, Module
+from tests.kernelbench import SAME_FLOATS, TARGETS, Module
 from tests.libharness import EVERY
 from tests.schemes import SCHEMES, SIMPLE, pack, unpack
 
@@ -47,9 +47,7 @@ CASES = [(scheme, BIAS) for scheme in SIMPLE]
 CASES += [(scheme, shape) for scheme, shapes in MORE.items() for shape in shapes]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))
-SAME = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512amx": "avx512", "i8mm": "neon"}
-"""Instruction set -> another one that has the same kernels except for int8 products."""
-DISTINCT = [name for name in TARGETS if EVERY or name not in SAME]
+DISTINCT = [name for name in TARGETS if EVERY or name not in SAME_FLOATS]
 """Instruction sets on which embeddings and float32 products are executed."""
 
 
@@ -264,7 +262,7 @@ def test_equal_products_share_one_kernel() -> None:
     assert names == ["main", kernelbench.symbol(kernel(created, Fusion()))]
 
 
-@pytest.mark.parametrize(("isa", "other"), SAME.items())
+@pytest.mark.parametrize(("isa", "other"), SAME_FLOATS.items())
 def test_kernels_with_floats_are_the_same(isa: str, other: str) -> None:
     """Checks that kernels with float32 products are the same programs for both instruction sets, so that
     testing them on one of the two is enough."""

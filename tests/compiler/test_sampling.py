@@ -25,7 +25,7 @@ from mlcbuild.compiler.cpu.kernels.logit_mask import masked
 from mlcbuild.compiler.cpu.kernels.sampling import sample
 from mlcbuild.targets.target import Target
 from tests import kernelbench
-from tests.kernelbench import DISTINCT, TARGETS, Module
+from tests.kernelbench import TARGETS, Module
 from tests.libharness import EVERY
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -37,7 +37,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 2e-6
 """The probability by which float32 results may differ from float64 ones."""
 EXAMPLES = 400 if EVERY else 12
-each_isa = pytest.mark.parametrize("isa", DISTINCT)
+SAME = {
+    **dict.fromkeys(("avx512", "avx512amx"), "avx512vnni"),
+    "avxvnni": "avx2",
+    "neon": "portable",
+    "i8mm": "portable",
+}
+"""Instruction set -> one with the same kernel."""
+each_isa = pytest.mark.parametrize("isa", [name for name in TARGETS if EVERY or name not in SAME])
 two_isas = pytest.mark.parametrize("isa", ["avx512vnni", "portable"])
 
 
@@ -95,6 +102,12 @@ def misses(logits: Floats, way: Way, token: int) -> float:
 def module(isa: str) -> Module:
     function = sample(isa_for(TARGETS[isa])).with_attr("global_symbol", "sample")
     return kernelbench.once(f"sampling {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))
+
+
+@pytest.mark.parametrize(("isa", "other"), SAME.items())
+def test_the_kernel_is_that_of_another_instruction_set(isa: str, other: str) -> None:
+    """So the tests that run the kernel of `other` test both."""
+    assert sample(isa_for(TARGETS[isa])).script() == sample(isa_for(TARGETS[other])).script()
 
 
 def tokens(isa: str, logits: Floats, ways: list[tuple[float, ...]]) -> list[int]:
