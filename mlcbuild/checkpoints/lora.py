@@ -43,6 +43,10 @@ _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
 """Number of elements of a matrix product that are computed at once; they stay in a core's cache."""
 
+_LANES = 8
+"""Number of sums that PyTorch's norm adds squares to, for each processor: its reductions use 256-bit vectors
+where there are 512-bit ones, too.
+"""
 Floats = NDArray[np.float32]
 
 
@@ -213,13 +217,28 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
             rows += delta
             continue
         # PEFT measures the rows of the unmerged base, even for a second adapter.
-        merged_rows = (original + delta).astype(np.float64)
-        lengths = np.sqrt(np.add.reduce(merged_rows * merged_rows, axis=1)).astype(np.float32)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factor = reader.values(change.magnitude, first, count) / lengths
+        with np.errstate(all="ignore"):  # Infinite weights are refused where weights are stored.
+            factor = reader.values(change.magnitude, first, count) / _lengths(original + delta)
             rows += delta
             rows *= factor[:, None]
     return rows
+
+
+def _lengths(rows: Floats) -> Floats:
+    """Returns the Euclidean length of each row of a matrix [count, columns], with the bits of PyTorch's norm
+    on CPUs, which adds the squares of every eighth element in float32, then these eight sums, then the
+    elements that are left. On 4,096 columns it is up to 3.3 units of the last place from the exact length.
+    """
+    count, columns = rows.shape
+    squares = rows * rows
+    left = columns - columns % _LANES
+    sums = np.zeros((count, _LANES), np.float32)
+    for start in range(0, left, _LANES):
+        sums += squares[:, start : start + _LANES]
+    total = np.zeros(count, np.float32)
+    for addend in (*sums.T, *squares[:, left:].T):
+        total += addend
+    return np.sqrt(total)
 
 
 def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats:

@@ -49,24 +49,23 @@ def distance(actual: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float((np.abs(actual.astype(np.float64) - other) / np.spacing(np.abs(other))).max())
 
 
-MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 3}
+MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 0}
 """Adapter -> largest allowed difference from PEFT's result, in units of the last place."""
 
 
 @pytest.mark.parametrize(("name", "most"), MOST.items())
 def test_the_merge_is_that_of_peft(name: str, most: int) -> None:
-    """Checks that the merged weights equal PEFT's within `most` units of the last place. DoRA needs a
-    tolerance, because PEFT rounds its row norms more than once."""
+    """Checks that the merged weights equal PEFT's within `most` units of the last place."""
     compare([(GOLDEN / name, 1.0)], GOLDEN / f"{name}-merged.safetensors", most)
 
 
-@pytest.mark.parametrize(("golden", "most"), [("together", 4), ("added", 0)])
+@pytest.mark.parametrize(("golden", "most"), [("together", 2), ("added", 0)])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_several_adapters_with_factors_are_those_of_peft(
     golden: str, most: int, suffix: str, tmp_path: Path
 ) -> None:
-    """Checks that merging several adapters with factors gives PEFT's result. Some of them use DoRA, for which
-    PEFT rounds row norms more than once."""
+    """Checks that merging several adapters with factors gives PEFT's result. One of them uses DoRA, for which
+    PEFT subtracts the changes before it from the merged weights; here the base itself is measured."""
     listed = json.loads((GOLDEN / f"{golden}.json").read_text())
     adapters = [(GOLDEN / name, factor) for name, factor in listed]
     if suffix == "bin":
