@@ -27,12 +27,35 @@ CHANGES: Mapping[str, dict[str, Any]] = {
     },
     "deepseek_v3": {},
     "dots1": {"sliding_window": None},
+    "ernie4_5_moe": {"rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     "glm4_moe": {},
     "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     "granitemoe": {},
     "granitemoeshared": {},
+    "hunyuan_v1_moe": {
+        "moe_topk": [2, 2],
+        "rope_scaling": None,
+        "rope_theta": 25000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "minimax_m2": {},
     "mixtral": {"sliding_window": None},
     "olmoe": {},
+    "phimoe": {
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5, 2.5],
+            "long_factor": [2.0, 3.0, 4.0],
+            "short_mscale": 1.25,
+            "long_mscale": 1.25,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3_moe-8-of-257": {},
 }
@@ -42,9 +65,12 @@ TOKENS = 20
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -52,6 +78,10 @@ ARCHITECTURES = {
 _INTEGERS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_k": "expert_used_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_num_experts": "expert_count",
+    "moe_num_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
@@ -71,7 +101,10 @@ _NAMES = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
@@ -79,8 +112,8 @@ _NAMES = {
     "shared_mlp.output_linear": "ffn_down_shexp",
     "block_sparse_moe.output_linear": "ffn_down_exps",
     **{
-        f"mlp.shared_expert{end}.{kind}_proj": f"ffn_{kind}_shexp"
-        for end in ("", "s")
+        f"mlp.shared_{name}.{kind}_proj": f"ffn_{kind}_shexp"
+        for name in ("expert", "experts", "mlp")
         for kind in ("gate", "up", "down")
     },
 }
@@ -133,7 +166,10 @@ def write_model(
         dict(_stacked(dict(_tensors(config, tensors, architecture)))), config, form
     ):
         add_tensor(writer, tensor_name, values, kind)
-    for tensor_name, values in (more or {}).items():
+    scaling = config.get("rope_scaling") or {}
+    factors = {f"rope_factors_{part}.weight": scaling.get(f"{part}_factor") for part in ("short", "long")}
+    long_rope = {name: np.asarray(values, np.float32) for name, values in factors.items() if values}
+    for tensor_name, values in {**long_rope, **(more or {})}.items():
         add_tensor(writer, tensor_name, values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -144,8 +180,23 @@ def write_model(
 def _keys(config: Mapping[str, Any], architecture: str, form: str) -> dict[str, Any]:
     keys = {key.partition(".")[2]: value for key, value in entries(config, architecture)}
     keys |= {key: config[field] for field, key in _INTEGERS.items() if field in config}
-    if architecture == "gpt-oss":
+    if architecture in ("gpt-oss", "minimax-m2"):
         keys["expert_feed_forward_length"] = config["intermediate_size"]
+    if architecture == "minimax-m2":
+        keys["expert_gating_func"] = 2
+        keys["rope.dimension_count"] = int(
+            config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]
+        )
+    if architecture == "phimoe":
+        keys["rope.scaling.attn_factor"] = config["rope_scaling"]["short_mscale"]
+    if architecture == "ernie4_5-moe":  # an odd quotient, which the converter writes
+        keys["interleave_moe_layer_step"] = 1
+        keys["expert_shared_feed_forward_length"] = (
+            config["intermediate_size"] // config["num_key_value_heads"]
+        )
+    if architecture == "hunyuan-moe":
+        keys["expert_used_count"] = config["moe_topk"][0]
+        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
     if "routed_scaling_factor" in config:
         keys["expert_weights_scale"] = config["routed_scaling_factor"]
         keys["expert_gating_func"] = 1 if config["model_type"] == "deepseek_v2" else 2
@@ -195,7 +246,7 @@ def _in_layer(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
     layer becomes."""
     if match := _EXPERT.fullmatch(name):
         yield f"ffn_{_KINDS[match[3]]}.{match[2]}.weight", values
-    elif name == "mlp.gate.e_score_correction_bias":
+    elif name.endswith(".e_score_correction_bias"):
         yield "exp_probs_b.bias", values
     elif name == "self_attn.sinks":
         yield "attn_sinks.weight", values

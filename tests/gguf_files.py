@@ -57,6 +57,8 @@ WHOLE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.norm.bias": "output_norm.bias",
+    "lm_head.bias": "output.bias",
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
-from mlcbuild.checkpoints.gguf_experts import EXPERTS, granite_scalars, mixtral
+from mlcbuild.checkpoints.gguf_experts import EXPERTS, granite_scalars, mixtral, phi_lengths
 from mlcbuild.checkpoints.gguf_file import Gguf, read_gguf
 from mlcbuild.checkpoints.gguf_keys import Fields, GgufKeys
 from mlcbuild.checkpoints.gguf_names import names_in_file
@@ -92,9 +92,16 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
     short, long = (_floats(keys.gguf, name) for name in (SHORT_FACTORS, LONG_FACTORS))
     if short is not None and long is not None:
         scaling: Fields = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        if keys.get("rope.scaling.attn_factor") is not None:
+        if architecture == "phimoe":
+            factor = keys.number("rope.scaling.attn_factor", 1.0)
+            scaling |= {"short_mscale": factor, "long_mscale": factor}
+        elif keys.get("rope.scaling.attn_factor") is not None:
             scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
-    elif kind in (None, "none", ""):
+    elif kind == "none":
+        # A factor means nothing then; converters write 1.
+        keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
+        return None
+    elif kind in (None, ""):
         return None
     elif kind == "linear":
         return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
@@ -229,11 +236,7 @@ def _smollm3(keys: GgufKeys) -> Fields:
 
 
 def _phi3(keys: GgufKeys) -> Fields:
-    fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
-    if keys.get("rope.scaling.original_context_length") is not None:
-        original = keys.integer("rope.scaling.original_context_length")
-        fields["original_max_position_embeddings"] = original
-    return fields
+    return phi_lengths(keys)
 
 
 _EXTEND: Mapping[str, Callable[[GgufKeys], Fields]] = {

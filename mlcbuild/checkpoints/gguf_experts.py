@@ -207,13 +207,79 @@ def _gpt_oss(keys: GgufKeys) -> Fields:
     }
 
 
+def _ernie4_5_moe(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields of ERNIE 4.5 with experts. The size of its shared experts is that of
+    their tensors: converters write another number, the quotient of two unrelated ones.
+    """
+    size, dense = _size(keys), _dense_layers(keys)
+    keys.get("expert_shared_feed_forward_length")
+    shared = keys.gguf.tensors.get(f"blk.{_leading_dense(keys)}.ffn_up_shexp.weight")
+    count = 0 if shared is None else shared.shape[0] // size
+    if keys.get("expert_shared_count") is not None and keys.count("expert_shared_count") != count:
+        keys.refuse("expert_shared_count", f"must be {count}, as the tensors have it")
+    sparse = [index for index in range(keys.integer("block_count")) if index not in dense]
+    return {
+        **_counts(keys),
+        "model_type": "ernie4_5_moe",
+        "moe_intermediate_size": size,
+        "moe_num_shared_experts": count,
+        "moe_layer_start_index": _leading_dense(keys),
+        "moe_layer_end_index": max(sparse, default=-1),
+        "moe_layer_interval": keys.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _hunyuan_moe(keys: GgufKeys) -> Fields:
+    size = keys.integer("feed_forward_length")
+    shared = keys.integer("expert_shared_feed_forward_length", size)
+    if shared != size:
+        keys.refuse("expert_shared_feed_forward_length", f"must be {size}, like feed_forward_length")
+    return {
+        **_counts(keys),
+        "model_type": "hunyuan_v1_moe",
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", size),
+        "num_shared_expert": keys.integer("expert_shared_count", 1),
+        "attention_bias": keys.has_bias("attn_q"),
+    }
+
+
+def _minimax_m2(keys: GgufKeys) -> Fields:
+    _sigmoid_scores(keys)
+    return {**_counts(keys), "model_type": "minimax_m2", "intermediate_size": _size(keys)}
+
+
+def phi_lengths(keys: GgufKeys) -> Fields:
+    """Returns the config.json fields of Phi-3 models for the window of their attention and the length before
+    it was extended.
+    """
+    fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
+    if keys.get("rope.scaling.original_context_length") is not None:
+        original = keys.integer("rope.scaling.original_context_length")
+        fields["original_max_position_embeddings"] = original
+    return fields
+
+
+def _phimoe(keys: GgufKeys) -> Fields:
+    return {
+        **_counts(keys),
+        **phi_lengths(keys),
+        "intermediate_size": _size(keys),
+        "attention_bias": keys.has_bias("attn_q"),
+        "lm_head_bias": keys.has_tensor("output.bias"),
+    }
+
+
 EXPERTS: Mapping[str, Callable[[GgufKeys], Fields]] = {
     "deepseek2": _deepseek2,
     "dots1": _dots1,
+    "ernie4_5-moe": _ernie4_5_moe,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granitemoe": _granite_moe,
+    "hunyuan-moe": _hunyuan_moe,
+    "minimax-m2": _minimax_m2,
     "olmoe": _olmoe,
+    "phimoe": _phimoe,
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
 }

@@ -89,6 +89,7 @@ _PHI = {**_LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(_LATENT),
     "dots1": Architecture(_EXPERTS),
+    "ernie4_5-moe": Architecture(_EXPERTS),
     "gemma": Architecture(_LAYER, norm_shift=-1.0),
     "gemma2": Architecture(_GEMMA, norm_shift=-1.0),
     "gemma3": Architecture(_GEMMA, norm_shift=-1.0),
@@ -96,10 +97,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(_EXPERTS),
     "granite": Architecture(_LAYER, interleaved=True),
     "granitemoe": Architecture(_EXPERTS, interleaved=True),
+    "hunyuan-moe": Architecture(_EXPERTS),
     "llama": Architecture(_EXPERTS, interleaved=True),
+    "minimax-m2": Architecture(_EXPERTS),
     "olmo2": Architecture(_GEMMA),
     "olmoe": Architecture(_EXPERTS),
     "phi3": Architecture(_PHI),
+    "phimoe": Architecture(_EXPERTS),
     "qwen2": Architecture(_LAYER),
     "qwen2moe": Architecture(_EXPERTS),
     "qwen3": Architecture(_LAYER),
@@ -112,7 +116,9 @@ the architecture llama, too, and so have Mixtral's.
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
 }
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     "rope_freqs.weight",

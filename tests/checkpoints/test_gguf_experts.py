@@ -59,6 +59,17 @@ def test_what_files_leave_out(tmp_path: Path) -> None:
     assert read_config(tmp_path / "m.gguf") == parse(checkpoint("deepseek_v3")[0])
 
 
+def test_the_rope_of_hunyuan_is_scaled_by_the_converter(tmp_path: Path) -> None:
+    """Checks that a file with the increased base that replaces `alpha` is the model with `alpha`."""
+    config, tensors = checkpoint("hunyuan_v1_moe")
+    alpha = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    original = parse({**config, "rope_theta": 10000.0, "rope_scaling": alpha})
+    changes = {"rope.freq_base": 10000.0 * 1000.0 ** (10 / 8), "rope.scaling.original_context_length": 262144}
+    write_model(config, tensors, tmp_path / "m.gguf", changes=changes)
+    (rope,), (expected,) = read_config(tmp_path / "m.gguf").ropes, original.ropes
+    np.testing.assert_allclose(rope.inv_freq, expected.inv_freq, rtol=3e-7)
+
+
 def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
     """Checks that layers for draft tokens, which GGUF files count among the model's layers, are left out."""
     config, tensors = checkpoint("glm4_moe")
@@ -100,6 +111,16 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "deepseek_v3",
         {"expert_gating_func": 3},
         "deepseek2.expert_gating_func: must be 1 (softmax) or 2 (sigmoid), not 3; use the original chec",
+    ),
+    "shared": (
+        "ernie4_5_moe",
+        {"expert_shared_count": 3},
+        "ernie4_5-moe.expert_shared_count: must be 2, as the tensors have it; use the original checkpoint",
+    ),
+    "shared size": (
+        "hunyuan_v1_moe",
+        {"expert_shared_feed_forward_length": 41},
+        "hunyuan-moe.expert_shared_feed_forward_length: must be 40, like feed_forward_length; use the orig",
     ),
     "latent": (
         "deepseek_v2",
