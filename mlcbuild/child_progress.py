@@ -14,7 +14,8 @@ _PERIOD = 0.2
 
 
 def write_to(note: Path) -> None:
-    """Makes this process write what it reports to the file `note`, which its parent reads."""
+    """Makes this process write its progress reports (units of work done, of how many) to the file `note`,
+    which its parent process reads."""
 
     def write(done: int, total: int, unit: str) -> None:
         note.write_text(f"{done} {total} {unit}")

@@ -37,7 +37,7 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True)
 class Selected:
-    """The steps and variants of a recipe to which a selection was applied."""
+    """The steps and variants of a recipe that the user selected."""
 
     products: tuple[Product, ...]
     """The selected variants, each with its steps."""

@@ -157,8 +157,8 @@ def _table(directory: Path) -> dict[str, list[Option]]:
 
 
 class _Chooser:
-    """Computes the loss of a model whose matrices are stored in different schemes (a mixture). Each mixture
-    is evaluated once."""
+    """Computes the mean KL divergence, in nats, of a model whose matrices are stored in different schemes (a
+    mixture) from the exact model. Each mixture is evaluated once."""
 
     def __init__(self, trial: WeightTrial, candidates: Sequence[Storage], ladder: Ladder) -> None:
         self._trial, self._candidates = trial, candidates

@@ -131,8 +131,9 @@ def _begin(trial: WeightTrial, run: _Run) -> None:
 
 
 def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
-    """Computes the layer `index` with exact weights, which are read once, for all `runs` (one matrix in one
-    scheme each), and replaces their residual streams by its output.
+    """Computes the layer `index` with exact weights for all trials `runs`, each of which has one quantized
+    matrix in an earlier layer. Replaces the residual streams of each trial by the layer's output. The weights
+    are read once.
     """
     held = _held(trial.exact, [name for name in trial.params if name.startswith(f"layers.{index}.")])
 
@@ -145,8 +146,9 @@ def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
 def _finished(
     trial: WeightTrial, runs: Sequence[_Run], model: Reference, note: _Progress
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yields ((name of a matrix, name of its scheme), loss in nats) for trials of one quantized matrix each,
-    of which all layers have been computed. model: the weights of the last norm and of the output matrix.
+    """Computes the logits of trials whose layers have all been computed, and yields the result of each:
+    ((name of the quantized matrix, name of its scheme), loss in nats). model: holds the weights of the last
+    norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
     held = _held(model, [table])
