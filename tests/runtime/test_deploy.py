@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -23,9 +21,6 @@ from . import shared
 
 DEPLOY = shared.ROOT / "runtime" / "deploy"
 RUNTIME = shared.ROOT / "runtime"
-every = pytest.mark.skipif(
-    not os.environ.get("MLCBUILD_TEST_EVERY"), reason="installs packages: set MLCBUILD_TEST_EVERY"
-)
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -110,34 +105,3 @@ def test_the_image_runs_the_server_on_the_port_that_it_names() -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     named = [project["project"]["readme"], *project["project"]["license-files"], *wheel["packages"]]
     assert program in project["project"]["scripts"] and all((RUNTIME / name).exists() for name in named)
-
-
-@every
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("useradd") is None, reason="useradd needs root")
-@pytest.mark.timeout(900)
-def test_the_image_can_be_made(tmp_path: Path, tiny_bundle: Path) -> None:
-    """Checks the Dockerfile by following it in a new virtual environment: COPY, RUN, then ENTRYPOINT,
-    HEALTHCHECK and STOPSIGNAL. Its user is added to the files of a directory instead of this machine's."""
-    lines = dockerfile()
-    source, place, users = tmp_path / "source", tmp_path / "environment", tmp_path / "users"
-    shutil.copytree(RUNTIME, source, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-m", "venv", place], check=True)
-    (users / "etc").mkdir(parents=True)
-    for name in ("passwd", "group", "shadow", "gshadow"):
-        (users / "etc" / name).touch()
-    add = f'#!/bin/sh\nexec {shutil.which("useradd")} --prefix {users} "$@"\n'
-    (place / "bin" / "useradd").write_text(add)
-    (place / "bin" / "useradd").chmod(0o755)
-    path = f"{place / 'bin'}:{os.environ['PATH']}"
-    command = lines["RUN"].replace("/source", str(source))
-    subprocess.run(["sh", "-ec", command], env={**os.environ, "PATH": path}, cwd=tmp_path, check=True)
-    assert not source.exists()
-    assert (users / "etc" / "passwd").read_text().startswith(f"{lines['USER']}:")
-    program, *words = yaml.safe_load(lines["ENTRYPOINT"])
-    names = ["-I", str(place / "bin" / program), *words, "--port", "0", str(tiny_bundle)]
-    with shared.program(*names, python=str(place / "bin" / "python")) as running:
-        port = running.url.rpartition(":")[2]
-        python, *check = yaml.safe_load(lines["HEALTHCHECK"].removeprefix("CMD "))
-        check = [word.replace(f":{lines['EXPOSE']}/", f":{port}/") for word in check]
-        subprocess.run([place / "bin" / python, *check], check=True, timeout=shared.WAIT)
-        assert running.stop(signal.Signals[lines["STOPSIGNAL"]]) == 0
