@@ -51,6 +51,8 @@ RESULTS = tables.Results(
 TABLE = """\
 Inference. A Processor, 2 cores, 2026-01-02, commit abc1234: `ci/bench/cpu --threads 2`
 
+Times as fast as llama.cpp: prefill 2.5.
+
 |  | mlcbuild | llama.cpp | OpenVINO | ratio | of the limit |
 |---|---:|---:|---:|---:|---:|
 | prefill, tokens/s | 250 | 100 |  | 2.50 | 50% |

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-OURS = "mlcbuild"
+OURS, BEST_KNOWN = "mlcbuild", "llama.cpp"
 TOOLS = {
     "ours": OURS,
     "llama": "llama.cpp",
@@ -75,20 +75,26 @@ def read(path: Path) -> Results:
 def render(results: Results) -> str:
     """Returns a Markdown table with a row for each figure and a column for each tool, which shows the median
     of the tool's best variant. The last columns show mlcbuild's value relative to the best other tool's, and
-    its share of the hardware's limit.
+    its share of the hardware's limit. Where there are several other tools, the title is followed by
+    mlcbuild's speeds relative to llama.cpp alone.
     """
     tools = list(dict.fromkeys(_tool(name) for row in results.rows for name in row.samples))
     tools.sort(key=lambda tool: tool != OURS)
     limited = any(row.limit for row in results.rows)
     head = ["", *tools, "ratio", *(["of the limit"] if limited else [])]
     lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    alone = []
     for row in results.rows:
         best = {tool: value for tool in tools if (value := _best(row, tool)) is not None}
+        if row.unit in RATES and len(tools) > 2 and {OURS, BEST_KNOWN} <= best.keys():
+            alone.append(f"{row.figure} {best[OURS] / best[BEST_KNOWN]:.1f}")
         cells = [_number(best[tool]) if tool in best else "" for tool in tools]
         lines.append(f"| {' | '.join([f'{row.figure}, {row.unit}', *cells, *_judged(row, best, limited)])} |")
     about = (
         f"{results.title}. {results.machine}, {results.date}, commit {results.commit}: `{results.command}`"
     )
+    if alone:
+        about += f"\n\nTimes as fast as {BEST_KNOWN}: {'; '.join(alone)}."
     return "\n".join([about, "", *lines])
 
 
