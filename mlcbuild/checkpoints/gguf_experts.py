@@ -29,8 +29,8 @@ def _counts(keys: GgufKeys) -> Fields:
 
 
 def _size(keys: GgufKeys) -> int:
-    """Returns the number of hidden units of an expert, which files of models with one size for all
-    feed-forwards may leave out.
+    """Returns the number of hidden units of an expert. If the file does not state it, it is that of the
+    model's dense feed-forwards, which the file must then state.
     """
     return keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
 
@@ -249,8 +249,8 @@ def _minimax_m2(keys: GgufKeys) -> Fields:
 
 
 def phi_lengths(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Phi-3 models for the window of their attention and the length before
-    it was extended.
+    """Returns the config.json fields of Phi-3 models with the size of the attention window, and with the
+    context length before rope scaling extended it.
     """
     fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
     if keys.get("rope.scaling.original_context_length") is not None:

@@ -39,8 +39,9 @@ class GgufKeys:
         return self.has_tensor(f"blk.0.{kind}.bias")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Returns the positive integer under the metadata key `name`, or `default` if the key is absent. If
-        there is neither, or the value is no positive integer, records a problem for `close` and returns 1.
+        """Returns the positive integer under the GGUF metadata key `name`, or `default` if the key is absent.
+        If there is neither, or the value is no positive integer, returns 1 and records a problem, which the
+        method `close` raises.
         """
         value = self.get(name)
         if value is None and default is not None:
@@ -59,8 +60,8 @@ class GgufKeys:
         return int(self._problem(name, "an integer of at least 0", value))
 
     def flag(self, name: str) -> bool:
-        """Returns the value true or false of the metadata key `name`; False if the key is absent. If the
-        value is another one, records a problem for `close`.
+        """Returns the boolean under the GGUF metadata key `name`; False if the key is absent. If the value is
+        no boolean, returns True and records a problem, which the method `close` raises.
         """
         value = self.get(name)
         if value is None or isinstance(value, bool):
@@ -68,8 +69,9 @@ class GgufKeys:
         return bool(self._problem(name, "true or false", value))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns the number under the metadata key `name`, as the shortest decimal of its float32, or
-        `default` if the key is absent. If there is neither, records a problem for `close` and returns 1.
+        """Returns the number under the GGUF metadata key `name`, or `default` if the key is absent. A float32
+        is returned as the number with its shortest decimal text. If there is neither, or the value is no
+        number, returns 1 and records a problem, which the method `close` raises.
         """
         value = self.get(name)
         if value is None and default is not None:

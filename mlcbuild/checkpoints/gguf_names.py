@@ -45,8 +45,9 @@ def names_in_file(path: Path, config: ModelConfig) -> TensorNames:
 
 
 def _apart(name: str, pieces: tuple[Piece, ...], config: ModelConfig) -> tuple[Piece, ...]:
-    """Returns the tensors of a parameter in a file that stores each matrix of latent attention as a stack
-    with one matrix per head. pieces: the tensors that hold the parameter in other files.
+    """Returns the tensors of the parameter `name` in a GGUF file that stores each matrix of latent attention
+    as a stack with one matrix per head. pieces: the tensors that hold the parameter in GGUF files without
+    such stacks; for parameters other than these matrices, they are the result.
     """
     for kind, tensor in (("attn.k_b.weight", KEYS), ("attn.v_b.weight", VALUES)):
         if name.endswith(kind):

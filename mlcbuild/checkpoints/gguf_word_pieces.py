@@ -107,9 +107,10 @@ def _special(name: str, kind: int) -> Json:
 
 
 def _original(token: str, words: set[str]) -> str:
-    """Returns the text of a token in BERT's vocabulary. words: all tokens that begin with "▁".
+    """Returns the text of a token in BERT's vocabulary: a word without the "▁" at its beginning, or any other
+    piece with "##" before it. words: all tokens that begin with "▁".
 
-    Old converters left names in brackets as they are; no text leads to these.
+    Old converters stored special tokens in brackets, such as [CLS], without "▁"; they are returned unchanged.
     """
     if token.startswith(_SPACE) and len(token) > 1:
         return token[1:]

@@ -59,8 +59,8 @@ class GroupedMatrix:
     places: NDArray[np.intp] | None = field(default=None, compare=False)
     """Column -> index of its group, if groups are not made of consecutive columns; None if they are."""
     kind: str = "F32"
-    """Name of the tensor type in which the values of this matrix can be stored unchanged; "F32" if there is
-    none but floats.
+    """Name of the tensor type in which the values of this matrix can be stored unchanged; "F32" if only
+    float32 can hold them.
     """
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:

@@ -44,8 +44,8 @@ _PRODUCTS = 1 << 15
 """Number of elements of a matrix product that are computed at once; they stay in a core's cache."""
 
 _LANES = 8
-"""Number of sums that PyTorch's norm adds squares to, for each processor: its reductions use 256-bit vectors
-where there are 512-bit ones, too.
+"""Number of partial sums to which PyTorch's norm adds squares, on every CPU: its reductions use 256-bit
+vectors even where there are 512-bit ones.
 """
 Floats = NDArray[np.float32]
 

@@ -33,8 +33,8 @@ class ParameterSource:
     two dimensions count as one.
     """
     parts: tuple[Piece, ...] = ()
-    """For each stored tensor, which of its rows or columns are rows of the parameter; (): all rows of the
-    tensors are, in order."""
+    """For each stored tensor, which of its rows or columns are rows of the parameter. () means that the
+    parameter's rows are all rows of the tensors, in order."""
 
     @property
     def rows(self) -> int:

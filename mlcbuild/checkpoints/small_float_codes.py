@@ -51,7 +51,7 @@ class Fp4Matrix:
 
     def _scales(self, reader: RowReader, first: int, count: int) -> Floats:
         """Returns half of each scale in `count` rows of a matrix of 4-bit floats, from row `first` on:
-        float32 [count, groups].
+        float32 [count, groups]. The scales are halved because codes are decoded to twice their value.
         """
         raw = reader.elements(self.scale, (first, first + count))
         if self.overall is None:

@@ -110,7 +110,7 @@ def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
 
 
 def _only(mod: IRModule, names: Sequence[GlobalVar]) -> IRModule:
-    """Returns a module with some of a module's functions."""
+    """Returns a TVM module with only the functions `names` of the module `mod`."""
     return IRModule({name: mod[name] for name in names}, attrs=mod.attrs)
 
 

@@ -1,8 +1,9 @@
 """Describes the codes, scales and minima of quantized checkpoints: w = code * scale + minimum, with a scale
 and perhaps a minimum for each group of 16 or 32 weights.
 
-A scale is a float of its group, or two-level: a float16 of 256 weights times an integer of the group. Formats
-that keep these numbers, their kernels, and readers of checkpoints share these descriptions.
+A scale is a float of its group, or two-level: the product of a float16 shared by 256 weights and an integer
+of the group. Formats that keep these numbers, their kernels, and readers of checkpoints share these
+descriptions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK_WEIGHTS = 256
-"""Number of consecutive weights of a row that share a float16 where scales have two levels."""
+"""Number of consecutive weights of a row that share a float16 in formats with two-level scales (float16 times
+an integer of each group)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Blocks:
     an int8 of the group.
     """
     minimum: bool = False
-    """True if a minimum is added to each weight. It is a float16 of the group, or where `scale` is "levels",
-    a float16 of BLOCK_WEIGHTS weights times a uint8 of the group.
+    """True if a minimum is added to each weight. It is a float16 of the group or, if `scale` is "levels", the
+    product of a float16 shared by BLOCK_WEIGHTS weights and a uint8 of the group.
     """
     signed: bool = True
     """True if codes are from -2**(bits - 1) to 2**(bits - 1) - 1, stored with 2**(bits - 1) added; False if
@@ -55,7 +57,7 @@ class Blocks:
 
     def holds(self, other: Blocks) -> bool:
         """Returns True if a format with these codes and scales can store, without change, every weight that
-        codes and scales of the kind `other` can represent.
+        the codes and scales `other` can represent.
         """
         low, other_low = -self.zero, -other.zero
         high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low

@@ -76,12 +76,12 @@ class Format:
     """Number of matrix rows that one index of axis 0 of every stored tensor covers: 1, or 16 for tiles."""
     blocks: Blocks | None = None
     """Description of the codes, scales and minima, for formats that keep the values of quantized checkpoints
-    or whose scales are a float16 of 256 weights times an integer; None for other formats.
+    or whose scales are the product of a float16 shared by 256 weights and an integer; None for other formats.
     """
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
     """Function of (consecutive quantized rows, the parameter's name for error messages) that returns the
     arrays of `tensors` without changing a value. Raises CheckpointError for infinite or NaN scales and
-    minima. None: the format takes no quantized rows.
+    minima. None: the format cannot store quantized rows.
     """
 
 

@@ -20,19 +20,20 @@ TILE_ROWS = 16
 
 
 def low_bits(bits: int) -> int:
-    """Returns the number of low bits of each code that are packed first: in the layout x16 8 divided by this
-    number to a byte, then a line for each further bit of a code; in the layout row those of the whole row.
-    bits: those of a code, 3 to 8.
+    """Returns the number of low bits of each code that are packed first; its other bits, if any, are packed
+    separately. bits: number of bits of a code, 3 to 8. In the layout x16, a byte holds the low bits of
+    several codes, and each other bit of the codes has a line of bytes. In the layout `row`, the low bits of a
+    whole row precede the other bits.
     """
     return 8 if bits == 8 else 2 if bits == 3 else 4
 
 
 def row_words(bits: int, columns: int) -> int:
-    """Returns the number of uint32 words that hold the codes of a row in the layout row.
+    """Returns the number of uint32 words that hold the codes of a row in the layout `row`.
 
-    4 or 8 bits fill words from their low ends. Of 5 and 6 bits, the low four come first for the whole row,
-    of 3 the low two, and then the high ones, one or two of each code; rows are padded to whole vectors of
-    four words.
+    Codes of 4 or 8 bits fill words from their low ends. Codes of 5 and 6 bits are divided: first the low four
+    bits of all codes in the row, then their one or two high bits. Codes of 3 bits are divided into two low
+    bits and a high bit in the same way. Rows are padded to whole vectors of four words.
     """
     count = -(-columns // GROUP) * bits
     return -(-count // 4) * 4

@@ -1,5 +1,5 @@
-"""Quantizes floating point weights to codes with two-level scales and minima: a float16 of 256 weights times
-an integer of each group.
+"""Quantizes floating point weights to codes with two-level scales and minima, which are the product of a
+float16 shared by 256 weights and an integer of each group.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Floats = NDArray[np.float32]
 _STARTS = (0.5, 0.0, -0.5, -1.0, -1.5, -2.0)
 """Numbers added to the largest code; the range of a group's weights is divided by each sum to get the step
 widths from which the search for a scale starts. With half of them the squared error is 4 % larger (weights of
-Student's t, 5 degrees of freedom); each takes 2 of 30 ns for a weight.
+Student's t, 5 degrees of freedom); each takes 2 of the 30 ns that the search takes for a weight.
 """
 _SIGNED_STARTS = (0.0, 0.2, 0.4, 0.6, 0.8, -0.2)
-"""Numbers subtracted from the magnitude of the lowest of eight signed codes; the weight of largest magnitude
-is divided by minus each difference to get the scales from which the search for a scale starts. With the first
-alone the squared error of gaussian weights is 6 % larger. With 64 codes there is nothing to gain.
+"""Starting points of the search for the scale of eight signed codes, -4 to 3. For each number s, the search
+starts from the scale with which the weight of largest magnitude is s - 4 steps. With the first number alone,
+the squared error of gaussian weights is 6 % larger. With 64 codes, the other numbers gain nothing.
 """
 _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
 """The largest integer factors of scales and of minima, which are stored as int8 and as uint8."""

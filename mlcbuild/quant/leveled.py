@@ -1,5 +1,5 @@
-"""Defines formats that quantize floating point weights with two-level scales: a float16 of 256 weights times
-an integer of each group.
+"""Defines formats that quantize floating point weights with two-level scales: the product of a float16 shared
+by 256 weights and an integer of each group.
 
 Planning a build loads this module, so only the function that packs imports NumPy.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def both(blocks: Blocks) -> dict[str, Format]:
     """Returns layout name -> the format that quantizes any float matrix and stores it in this layout. blocks:
-    the number of bits and the range of codes; its scale must be "levels", a float16 of 256 weights times an
-    integer of each group.
+    the number of bits and the range of codes; its scale must be "levels", which means the product of a
+    float16 shared by 256 weights and an integer of each group.
     """
     return {layout: _quantizing(blocks, form) for layout, form in blocked.both(blocks).items()}
 

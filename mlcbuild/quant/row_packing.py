@@ -80,8 +80,9 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 
 def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
     """Returns the words that store two-level scales and minima, uint32 [rows, blocks * words]. For each block
-    of 256 weights they hold its float16 numbers, then the integer factors of scales, then those of minima.
-    each: number of factors in a block; the last block of a row is padded with zeros.
+    of 256 weights, the words hold the float16 numbers of the block, then the integer factors of its scales,
+    then those of its minima. each: number of factors in a block; the last block of a row is padded with
+    zeros.
     """
     rows, count = numbers[1].shape
     steps = [

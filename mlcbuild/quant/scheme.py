@@ -66,7 +66,8 @@ class Budget:
 
     kind: BudgetKind
     limit: float
-    """Bits per weight, bytes of all stored tensors, or a mean KL divergence in nats, by `kind`."""
+    """The limit: bits per weight, bytes of all stored tensors, or a mean KL divergence in nats, depending on
+    `kind`."""
     candidates: tuple[Scheme, ...]
     """Schemes that a parameter may have, without overrides, from the smallest to the largest."""
 

@@ -1,9 +1,10 @@
-"""Reads bitsandbytes checkpoints: 4-bit codes of a table of 16 numbers (nf4, fp4), or int8 with a scale for
-each row.
+"""Reads bitsandbytes checkpoints: 4-bit indices into a table of 16 numbers (nf4, fp4), or int8 with a scale
+for each row.
 
 In 4 bits, a weight is the product of its number in the table (`quant_map`) and the scale of its block
-(`absmax`); blocks continue across the ends of rows. Scales may themselves be bytes: numbers of a table of 256
-(`nested_quant_map`), times the scale of their block (`nested_absmax`), plus an offset.
+(`absmax`); blocks continue across the ends of rows. Scales may themselves be stored as bytes. A byte is an
+index into a table of 256 numbers (`nested_quant_map`); the scale is that number times the scale of its block
+(`nested_absmax`), plus an offset.
 """
 
 from __future__ import annotations

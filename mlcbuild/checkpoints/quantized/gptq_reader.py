@@ -30,7 +30,8 @@ _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _BITS = (2, 3, 4, 5, 6, 8)
 _FORMATS = {"gptq": 1, "": 1, "gptq_v2": 2}
-"""Value of checkpoint_format -> version of the GPTQ format."""
+"""Returns the integer under the GGUF metadata key `name`; 0 if the key is absent. If the value is not an
+integer of at least 0, returns 1 and records a problem, which the method `close` raises."""
 _MODULES, _OUTPUTS = 16, 32
 """Number of modules, and number of rows of each, whose codes are averaged and compared with the average
 stored zero point, to detect the version of the GPTQ format.

@@ -33,7 +33,7 @@ float32 [rows, columns] tensor.
 
 @dataclass(frozen=True)
 class Mixture:
-    """Emits the feed-forward half of one layer that is a mixture of experts."""
+    """Emits the feed-forward of one layer that is a mixture of experts."""
 
     parts: Parts
     layer: Layer

@@ -1,5 +1,5 @@
-"""Emits the attention and feed-forward halves of transformer layers, and the code around them, as calls of
-CPU kernels: the implementation of program.ops.Ops.
+"""Emits the attention and the feed-forward of transformer layers, and the code around them, as calls of CPU
+kernels: the implementation of program.ops.Ops.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class CpuOps(Parts):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns True if the last layer can be limited to selected rows: AMX is not used, which stores rows
-        packed in tiles, and the selected rows fit into scratch tensors.
+        """Returns True if the last layer can be limited to selected rows. This requires that AMX is not used,
+        since it stores rows packed in tiles, and that the selected rows fit into scratch tensors.
         """
         config, room = self.config, self.room
         fits = config.hidden_size <= room["qkv"] and room.get("attended", 0) <= room["pair"]
@@ -206,8 +206,8 @@ class _Halves:
         return self.spec.residual != "sequential"
 
     def source(self, half: str, width: int) -> tuple[RowSource, list[Tensor]]:
-        """Returns (the prologue that computes the input rows of a half of the layer from the residual stream,
-        the tensors of its norm). half: "attn" or "mlp"; width: columns of the residual stream.
+        """Returns (the prologue that computes the input rows of attention or feed-forward from the residual
+        stream, the tensors of its norm). half: "attn" or "mlp"; width: columns of the residual stream.
         """
         before = self.spec.norms.before
         if before is None:
@@ -299,8 +299,9 @@ class _Halves:
         return self.add_product(x, "attn.o", source, [attended], "attn_post_norm"), self.room
 
     def add_branch(self, x: Tensor) -> Tensor:
-        """Emits x += the stored result of attention, in a layer whose halves read the same x, and returns x;
-        other layers return x unchanged. It is called after the feed-forward has read the old x.
+        """Emits x += the stored result of attention, in a layer whose attention and feed-forward both read
+        the old x, and returns x; other layers return x unchanged. It is called after the feed-forward has
+        read the old x.
         """
         if not self.is_parallel:
             return x
@@ -308,7 +309,7 @@ class _Halves:
         return self.parts.add(self.spec, x, self.room["branch"], *extras)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Emits the feed-forward half, x += mlp(norm(x)), in place, and returns x."""
+        """Emits the feed-forward of the layer, x += mlp(norm(x)), in place, and returns x."""
         spec = self.spec.feed_forward
         if isinstance(spec, Experts):
             return self._experts(x)

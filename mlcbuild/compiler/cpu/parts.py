@@ -1,6 +1,7 @@
 """Emits the parts of a transformer layer, such as norms, embeddings and attention, as calls of CPU kernels.
 
-All of them read and write float32 rows. ops.py combines them to halves of layers.
+All of them read and write float32 rows. ops.py combines them to the attention and the feed-forward of a
+layer.
 """
 
 from __future__ import annotations
@@ -248,7 +249,8 @@ class Parts:
         return columns if able and columns >= 2 * output.k else 0
 
     def feed_forward_columns(self, spec: Dense | Experts) -> dict[str, int]:
-        """Returns scratch tensor name -> number of float32 columns that a feed-forward half needs in it."""
+        """Returns scratch tensor name -> number of float32 columns that a layer's feed-forward needs in
+        it."""
         return mixture_columns(spec) if isinstance(spec, Experts) else {"pair": self.pair_columns(spec)}
 
     def pair_columns(self, spec: Dense | Experts) -> int:

@@ -1,5 +1,5 @@
-"""Computes the memory that a compiled library needs beside weights and KV cache: planned buffers, and the
-scratch buffers of kernels.
+"""Computes the memory that a compiled library needs in addition to weights and KV cache: planned buffers, and
+the scratch buffers of kernels.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STACK = 1024
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the number of bytes that calls of a library take at most, beside weights and KV cache. mod: the
-    library's module after memory planning.
+    """Returns the number of bytes that calls of a library take at most, in addition to weights and KV cache.
+    mod: the library's module after memory planning.
     """
     return _workspace(limits, vocab_size, mod) + _kernels(limits, vocab_size, mod)
 

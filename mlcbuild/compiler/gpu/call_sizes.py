@@ -14,8 +14,8 @@ from mlcbuild.compiler.gpu.kernels import prompt_attention
 from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
 
 DRAFT_ROWS = 16
-"""Lower limit of the maximum number of rows in a decoding step: even libraries for few sequences allow so
-many, so that these can have draft tokens.
+"""Minimum number of rows that a library allows in a decoding step, so that even a library for few sequences
+has room for their draft tokens.
 """
 STEPS = 16
 """Number of decoding steps whose sampled tokens the GPU program's buffer `history` can hold."""

@@ -212,8 +212,9 @@ class LaunchBuilder:
         return [first, *self.add_normed(post_name, layer, rows)]
 
     def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for x += norm(delta), the norm after a half of a layer. In decoding (rows is not
-        None) it returns no launch if the halves run in sequence, since the next matrix product adds the sum.
+        """Returns the launch for x += norm(delta), the norm after attention or feed-forward. In decoding
+        (rows is not None) it returns no launch if the two run in sequence, since the next matrix product adds
+        the sum.
         """
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)

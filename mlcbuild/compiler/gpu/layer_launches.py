@@ -1,8 +1,8 @@
-"""Translates the two halves of a layer, attention and feed-forward, into kernel launches for a GPU.
+"""Translates the attention and the feed-forward of a layer into kernel launches for a GPU.
 
 In decoding a dense layer is seven launches: product for queries, keys and values; rotation of heads and
 update of the KV cache; attention; combination of its splits; output product; normalized and gated product;
-the last product. A norm after a half of a layer (Gemma 2) is computed by the product that follows.
+the last product. A norm after attention or feed-forward (Gemma 2) is computed by the product that follows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mlcbuild.models import Dense, Experts, LayerSpec
 
 @dataclass(frozen=True)
 class LayerHalf:
-    """The kernel launches of one half of a layer: those that compute its result, and those that add it to the
-    residual stream.
+    """The kernel launches of a layer's attention or feed-forward: those that compute its result, and those
+    that add it to the residual stream.
     """
 
     before: list[Launch]

@@ -1,9 +1,9 @@
 """Tracks the residual stream of a decoding step on a GPU: the buffer that holds it, and a sum that is still
 to be added.
 
-A layer with norms after its halves adds norm(delta) to the stream. Decoding leaves that to the next product:
-each workgroup adds while it reads, and one of them writes the new stream to the other of two buffers, since
-all others read the old one in the same launch.
+A layer with norms after attention and feed-forward adds norm(delta) to the stream. Decoding leaves this
+addition to the next matrix product: each workgroup adds while it reads, and one of them writes the new stream
+to the other of two buffers, since all others read the old one in the same launch.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ another shape.
 
 
 def kernels_only(mod: IRModule) -> IRModule:
-    """Returns `mod` unchanged. Raises CompileError, which lists all of them, if Relax functions contain
-    operations without a kernel or if a kernel has no schedule.
+    """Returns `mod` unchanged. Raises a CompileError that lists all Relax operations without a kernel and all
+    kernels without a schedule, if there are any.
     """
     faults: set[str] = set()
     for name, function in sorted(mod.functions.items(), key=lambda item: str(item[0].name_hint)):

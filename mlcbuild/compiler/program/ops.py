@@ -1,8 +1,9 @@
 """Defines the interface between `compiler/program`, which builds a model's program, and the backends, which
 emit the computations of one device.
 
-The unit is half a layer and not a kernel, since each device decides which operations it fuses. Methods are
-called while a Relax function is being built: they emit calls and return handles of the results.
+The interface has a method for the attention and one for the feed-forward of a layer, not one per kernel,
+since each device decides which operations it fuses. Methods are called while a Relax function is being built:
+they emit calls and return handles of the results.
 """
 
 from __future__ import annotations
@@ -169,9 +170,9 @@ class Ops(Protocol):
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Emits the attention half of a layer, which adds its result to rows.x, float32 [n, hidden], in place
-        and writes new keys and values to the KV cache. Returns the rows that the feed-forward half reads: all
-        n rows, or those that `selected` lists.
+        """Emits the attention of a layer, which adds its result to rows.x, float32 [n, hidden], in place and
+        writes new keys and values to the KV cache. Returns the rows that the feed-forward reads: all n rows,
+        or those that `selected` lists.
 
         selected: int32 [q], the indices of the only rows to return, or None for all rows; it requires
         `selects_rows`.
@@ -179,9 +180,7 @@ class Ops(Protocol):
         ...
 
     def feed_forward(self, rows: ResidualRows, layer: Layer) -> Tensor:
-        """Emits the feed-forward half of a layer, which adds its result to rows.x in place, and returns that
-        tensor.
-        """
+        """Emits the feed-forward of a layer, adds its result to rows.x in place, and returns that tensor."""
         ...
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor: ...
@@ -224,7 +223,7 @@ class Ops(Protocol):
         ...
 
     def workspace(self, limits: Limits, mod: IRModule) -> int:
-        """Returns the number of bytes that calls of the library need beside weights and KV cache, at most.
-        mod: the library's module after memory planning.
+        """Returns the maximum number of bytes that a call of the library needs in addition to weights and KV
+        cache. mod: the library's module after memory planning.
         """
         ...

@@ -1,5 +1,5 @@
-"""The stored format `iq4_xs`: 8-bit codes and, for each group of 32 weights, a scale that is a float16 of 256
-weights times an int8. It keeps the values of GGUF's IQ4_XS.
+"""The stored format `iq4_xs`: 8-bit codes and, for each group of 32 weights, a scale that is the product of a
+float16 shared by 256 weights and an int8. It keeps the values of GGUF's IQ4_XS.
 """
 
 from mlcbuild.quant.blocked import both

@@ -1,5 +1,5 @@
-"""The stored format `q3_k`: 4-bit codes and, for each group of 16 weights, a scale that is a float16 of 256
-weights times an int8. It keeps the values of GGUF's Q3_K.
+"""The stored format `q3_k`: 4-bit codes and, for each group of 16 weights, a scale that is the product of a
+float16 shared by 256 weights and an int8. It keeps the values of GGUF's Q3_K.
 """
 
 from mlcbuild.quant.blocked import both

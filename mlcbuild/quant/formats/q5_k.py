@@ -1,5 +1,5 @@
-"""The stored format `q5_k`: 5-bit codes and, for each group of 32 weights, a scale and a minimum, each a
-float16 of 256 weights times a byte of the group. It keeps the values of GGUF's Q5_K.
+"""The stored format `q5_k`: 5-bit codes and, for each group of 32 weights, a scale and a minimum, each the
+product of a float16 shared by 256 weights and a byte of the group. It keeps the values of GGUF's Q5_K.
 """
 
 from mlcbuild.quant.blocked import both

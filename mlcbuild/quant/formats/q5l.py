@@ -1,8 +1,8 @@
 """The stored format `q5l`: 5-bit codes with a scale and a minimum for each group of 32 weights, w = code *
 scale + minimum.
 
-A scale is a float16 of 256 weights times an int8 of the group, a minimum a float16 of 256 weights times a
-uint8. level_search.py quantizes.
+A scale is the product of a float16 shared by 256 weights and an int8 of the group; a minimum is the product
+of another such float16 and a uint8. level_search.py quantizes.
 """
 
 from mlcbuild.quant.blocks import Blocks

@@ -1,6 +1,6 @@
 """The stored format `q6l`: 6-bit codes with a signed scale for each group of 16 weights, w = code * scale.
 
-A scale is a float16 of 256 weights times an int8 of the group. level_search.py quantizes.
+A scale is the product of a float16 shared by 256 weights and an int8 of the group. level_search.py quantizes.
 """
 
 from mlcbuild.quant.blocks import Blocks

@@ -1,5 +1,5 @@
-"""The stored format `q8_k`: 8-bit codes and, for each group of 16 weights, a scale and a minimum, each a
-float16 of 256 weights times a byte of the group.
+"""The stored format `q8_k`: 8-bit codes and, for each group of 16 weights, a scale and a minimum, each the
+product of a float16 shared by 256 weights and a byte of the group.
 
 It keeps the values of a parameter whose rows come from several types of tensors with such scales.
 """

@@ -1,5 +1,5 @@
 """CPU kernels that multiply int8 activations with 4-bit codes in tiles of 16 rows, with scales and minima per
-group of 32 weights, each a float16 of 256 weights times a byte.
+group of 32 weights, each the product of a float16 shared by 256 weights and a byte.
 """
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -16,8 +16,8 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, size
 from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
-"""Maximum number of rows whose activation one core computes alone, since waking the other cores would take
-longer; `ci/bench/kernels --threads 2` prints what that takes."""
+"""Maximum number of rows for which one core alone computes the activation function, since waking the other
+cores would take longer; `ci/bench/kernels --threads 2` prints what that takes."""
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,14 @@ BLOCK = 32
 """Number of rows, and of columns, of the block of results that is computed at a time: four tiles of sums,
 from two tiles of x and two of weights."""
 PANEL = 576
-"""Maximum number of columns for which one task keeps sums in memory. It took 1.4 % off a prompt of 512 tokens
-of TinyLlama's shape (`ci/bench/cpu`, two threads of a processor with AMX)."""
+"""Maximum number of columns for which one task keeps sums in memory. This limit made a prompt of 512 tokens
+of a model of TinyLlama's shape 1.4 % faster (`ci/bench/cpu`, two threads of a processor with AMX)."""
 CHUNK = 512
 """Maximum number of rows of x in one task of an AMX product. A pass over x then takes half a MiB, and the
 stored sums take 1 MiB."""
 SHARE = 128
-"""Minimum number of rows in a task for which converting weights to tiles pays off. It took 3 % off a prompt
-of 256 tokens of SmolLM2-135M's shape (`ci/bench/cpu`, two threads of a processor with AMX)."""
+"""Minimum number of rows in a task for which converting weights to tiles pays off. It made a prompt of 256
+tokens of SmolLM2-135M's shape 3 % faster (`ci/bench/cpu`, two threads of a processor with AMX)."""
 PASS_STEPS = 18
 """Maximum number of steps (32 values of k, the summed dimension) in one pass of an AMX product over k. Two
 tiles of weights then take 36 KiB of a first-level cache of 48 KiB."""
@@ -108,8 +108,8 @@ class Shape:
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
-        """Returns the number of panels, ranges of result columns, into which `threads` threads divide a
-        product: as many for each thread, unless columns are too few. x is read once for each panel."""
+        """Returns the number of panels (ranges of result columns) among which `threads` threads share a
+        product: as many for each thread, unless columns are too few. All of x is read once per panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
@@ -123,7 +123,7 @@ class Shape:
 
     @property
     def sums(self) -> int:
-        """Returns the number of rows of 32 float32 sums that one task stores."""
+        """Returns the number of rows of 32 float32 sums in the buffer of one task."""
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
@@ -268,8 +268,8 @@ class _Pair:
 
 
 def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
-    """Emits one pass over k for a pair of weight tiles: it adds to the sums of all rows of x. part: index of
-    the pass; number: index of the pair; blocks: number of blocks of 32 rows."""
+    """Emits one pass over k for a pair of weight tiles: it adds their products with all rows of x to the
+    sums. part: index of the pass; number: index of the pair; blocks: number of blocks of 32 rows of x."""
     shape = task.shape
     first, count = _part(part, i64(shape.passes), i64(shape.steps))
     low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
@@ -282,9 +282,9 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 
 
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
-    """Emits code that adds the products of 32 rows of x with two tiles of weights to the stored sums. fresh:
-    condition under which sums start at zero; None: they always do. The code for the first 32 rows also
-    converts the weights to tiles; that for all others also writes the results of the 32 rows before."""
+    """Emits code that adds the products of 32 rows of x with two tiles of weights to sums in memory. fresh:
+    condition under which sums start at zero; None: always. The code for the first 32 rows also converts
+    weights to tiles; the code for later rows also writes the results of the 32 rows before them."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
@@ -382,7 +382,7 @@ def rounded(low: Expr, high: Expr) -> Expr:
 
 
 def configure() -> None:
-    """Emits the configuration of eight tiles of 16 rows of 64 bytes, for the thread that executes it."""
+    """Emits the configuration of eight AMX tile registers of 16 rows x 64 bytes, for the executing thread."""
     config = T.alloc_buffer((16,), "int32")
     words = {0: 1, **dict.fromkeys(range(4, 8), 0x00400040), **dict.fromkeys((12, 13), 0x10101010)}
     for word in range(16):

@@ -39,10 +39,10 @@ from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
 
 MANY_TASKS = 16
 """Minimum number of attention tasks per KV head for which tasks are ordered by part of a sequence and then by
-KV head; with fewer tasks, that order would not keep all cores equally busy. It took a step of 8 sequences of
-SmolLM2-135M's shape from 20.8 to 18.9 CPU ms (`ci/bench/cpu`)."""
+KV head. With fewer tasks, this order would not keep all cores equally busy. The order reduced a step of 8
+sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
 SHORT = 4
-"""Largest number of rows of a sequence for which reading keys and values takes longer than computing."""
+"""Maximum number of rows per sequence for which reading the cache takes longer than computing attention."""
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
 """The location of keys or values in the KV cache: (buffer of all pages, layer, page's index, KV head)."""
@@ -129,9 +129,9 @@ def _prompts(call: Call, total: Expr) -> None:
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
     """Returns (row of the table of tasks, KV head) of the attention task with the number `index`. If
-    sequences have few new rows and many tasks, the KV heads of a page follow each other, because a page
-    stores their keys and values together. Otherwise one KV head follows the other, with tasks of early and
-    late rows in turn. total: number of tasks per KV head."""
+    sequences have few new rows and many tasks, consecutive tasks read one page for all KV heads, because a
+    page stores their keys and values together. Otherwise the tasks of one KV head come before those of the
+    next, and early and late rows alternate. total: number of tasks per KV head."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))

@@ -326,9 +326,9 @@ def _weigh(task: _Task, pair: Expr) -> None:
 
 
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
-    """Emits code that raises the running maximum of those of 16 query vectors with a score that exceeds it by
-    more than SLACK, in powers of two, and rescales their sums. It depends only on a vector's own scores.
-    half: 0 or 1, the half of 32 vectors; first: index of the first vector."""
+    """Emits code that handles 16 query vectors in which a score exceeds the running maximum by more than
+    SLACK, as a base-2 exponent: it raises the vector's maximum and rescales its sums. Each vector depends
+    only on its own scores. half: 0 or 1, the half of 32 vectors; first: index of the first vector."""
     floats = task.floats
     tops = []
     for row in range(LANES):

@@ -15,15 +15,15 @@ from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
 from mlcbuild.models import Alibi
 
 PART = 16
-"""Number of KV cache pages in one part when attention divides a sequence with few new rows along its pages.
+"""Number of KV cache pages in one part, when attention divides a sequence with few new rows along its pages.
 Reading a part takes several microseconds per head, and a sequence that is long enough to matter has many
-parts. On a core of Zen 5, 8 take 5 % longer, and 32 take up to 6 % less but leave cores of larger machines
-idle (`ci/bench/constants`).
+parts. On a core of Zen 5, attention takes 5 % longer with parts of 8 pages. With 32 pages it takes up to 6 %
+less, but cores of larger machines are idle (`ci/bench/constants`).
 """
 FEW = 16
-"""Largest number of new rows with which attention still divides a sequence along its pages: a token with its
-draft tokens, but no prompt. On a core of Zen 5, 32 rows take 14 % longer if they are divided, too
-(`ci/bench/constants`).
+"""Maximum number of new rows of a sequence for which attention is also divided along the sequence's pages. It
+covers a token with its draft tokens, but no prompt. On a core of Zen 5, a sequence with 32 new rows takes 14
+% longer with this division than without it (`ci/bench/constants`).
 """
 LOWEST = -1e30
 """Initial value of the running maximum of attention scores."""

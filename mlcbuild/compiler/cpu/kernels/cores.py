@@ -21,8 +21,9 @@ define linkonce_odr i64 @mlcbuild_take(ptr %counter) alwaysinline nounwind {
 LLVM intrinsic does this.
 """
 FIXED = 75
-"""Percentage of a loop's iterations that are assigned to cores statically; the rest are taken by whichever
-core is free. Taking them so made prompts 5 to 8 % faster (`ci/bench/cpu`, two cores of Zen 4)."""
+"""Percentage of a loop's iterations that are assigned to cores statically; each of the rest is executed by
+whichever core is free. This dynamic part made prompts 5 to 8 % faster (`ci/bench/cpu`, two cores of Zen 4).
+"""
 _AWAY = 8
 """Number of int64 values by which a counter is padded to whole cache lines, against false sharing."""
 

@@ -33,8 +33,8 @@ class DenseRows:
 
     @property
     def lanes(self) -> int:
-        """Returns the number of values in a vector: that of a register, or less if a row of the matrix is
-        shorter (a power of two).
+        """Returns the number of values in a vector. It is that of a vector register or, if a row of the
+        matrix has fewer values, the largest power of two that does not exceed their number.
         """
         return min(self.isa.lanes, 1 << (self.k.bit_length() - 1))
 

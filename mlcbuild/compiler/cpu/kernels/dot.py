@@ -56,8 +56,9 @@ class Products:
 
     @property
     def parts(self) -> int:
-        """Returns the number of int32 values that hold the activations of four consecutive k: 1, or 2 if the
-        first holds k 0 and 2 as int16, the second 1 and 3.
+        """Returns the number of int32 values that hold the activations of four consecutive k (the summed
+        dimension): 1 for four int8 values; 2 for int16 values, where the first holds k 0 and 2, the second k
+        1 and 3.
         """
         return 2 if self.way in ("pmaddwd", "mul16", "widening") else 1
 
@@ -86,9 +87,9 @@ class Products:
 
     @property
     def high_lines(self) -> int:
-        """Returns, for a group of 32 columns of a tile of 16 weight rows, the number of byte vectors that
-        hold only the high bits of codes, those above `low_bits`: 1 for 3 and 5 bits, 2 for 6, 0 for 4 or 8. A
-        byte vector has 4 * lanes bytes.
+        """Returns how many vector registers hold the high bits of codes, those above `low_bits`, for 32
+        columns of as many weight rows as a register has int32 lanes: 1 if codes have 3 or 5 bits, 2 if they
+        have 6, 0 if they have 4 or 8.
         """
         return self.bits - low_bits(self.bits)
 
@@ -103,8 +104,8 @@ class Products:
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
         """Emits code that unpacks stored codes into operands of the dot-product instruction. Returns, for
         each quad (four consecutive weights of each row) in `packed`, its operands: int32 vectors with a lane
-        for each row. packed: vector `j`, from 0, of the packed codes of a group of 32 columns, 4 * lanes
-        bytes; high: the vectors with the high bits, those above `low_bits`.
+        for each row. packed: the vector with the index `j` of the codes of a group of 32 columns, with four
+        bytes for each row; high: the vectors with the high bits, those above `low_bits`.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:

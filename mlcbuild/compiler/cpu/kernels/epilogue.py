@@ -38,16 +38,16 @@ class Output:
     n: int
     bias: Buffer | None
     step: int
-    """A multiple of the length of the vectors that are stored. Results are computed for columns up to the
-    next multiple of this number, and those beyond the output's n columns are dropped.
+    """Results are computed for columns up to the next multiple of this number, which is a multiple of the
+    length of the vectors that are stored. Those beyond the output's n columns are dropped.
     """
     residual: bool
     """True if results are added to the values that the buffer already holds."""
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the store of a vector of `lanes` results of a row, or of as many as the row has left. With
-        `first` the bias is added; otherwise the results are a later part of sums over k and are added to the
-        stored part.
+        """Emits the store of a vector of `lanes` results of a row; results beyond the end of the row are left
+        out. first: True for complete sums or their first part along k, to which the bias is added; False for
+        a later part, which is added to what is stored.
         """
         if self.n % self.step == 0:
             self._put(row, column, values, lanes, first)

@@ -111,7 +111,7 @@ def gate_shared(isa: ISA, size: int) -> PrimFunc:
     """Returns the kernel (logits float32 [n, 1], pair float32 [n, 2 * size] in place) that multiplies the
     second half of each row of `pair`, the up projection of the shared expert, by sigmoid(logit).
 
-    The shared expert's down projection is linear in it, so that the expert's results are gated.
+    This gates the shared expert's results, because its down projection is linear.
     """
     floats = Floats.dividing(isa, size)
     with kernel("gate_shared") as built:

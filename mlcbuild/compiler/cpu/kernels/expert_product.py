@@ -31,9 +31,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func, regi
 from mlcbuild.quant.groups import TILE_ROWS
 
 CHUNKS = 8
-"""Number of parts per core into which the columns of the result are divided in the kind `scatter`, which adds
-results of experts by row, so that cores finish at the same time. On two cores of Zen 5, 2 to 16 take the same
-time within 6 % (`ci/bench/constants --threads 2`).
+"""Number of parts per core into which the columns of the result are divided by the kernel that adds the
+results of experts to rows, so that cores finish at the same time. On two cores of Zen 5, 2 to 16 take the
+same time within 6 % (`ci/bench/constants --threads 2`).
 """
 
 

@@ -43,7 +43,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 )
 
 COLUMNS = 4
-"""Weight rows in a register tile; 8 take 2.2 times as long for 32 rows of x (Zen 5, `ci/bench/constants`)."""
+"""Weight rows in a register tile. 8 take 2.2 times as long for 32 rows of x (Zen 5, `ci/bench/constants`)."""
 STREAMED_ROWS = 16
 """Maximum number of rows of x for which weights are streamed and not unpacked into a buffer. Unpacking for 8
 rows takes 1.8 times as long as streaming on Zen 5, and for 32 rows the same (`ci/bench/constants`)."""
@@ -81,8 +81,8 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the number that must be subtracted from the weights, as `streamed` returns them, before
-        they are multiplied by their scale; 0 if none."""
+        """Returns the number that must be subtracted from the weights, as the method `streamed` returns them,
+        before they are multiplied by their scale; 0 if none."""
 
     def factor(self, plane: int) -> float:
         """Returns a power of two: vector `plane` of a block of weights is read too large by this factor,
@@ -109,7 +109,7 @@ class RowFormat(Protocol):
         with offset and scale applied."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        """Emits prefetches of the weights that a loop will read after this block of a row."""
+        """Emits prefetches of the weights that a loop will read after block `block` of row `row`."""
 
 
 @dataclass(frozen=True)
@@ -363,8 +363,8 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """Emits code that unpacks a chunk (some blocks along k) of row r of the group `index` of weight rows to
-    float32 in row r of `scratch`, with the values in the order of a packed row of x."""
+    """Emits code that unpacks a chunk (some blocks along k) of row `r` of the block `index` of weight rows to
+    float32 in row `r` of `scratch`, with the values in the order of a packed row of x."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:

@@ -32,8 +32,8 @@ class FormatKernel:
     format row by row for products in float32; None for the layout x16, whose tiles int8_product.py reads.
     """
     copy_row: Callable[[TableRow], None] | None = None
-    """Function that emits the copy of one row of an embedding table, stored in the format, as float32; None:
-    the row is copied value by value, as the RowFormat that `rows` returns unpacks it.
+    """Function that emits the copy of one row of an embedding table in this format, as float32. None: the row
+    is copied value by value, as it is read by the RowFormat that the function `rows` returns.
     """
 
 

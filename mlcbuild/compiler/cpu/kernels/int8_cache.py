@@ -18,7 +18,7 @@ from mlcbuild.compiler.cpu.kernels.kv_cache import SCALE_BYTES, Heads
 from mlcbuild.compiler.cpu.kernels.vectors import f32, fma, i32, intrinsic, span, typed
 
 LARGEST = 127
-"""The largest integer that stands for a number of a key or value; -128 is not used."""
+"""Largest absolute value of the int8 code of a quantized key or value; the code -128 is not used."""
 _LEAST = 1e-30
 """Largest |x| below which a key or value is stored as zeros, since 127 / |x| could be infinite."""
 _ROUNDER, _ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
@@ -37,8 +37,9 @@ def scaled(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Exp
 
 
 def scales(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Expr | int) -> Expr:
-    """Emits the load of the int8 cache's scales of `floats.lanes` tokens of a page, from `token` on, and
-    returns them. cache: (buffer of all pages, location of the keys or values).
+    """Emits the load of the scales of consecutive tokens in one page of the int8 KV cache, from `token` on,
+    and returns them as a float32 vector of `floats.lanes` values, one for each token. cache: (buffer of all
+    pages, location of the keys or values).
     """
     pages, place = cache
     stored = pages[(*place, span(_column(heads, token), SCALE_BYTES * floats.lanes))]

@@ -23,10 +23,10 @@ class Column:
     """The weights of one vector of rows in one group of 32 columns, with their scales and minima."""
 
     operands: list[list[Expr]]
-    """The int32 vectors of weights that dot-product instructions take: a list for each quad (four consecutive
-    columns) of a group of 32, with a lane for each weight row. For an instruction that multiplies two rows of
-    x at a time, two vectors for each two quads instead: eight columns of weight rows 0 and 1, then of rows 2
-    and 3.
+    """The int32 vectors of weights that dot-product instructions multiply: a list for each quad (four
+    consecutive columns) of a group of 32, with a lane for each weight row. For an instruction that multiplies
+    two rows of x at a time, two vectors for each two quads instead: eight columns of weight rows 0 and 1,
+    then of rows 2 and 3.
     """
     scales: list[Expr]
     """float32 vectors with the scales of a group of 32 columns, one lane for each weight row: two vectors if
@@ -50,7 +50,8 @@ class ActivationRows:
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:
-    """Returns True if one instruction multiplies two rows of x at a time and their number `rows` is even."""
+    """Returns True if the instruction set can multiply two rows of activations at a time, and `rows`, the
+    number of rows, is even."""
     return matrix.dot.row_pairs and rows % 2 == 0
 
 

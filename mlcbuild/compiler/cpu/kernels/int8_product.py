@@ -40,16 +40,16 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 from mlcbuild.quant.groups import QUAD, QUADS, TILE_ROWS
 
 FETCH_BYTES = 3072
-"""Prefetch distance for weights in bytes. It is less than a page of 4 KiB, because the second level's own
-prefetcher, which follows the reader within a page, would otherwise find nothing left to do. It took 8 % off a
-token of TinyLlama's shape when it was set (`ci/bench/cpu`, one thread). On a core of Zen 5, distances from
-1 KiB to 6 KiB differ by less than 5 % (`ci/bench/constants`)."""
+"""Prefetch distance for weights in bytes. It is less than a page of 4 KiB, because the hardware prefetcher of
+the L2 cache, which follows the reader within a page, would otherwise find nothing left to fetch. When it was
+set, this distance made a token of a model of TinyLlama's shape 8 % faster (`ci/bench/cpu`, one thread). On a
+core of Zen 5, distances from 1 KiB to 6 KiB differ by less than 5 % (`ci/bench/constants`)."""
 FAR_BYTES = 8192
 """Distance in bytes, from each group of 32 columns of a weight tile, at which one cache line is also
 prefetched while several rows of x are multiplied. The hardware prefetcher then starts on a page before
-products need it, and memory is never idle. It took 8 % off a step of 8 sequences of TinyLlama's shape when it
-was set (`ci/bench/cpu`, one thread). On a core of Zen 5, 4 KiB and 16 KiB take the same time within 4 %
-(`ci/bench/constants`)."""
+products need it, and memory is never idle. When it was set, this prefetch made a step of 8 sequences of
+TinyLlama's shape 8 % faster (`ci/bench/cpu`, one thread). On a core of Zen 5, 4 KiB and 16 KiB take the same
+time within 4 % (`ci/bench/constants`)."""
 STREAMED_BATCHES = 6
 """Maximum number of batches of rows of x for which weights are not unpacked into a buffer first. With AVX2 on
 a core of Zen 5, unpacking takes up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 %
@@ -77,8 +77,8 @@ class Int8Call:
     records: Buffer
     m: Expr
     first: Expr | None = None
-    """First tile, in the stored tensors, of the matrix to multiply if they hold a stack of matrices; None if
-    they hold one matrix."""
+    """Index of the first tile, in the stored tensors, of the matrix to multiply, if they hold a stack of
+    matrices; None if they hold one matrix."""
 
     @property
     def isa(self) -> ISA:
@@ -113,8 +113,9 @@ class Int8Call:
         return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
-        """Emits loads of the scales and minima of one vector of rows in a group of 32 columns, and returns
-        (scales, minima): lists of float32 vectors, one for each half of the group that has its own.
+        """Emits loads of the scales and minima of one vector of weight rows in a group of 32 columns, and
+        returns (scales, minima). Each list has two float32 vectors if the halves of the group have separate
+        scales, else one; minima is [] for weights without minima.
         """
         matrix, halves = self.matrix, range(self.matrix.records.halves)
         place = self.stored(tile), group, vector

@@ -51,7 +51,8 @@ class Heads:
 
     @property
     def kinds(self) -> int:
-        """Returns the number of tensors in a page: 2 for keys and values, 1 if each row is both."""
+        """Returns the number of tensors in a page of the KV cache: 2, keys and values; or 1 for latent
+        attention, where one row for each token serves as both."""
         return 1 if self.latent else 2
 
     @property

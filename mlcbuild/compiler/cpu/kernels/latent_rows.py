@@ -42,9 +42,9 @@ class Leading:
 
 
 def every_head(isa: ISA, heads: int) -> PrimFunc:
-    """Returns the kernel that writes choices float32 [n, 2 * heads]: in each row the numbers 0 to heads - 1,
-    then as many weights of 1. With them, the kernels of experts multiply with all matrices of a stack, one
-    for each head.
+    """Returns the kernel that writes choices float32 [n, 2 * heads]: each row holds the numbers 0 to heads -
+    1, and then `heads` weights of 1. Latent attention passes them to kernels of mixture-of-experts products,
+    which then multiply each row with the matrices of all heads.
     """
     scalar = Floats(isa, 1)
     with kernel("every_head") as built:
@@ -85,14 +85,15 @@ class _Call:
 
 
 def latent_append(form: LatentAppend) -> PrimFunc:
-    """Returns the kernel (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [cached] if
-    there is one, norm weight [latent], own float32 [n, heads * query_dim], absorbed float32 [n, heads *
-    latent], tokens float32 [n, cached], queries float32 [n, heads * cached] out, pages in place, layer
-    int64).
+    """Returns the kernel that prepares queries and cached rows for latent attention. Its arguments are
+    (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [cached] if there is one, norm
+    weight [latent], own float32 [n, heads * query_dim], absorbed float32 [n, heads * latent], tokens float32
+    [n, cached], queries float32 [n, heads * cached] out, pages in place, layer int64).
 
-    A row of `tokens` is normalized, rotated and written to the KV cache. A head's query over cached rows, in
-    `queries`, is `absorbed` followed by the rotated end of `own`. Forks (source page, destination page,
-    tokens) copy the first tokens of pages afterwards.
+    A row of `tokens` is normalized, rotated and written to the KV cache. `own` and `absorbed` hold each
+    head's query before and after its multiplication with the head's key matrix. A head's query over cached
+    rows, in `queries`, is `absorbed` followed by the rotated end of `own`. Forks (source page, destination
+    page, tokens) copy the first tokens of pages afterwards.
     """
     spec, heads = form.spec, form.heads
     with kernel("latent_append") as built:

@@ -12,9 +12,9 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import BLOCK, TASK, infinity
 from mlcbuild.compiler.cpu.kernels.vectors import i32, span, splat
 
 PART = BLOCK * TASK
-"""Number of logits of a row that one parallel task masks. Even a single row is masked by all threads, each
-about the part whose logits it has computed and will read next: fetching a row from another core's caches
-takes longer than computing it.
+"""Number of logits of a row that one parallel task masks. Even a single row is masked by all threads. Each of
+them masks the logits that it has computed and will read next, because fetching a row from another core's
+caches takes longer than computing it.
 """
 
 

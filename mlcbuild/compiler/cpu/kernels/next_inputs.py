@@ -1,8 +1,9 @@
 """Emits the kernel that turns the arguments of a decode step into those of the next step, in which each
 sequence again has one token.
 
-With it, several steps are one call of the library. The caller's work is then done once for all of them, and
-the caller's code and data, which the model's weights have evicted from the caches, are fetched once.
+With this kernel, one call of the library runs several steps. The caller's work is then done once for all of
+them, and the caller's code and data, which the model's weights have evicted from the caches, are fetched
+once.
 """
 
 from __future__ import annotations

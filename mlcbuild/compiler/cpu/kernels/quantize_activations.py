@@ -153,9 +153,9 @@ class Records:
 
 
 def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, row: Expr) -> None:
-    """Emits code that quantizes a float32 row of activations to int8 and writes it, as `form` lays it out,
-    into row `row` of `records`, int32 [rows, stride]. source: (buffer float32 [.., k], index of the row in
-    it).
+    """Emits code that quantizes a float32 row of activations to int8 and writes it, in the layout that `form`
+    describes, into row `row` of `records`, int32 [rows, stride]. source: (buffer float32 [.., k], index of
+    the row in it).
     """
     x, line = source
     lanes = form.isa.lanes

@@ -58,8 +58,8 @@ class GroupRows:
 
     @property
     def lanes(self) -> int:
-        """Returns the number of uint32 words in a vector: that of a register, or less if a row of the matrix
-        is shorter (a power of two).
+        """Returns the number of uint32 words in a vector. It is that of a vector register or, if a row of the
+        matrix has fewer words, the largest power of two that does not exceed their number.
         """
         return min(self.isa.lanes, 1 << (self.words.bit_length() - 1))
 

@@ -140,9 +140,10 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 
 
 def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
-    """Emits a search that raises the threshold on a row's logits to the largest one that keeps `goal`: a
-    number of tokens, or their sum of weights if `room`, a buffer with the weights of all tokens, is passed.
-    start: (register of the threshold, the row's largest logit, the first threshold to try).
+    """Emits a search for the largest threshold on a row's logits that at least `goal` tokens reach, and
+    stores it in the threshold's register. room: None, or a buffer with the sampling weights of all tokens;
+    `goal` is then a sum of their weights, not a number of tokens. start: (register of the threshold, the
+    row's largest logit, the first threshold to try).
     """
     least, most, guess = start
     bounds = _Bounds.of(least, most)

@@ -18,11 +18,12 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, register, typed
 
 BLOCK = 256
 """Number of tokens in one block of a row of logits; the sampling kernel stores the maximum and the sum of
-weights of each block. `ci/bench/step` prints steps that sample beside greedy ones.
+weights of each block. The benchmark `ci/bench/step` compares steps that sample with greedy ones.
 """
 TASK = 16
 """Number of blocks of a row of logits in one parallel task of the sampling kernel's first pass. On a core of
-Zen 5, 4 take up to 11 % longer, and 64 up to 3 % less, but leave cores idle (`ci/bench/constants`).
+Zen 5, the pass takes up to 11 % longer with 4 blocks, and up to 3 % less with 64, which leave cores idle
+(`ci/bench/constants`).
 """
 INVERSE_TEMPERATURE = SAMPLING_COLUMNS.index("inverse_temperature")
 FAR = 87.0
@@ -30,7 +31,7 @@ FAR = 87.0
 is 1e-38."""
 
 _ROUND = 1.5 * 2.0**23
-"""Adding this to a float32 leaves the nearest integer in the last bits of the sum."""
+"""A float32 constant. Adding it to a float32 leaves the nearest integer in the last bits of the sum."""
 _NODES = np.cos((np.arange(6) + 0.5) * np.pi / 6) / 2
 _EXP2: list[float] = np.polynomial.Polynomial.fit(_NODES, np.exp2(_NODES), 5).convert().coef.tolist()
 _EXP2[0] = 1.0

@@ -63,14 +63,16 @@ class TiledMatrix:
         )
 
     def scales(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits loads of the scales of some rows for one half of a group of 32 columns, and returns them as a
-        float32 vector. place: (stored tile, group, index of the vector of rows in the tile); half: 0 or 1.
+        """Emits loads of the quantization scales of some weight rows for one half of a group of 32 columns,
+        and returns them as a float32 vector. place: (index of the stored tile, group, index of the vector of
+        rows in the tile); half: 0 or 1.
         """
         return self._numbers(weights[1:], place, half, "int8")
 
     def minima(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits loads of the minima of some rows for one half of a group of 32 columns, and returns them as a
-        float32 vector. place: (stored tile, group, index of the vector of rows in the tile); half: 0 or 1.
+        """Emits loads of the quantization minima of some weight rows for one half of a group of 32 columns,
+        and returns them as a float32 vector. place: (index of the stored tile, group, index of the vector of
+        rows in the tile); half: 0 or 1.
         """
         first = len(weights) // 2 + 1
         return self._numbers(weights[first:], place, half, "uint8")
@@ -85,9 +87,10 @@ class TiledMatrix:
     def row_numbers(
         self, weights: Sequence[Buffer], place: tuple[Expr, Expr, Expr]
     ) -> tuple[list[Expr], list[Expr]]:
-        """Emits loads of the scales and minima of one row in one group of 32 columns, and returns (scales,
-        minima), each with one float32 per half of the group that has its own. place: (stored tile, group, row
-        of the tile).
+        """Emits loads of the scales and minima of one weight row in one group of 32 columns, and returns
+        (scales, minima). Each list has two float32 values if the halves of the group have separate scales,
+        else one; minima is [] for weights without minima. place: (index of the stored tile, group, row of the
+        tile).
         """
         halves, first = range(self.records.halves), len(weights) // 2 + 1
         minima = halves if self.records.sums else range(0)
@@ -104,9 +107,10 @@ class TiledMatrix:
         steps: str,
         lanes: int,
     ) -> Expr:
-        """Emits loads of the scales, or the minima, of one half of a group of 32 columns for `lanes` rows of
-        a tile, and returns them as float32. tensors: the stored tensors that hold them; place: (stored tile,
-        group, first row); steps: type of the integer factors of two-level scales.
+        """Emits loads of the quantization scales, or the minima, of `lanes` weight rows of a tile for one
+        half of a group of 32 columns, and returns them as a float32 vector. tensors: the stored tensors that
+        hold them; place: (index of the stored tile, group, first row); steps: dtype of the integers by which
+        the scale of a larger block is multiplied, in formats with two-level scales.
         """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":

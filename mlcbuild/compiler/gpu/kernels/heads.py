@@ -39,7 +39,8 @@ class HeadsSpec:
     rows: int = 0
     """Number of positions in the table of cosines and sines."""
     norm: NormSpec | None = None
-    """The norm of queries and of keys, over head_dim; None: they are not normalized."""
+    """The norm of queries and of keys, each over the head_dim values of one head; None: they are not
+    normalized."""
     span: HeadNorm = "head"
     norm_last: bool = False
     """True if queries and keys are normalized after the rotation, False if before it."""
@@ -133,7 +134,7 @@ def _declare_norms(
 
 
 def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
-    """Returns the factor of a query at a position; None if queries are not scaled."""
+    """Returns the factor by which a query at `position` is multiplied; None if queries are not scaled."""
     if scale is None:
         return None
     return bind(number(1) + exact(scale.beta) * T.log(number(1) + floating(position // scale.length)))

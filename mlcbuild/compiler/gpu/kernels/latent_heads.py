@@ -1,5 +1,5 @@
-"""Emits GPU kernels of latent attention (MLA): the cached row of a token, the two parts of queries, and
-products of each head with a matrix of its own.
+"""Emits GPU kernels of latent attention (MLA): the cached row of a token, the two parts of queries, and the
+product of each head's vector with that head's matrix.
 
 The vector of a head has the number row * heads + head.
 """

@@ -171,7 +171,7 @@ class _HeadGroup:
     """Attention scores of a tile of keys, in shared memory; later replaced by exp(score - maximum)."""
     reduced: Value
     places: Value
-    """The page of each token of a tile, in shared memory."""
+    """Array in shared memory: for each token of a tile, the index of its KV cache page."""
     thread_scores: Value
     """Attention scores of the token for which this thread is responsible, one for each head of the group."""
     sums: Value

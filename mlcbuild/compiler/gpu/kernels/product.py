@@ -53,7 +53,7 @@ class ProductSpec:
     None: nothing is added.
     """
     added_scale: float = 1.0
-    """Factor of the normalized rows that are added to x."""
+    """Factor by which the normalized rows are multiplied before they are added to x."""
     gate: Gate | None = None
     """The function that combines gate and up: W then has 2 * outputs rows, and y = gate(x times the first
     half of W, x times the second half). None: the product has no gate.

@@ -37,7 +37,8 @@ class StoredAs:
     minimum: bool = False
     """True if a float16 minimum is added to the weights of a group."""
     levels: bool = False
-    """True if scales have two levels: an integer of the group times a float16 of BLOCK_WEIGHTS weights."""
+    """True if a scale is the product of an integer of the group and a float16 that BLOCK_WEIGHTS weights
+    share."""
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
@@ -50,16 +51,17 @@ class StoredAs:
 
     @property
     def block_words(self) -> int:
-        """Returns the number of 32-bit words that hold the scales and minima of BLOCK_WEIGHTS weights where
-        these have two levels: one word of float16 numbers, then bytes.
+        """Returns the number of 32-bit words that hold the scales and minima of BLOCK_WEIGHTS weights in a
+        format with two-level scales: one word with the float16 numbers that all of these weights share, then
+        the bytes that belong to single groups.
         """
         return 1 + self.minimum_word * (1 + self.minimum)
 
     @property
     def minimum_word(self) -> int:
         """Returns the number of 32-bit words with the integer factors of the scales of 256 weights, one byte
-        for each group, where scales have two levels. As many words with the factors of minima follow if there
-        are any.
+        for each group, in a format with two-level scales. As many words with the factors of minima follow if
+        there are any.
         """
         return BLOCK_WEIGHTS // self.group // 4
 
@@ -300,7 +302,8 @@ def unpacked(vector: Value, is_half: bool) -> list[Value]:
 
 
 def select(values: Sequence[Value], index: Value) -> Value:
-    """Returns values[index] for an index that is an expression of the kernel."""
+    """Returns the expression values[index], where `index` is an expression whose value is known only when the
+    kernel runs."""
     chosen = values[-1]
     for place in reversed(range(len(values) - 1)):
         chosen = T.Select(index == place, values[place], chosen)
