@@ -52,8 +52,8 @@ class CheckpointKind:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that a step imports by name when it reads the weights of such a
-        checkpoint: its `reader`, or none.
+        """Returns the names of the modules that a step imports by name when it reads the weights of this kind
+        of checkpoint: the module `reader`, or none.
         """
         return () if self.reader is None else (self.reader,)
 

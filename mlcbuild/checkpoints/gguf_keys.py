@@ -51,8 +51,8 @@ class GgufKeys:
         return int(self._problem(name, "an integer above 0", value))
 
     def count(self, name: str) -> int:
-        """Returns the integer under the metadata key `name`, which may be 0; 0 if the key is absent. If the
-        value is no such integer, records a problem for `close`.
+        """Returns the integer under the GGUF metadata key `name`; 0 if the key is absent. If the value is not
+        an integer of at least 0, returns 1 and records a problem, which the method `close` raises.
         """
         value = self.get(name)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):

@@ -257,8 +257,8 @@ def _tokens(reader: MetadataReader) -> list[str]:
 
 
 def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, int]:
-    """Returns role of a token -> its id. size: tokens in the vocabulary; more: roles of `WORD_PIECE` to read
-    as well.
+    """Returns role of a token -> its id. size: number of tokens in the vocabulary; more: roles of
+    `WORD_PIECE` to read as well.
     """
     ids = {}
     for role, name in IDS.items():

@@ -24,8 +24,8 @@ from mlcbuild.quant.scheme import Scheme
 
 
 def choose(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: chooses for each parameter the smallest format with exactly the values of inputs["checkpoint"],
-    and writes the choice among params["candidates"] to `out`.
+    """Action: chooses for each parameter the smallest format that holds its values in inputs["checkpoint"]
+    exactly, and writes the choice among params["candidates"] to `out`.
 
     params["overrides"]: pairs (pattern, name of a candidate), which decide first. inputs["config"]: the
     output of the config step. Raises CheckpointError for a checkpoint that is damaged or not quantized.

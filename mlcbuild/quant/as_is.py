@@ -95,8 +95,8 @@ def undecided(scheme: Scheme) -> Scheme:
 
 
 def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Sequence[Param]) -> Scheme:
-    """Returns a scheme that stores each matrix in the smallest format with exactly its checkpoint values, and
-    other parameters in float32. Overrides in `scheme` decide first.
+    """Returns a scheme that stores each matrix in the smallest format that holds its values in the checkpoint
+    exactly, and other parameters in float32. Overrides in `scheme` decide first.
 
     types: parameter name -> types of the tensors that make up the parameter in the checkpoint, as GGUF names
     them. params: all parameters of the model.
@@ -139,5 +139,6 @@ def name_patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def _scheme(name: str) -> Scheme:
-    """Returns the scheme of one format, with 8-bit activations where weights are quantized."""
+    """Returns the scheme that stores all matrices in the format `name`, with 8-bit activations if that format
+    quantizes weights."""
     return Scheme(name, name, 0 if name in ("f16", _EXACT) else 8)

@@ -24,7 +24,7 @@ infinite. No published file comes near.
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
     """Packs the codes and scales of a quantized matrix in tiles of 16 rows (the layout x16), and returns the
     stored tensors in the order of the format's `tensors`: q_weight, then scales and minima. rows: consecutive
-    ranges of the matrix's rows, whose kinds of codes and scales `blocks` can represent.
+    ranges of the matrix's rows, whose codes and scales `blocks` can represent.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """

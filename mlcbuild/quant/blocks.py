@@ -79,8 +79,8 @@ class BlockRows:
     codes: NDArray[np.int8] | NDArray[np.uint8]
     """The codes of the weights, [rows, columns]."""
     scale: NDArray[np.float32]
-    """The scales of the weights as float32: [rows, columns / 32], one for each group; or with two levels
-    [rows, columns / BLOCK_WEIGHTS], which `steps` multiplies by an integer for each group."""
+    """The scales of the weights as float32: [rows, columns / 32], one for each group; or, with two-level
+    scales, [rows, columns / BLOCK_WEIGHTS], which `steps` multiplies by an integer for each group."""
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [rows, columns / 16 or 32]; None: all are 1."""
     minimum: NDArray[np.float32] | None = None

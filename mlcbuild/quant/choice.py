@@ -14,9 +14,9 @@ from mlcbuild.canon import Json, digest
 from mlcbuild.quant.scheme import Storage, from_json
 
 CHOICE = "choice.json"
-"""Name of the file in which a step writes its choice, a JSON object: base, the name of a candidate scheme,
-overrides, a list of [pattern, name of a candidate], and, where it is not derived from these, the result's
-name.
+"""Name of the file in which a step writes its choice of formats, a JSON object: `base` is the name of a
+candidate scheme, `overrides` a list of [pattern, name of a candidate], and `name` the result's name where it
+is not derived from these.
 """
 INPUT = "budget"
 """Name of the step input that is the directory with choice.json, the formats that an earlier step chose."""

@@ -40,8 +40,8 @@ class Scheme:
     scheme. A pattern is one or more shell globs joined by `|`, matched against the name with and without
     `.weight`.
 
-    The schemes in the pairs must not have overrides. What belongs to no parameter, such as the KV cache,
-    follows the outer scheme.
+    The schemes in the pairs must not have overrides. The KV cache, which belongs to no parameter, follows the
+    scheme that has these pairs.
     """
     budget: Budget | None = None
     """The budget under which a build step chooses the formats of all parameters; None for a scheme that needs

@@ -1,8 +1,8 @@
 """Reads GPTQ checkpoints: codes packed along the inputs (`qweight`), zero points along the outputs
 (`qzeros`), `scales`, and the group of each input (`g_idx`).
 
-A weight is (code - zero) * scale. Version 1 of the format stores zero points less 1, version 2 stores them
-unchanged, and some files state the wrong version. Weights average to zero, so the mean of codes less stored
+A weight is (code - zero) * scale. Version 1 of the format stores zero points minus 1, version 2 stores them
+unchanged, and some files state the wrong version. Weights average to zero, so the mean of codes minus stored
 zero points shows the version: about 1 in version 1, 0 in version 2.
 """
 
@@ -30,8 +30,7 @@ _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _BITS = (2, 3, 4, 5, 6, 8)
 _FORMATS = {"gptq": 1, "": 1, "gptq_v2": 2}
-"""Returns the integer under the GGUF metadata key `name`; 0 if the key is absent. If the value is not an
-integer of at least 0, returns 1 and records a problem, which the method `close` raises."""
+"""Value of checkpoint_format in a quantization_config -> version of the GPTQ format."""
 _MODULES, _OUTPUTS = 16, 32
 """Number of modules, and number of rows of each, whose codes are averaged and compared with the average
 stored zero point, to detect the version of the GPTQ format.
@@ -70,7 +69,7 @@ class _Gptq:
         return wrapped
 
     def offset(self) -> float:
-        """Returns the mean, over the first rows of a GPTQ matrix, of codes less stored zero points."""
+        """Returns the mean, over the first rows of a GPTQ matrix, of codes minus stored zero points."""
         with Rows() as reader:
             count = min(_OUTPUTS, self.outputs)
             codes, zeros = self.codes(reader, 0, count), self.zeros(0, reader, 0, count)
@@ -128,7 +127,7 @@ def _matrix(parts: StoredParts) -> _Gptq:
 
 
 def _decision(matrices: list[_Gptq], named: int) -> tuple[int, str]:
-    """Determines whether a GPTQ checkpoint stores zero points less 1. Returns (number to add to stored zero
+    """Determines whether a GPTQ checkpoint stores zero points minus 1. Returns (number to add to stored zero
     points, sentence for the log on how it was determined). named: the version of the format that the
     checkpoint states.
     """

@@ -190,8 +190,8 @@ def copied(isa: ISA, width: int) -> PrimFunc:
 
 
 def gathered(isa: ISA, width: int) -> PrimFunc:
-    """Returns the kernel (x float32 [n, width], rows int32 [q], out) that copies the rows of x with these
-    indices to a tensor [q, width].
+    """Returns the kernel (x float32 [n, width], rows int32 [q], out) that copies the rows of x with the
+    indices `rows` to the tensor `out`, [q, width].
     """
     floats = Floats.dividing(isa, width)
     with kernel("gather") as function:

@@ -246,7 +246,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two tiles of 16 weight columns, during one pass of an AMX product over k, the summed dimension."""
+    """One pass of an AMX product over k, the summed dimension, for two tiles of 16 weight columns."""
 
     task: _Task
     number: Expr

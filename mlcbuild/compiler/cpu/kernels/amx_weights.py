@@ -68,10 +68,10 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns one line of an AMX weight tile, int32x16: each lane holds two bfloat16 weights times 2**-104,
-    which a factor of the left factor of the product cancels. levels: the signed codes of 16 columns, which
-    are the stored codes minus 2**(bits - 1), float16x32; scales: the columns' scales as `pair_scales` returns
-    them, float16x32.
+    """Returns one line of an AMX weight tile, int32x16: each lane holds two bfloat16 weights times 2**-104;
+    the left factor of the product is multiplied by 2**104 to cancel this. levels: the signed codes of 16
+    columns, which are the stored codes minus 2**(bits - 1), float16x32; scales: the columns' scales as
+    `pair_scales` returns them, float16x32.
     """
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)

@@ -240,9 +240,9 @@ def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
 
 
 def _paired(task: _Task, halves: list[Expr], written: list[Expr] | None) -> Expr:
-    """Returns 16 int32 lanes that hold two vectors of the KV cache in 16 bits, the first of `halves` in the
-    low bits and the second in the high bits. written: for each vector, a condition without which zeros
-    replace it; None: both are used as they are."""
+    """Returns 16 int32 lanes that hold two 16-bit vectors of the KV cache, the first of `halves` in the low
+    bits and the second in the high bits. written: for each vector, the condition that it has been written,
+    since zeros must otherwise replace it; None: both are used as they are."""
     low, high = halves
     if not task.shifted:
         if written is not None:

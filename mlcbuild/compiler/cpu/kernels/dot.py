@@ -80,8 +80,8 @@ class Products:
 
     @property
     def row_pairs(self) -> bool:
-        """Returns True if one instruction (Arm's smmla) multiplies two rows of x at once; the sums are the
-        same.
+        """Returns True if one instruction (Arm's smmla) multiplies two rows of x at once. Its sums equal
+        those of the instructions for single rows.
         """
         return self.isa.smmla and self.way == "sdot"
 

@@ -2,10 +2,10 @@
 expert.
 
 The pairs (row, chosen expert) are sorted by expert, so that an expert's weights are read once, for all of its
-rows; experts without rows are not read. Three kinds, each one launch:
+rows; experts without rows are not read. There are three kernels, and each is launched once:
 
 gather    x [m, k] -> [m * chosen, n]: a result for each pair; cores share out experts and tiles.
-pairs     [m * chosen, k] -> [m * chosen, n]: as gather, but each pair has a row of its own.
+pairs     [m * chosen, k] -> [m * chosen, n]: as gather, but x has one row for each pair.
 scatter   [m * chosen, k] -> x [m, n] += the results of a row's pairs times their weights, by ascending
           expert; cores share out columns, so that none waits for another, and each sum has one order.
 

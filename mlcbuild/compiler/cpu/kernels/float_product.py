@@ -85,8 +85,8 @@ class RowFormat(Protocol):
         before they are multiplied by their scale; 0 if none."""
 
     def factor(self, plane: int) -> float:
-        """Returns a power of two: vector `plane` of a block of weights is read too large by this factor,
-        which saves shifts. The activations x are divided by it beforehand."""
+        """Returns the power of two by which vector `plane` of a block of weights is too large after it is
+        read; not to correct it saves shifts. The activations x are divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares the stored tensors as the next arguments of the kernel, and returns their buffers."""
@@ -141,7 +141,7 @@ def packed(form: RowFormat) -> PackedRow:
 
 def block_rows(n: int) -> int:
     """Returns the number of weight rows that are unpacked at a time, which fit the L2 cache (256 KiB): 64, or
-    32 if a matrix has few rows `n`, since threads would otherwise have no block."""
+    32 if a matrix has few rows `n`, since some threads would otherwise have no block to compute."""
     return 64 if n >= 1024 else 32
 
 

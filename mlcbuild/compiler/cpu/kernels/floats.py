@@ -209,7 +209,7 @@ class Floats:
     def opaque(self, x: Expr) -> Expr:
         """Emits a store of the vector x in a register and returns its reload, which costs nothing. It hides x
         from TVM's code generator, whose simplification of nested variables takes time that doubles with every
-        step in which each is used twice.
+        step that uses a variable twice.
         """
         place = registers(1, self.lanes)[0]
         self.store(place, x, 0)

@@ -58,7 +58,8 @@ def every_head(isa: ISA, heads: int) -> PrimFunc:
 
 @dataclass(frozen=True)
 class LatentAppend:
-    """The computations on a token between the input products of latent attention and attention itself."""
+    """Describes the kernel that prepares tokens for latent attention. It runs after the products that compute
+    queries and latents, and before attention itself."""
 
     isa: ISA
     spec: LatentAttention

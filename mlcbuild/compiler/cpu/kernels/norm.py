@@ -184,8 +184,8 @@ class Residual:
 
 def residual(spec: Residual) -> PrimFunc:
     """Returns the kernel (delta float32 [n, size], bias [size], norm weight [size], norm bias [size], x
-    float32 [n, size] in place) that computes x += scale * norm(delta + bias). It lacks the arguments that
-    `spec` does not have.
+    float32 [n, size] in place) that computes x += scale * norm(delta + bias). It has no arguments for a bias
+    or norm that `spec` lacks.
     """
     size, norm = spec.size, spec.norm
     with kernel(spec.name) as function:

@@ -92,8 +92,8 @@ class Records:
 
     @property
     def halves(self) -> int:
-        """Returns the number of scales that a group of 32 weights has, 1 or 2 (one for each half). Each of
-        them needs a correction in the record of activations.
+        """Returns the number of scales that a group of 32 weights has, 1 or 2 (one for each half). The record
+        of activations holds a correction for each of them.
         """
         return 1 if self.blocks is None else self.blocks.halves
 
@@ -126,8 +126,8 @@ class Records:
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
-        """Returns the vector `scales`, float32 scales of weights of which none may be 0, multiplied by the
-        scale of a row's activations in the same group.
+        """Returns the vector `scales`, float32 scales of weights, multiplied by the scale of a row's
+        activations in the same group. No element of `scales` may be 0.
         """
         lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
         if not self.powers:

@@ -159,7 +159,7 @@ def rope_append(spec: Append) -> PrimFunc:
 
 def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
     """Declares the kernel's arguments for the norm of queries (kind 0) or of keys (kind 1), and returns its
-    (weights, biases), None for what is missing.
+    (weights, biases), each None if the norm lacks it.
     """
     if spec.norms is None:
         return None, None
@@ -172,7 +172,7 @@ def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
 
 def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: Expr) -> None:
     """Emits the copy of the first `tokens` keys and values of a page of the KV cache to another page, whose
-    other tokens stay. place: (layer, source page, destination page).
+    other tokens stay unchanged. place: (layer, source page, destination page).
     """
     (layer, source, target), heads = place, spec.heads
     by_token = math.gcd(PAGE, spec.isa.lanes)

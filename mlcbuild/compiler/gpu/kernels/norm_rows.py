@@ -76,8 +76,8 @@ class NormVectors:
         return cls(spec, weight, bias)
 
     def factor(self, index: Value) -> Value | None:
-        """Returns the factor of the column `index`, the weight plus the norm's offset; None if the norm has
-        no weight.
+        """Returns the factor by which the norm multiplies the column `index`: its weight plus the norm's
+        offset; None if the norm has no weight.
         """
         if self.weight is None:
             return None

@@ -64,9 +64,8 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """1 / root mean square of each row that is added to a row of the workgroup's block, an array in
-    registers.
-    """
+    """Array in registers: for each row of the workgroup's block, 1 / root mean square of the row added to
+    it."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:

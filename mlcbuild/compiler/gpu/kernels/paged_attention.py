@@ -179,7 +179,7 @@ class _HeadGroup:
     which are every 64th.
     """
     state: Value
-    """For each query head of the group, the running maximum of scores and the sum of weights."""
+    """The running maximum of scores and the sum of weights, for each query head of the group."""
 
     @classmethod
     def allocate(cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, kv_head: Value) -> _HeadGroup:

@@ -79,7 +79,8 @@ class ProductSpec:
     cap: float | None = None
     """The cap in y = cap * tanh(y / cap); None: y is not limited."""
     stride: int = 0
-    """Number of columns of the result y if the product computes only some of them, `outputs`; else 0."""
+    """Number of columns of y, if the product computes only `outputs` of them; 0 if it computes all of
+    them."""
     first: int = 0
     """Index of the first column of the result y that the product computes."""
 
@@ -172,8 +173,9 @@ class GemvShape:
 
     @property
     def each(self) -> int:
-        """Returns the number of columns of the result that one thread computes. With more rows of the weight
-        matrix in flight, the latency of memory is hidden; more sums than these do not fit into registers.
+        """Returns the number of columns of the result that one thread computes. With several columns, several
+        loads of weights are in flight, which hides the latency of memory; the sums of more columns would not
+        fit into registers.
         """
         return 2 if self.count > 2 or self.spec.gate else 4
 

@@ -111,7 +111,7 @@ class _QueryTile:
     thread_scores: Value
     sums: Value
     state: Value
-    """For one row of a tile, the running maximum of attention scores and the sum of weights."""
+    """The running maximum of attention scores and the sum of weights, for one row of a tile."""
 
     @classmethod
     def allocate(

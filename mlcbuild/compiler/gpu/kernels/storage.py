@@ -187,8 +187,8 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - low) + index) for index in range(bits - low)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns a 32-bit word with those bits of a row's codes that exceed the low four; such words follow
-        the words with the low bits. index: number of the word, from 0.
+        """Returns a 32-bit word with the bits of a row's codes above the low four; such words follow the
+        words with the low bits. index: number of the word, from 0.
         """
         vectors, rest = divmod(self.groups * low_bits(self.form.bits), 4)
         index = index + rest
@@ -287,8 +287,8 @@ class StoredMatrix:
 
 
 def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
-    """Returns one code in a word. shift: bit at which the codes begin; place: number of the code from there;
-    width: number of bits of a code.
+    """Returns one code in a word. shift: bit at which the codes begin; place: index of the code, counted from
+    there; width: number of bits of a code.
     """
     first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
     return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
