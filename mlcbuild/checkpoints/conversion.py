@@ -116,7 +116,7 @@ class _Blocks:
         self._file, self._size = file, size
         self._lock = threading.Lock()
         self._begun: dict[int, tuple[NDArray[np.uint8], int]] = {}
-        """Block number -> (bytes of the block, number of its bytes that are still missing)."""
+        """Number of a block of the output file -> (the block's bytes, how many of them are still missing)."""
         self._spare: list[NDArray[np.uint8]] = []
 
     def put(self, start: int, part: NDArray[np.uint8]) -> None:

@@ -68,7 +68,7 @@ class _Decoded(NamedTuple):
     codes: Bytes
     """The integer codes of the weights, [blocks, weights of a block], stored as the bits of int8."""
     scale: Floats
-    """The scale of each block as float32, [blocks, 1]."""
+    """The scale of each quantized block as float32, [blocks, 1]."""
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [blocks, groups of a block]; None: all factors are 1."""
     minimum: Floats | None = None
@@ -168,7 +168,8 @@ def _scale(decoded: _Decoded, out: Floats) -> None:
 
 
 def _field(blocks: Bytes, start: int, *shape: int) -> Bytes:
-    """Returns a contiguous copy [blocks, *shape] of the bytes that begin at byte `start` of each block."""
+    """Returns a contiguous copy [blocks, *shape] of the bytes from byte `start` on of each quantized
+    block."""
     size = math.prod(shape)
     return _runs(blocks[:, start : start + size]).copy().view(np.uint8).reshape(-1, *shape)
 

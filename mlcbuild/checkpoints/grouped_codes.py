@@ -75,7 +75,8 @@ class GroupedMatrix:
         return rows
 
     def _spread(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Repeats the number of each group for the group's columns: [rows, groups] -> [rows, columns]."""
+        """Repeats a number of each group, such as its scale, for the group's columns: [rows, groups] ->
+        [rows, columns]."""
         if self.places is not None:
             return numbers[:, self.places]
         if numbers.shape[1] == 1:

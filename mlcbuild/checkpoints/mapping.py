@@ -188,7 +188,8 @@ def _table(
 
 
 def fail(problems: list[str]) -> None:
-    """Raises CheckpointError with the problems, one per line; does nothing if there are none."""
+    """Raises CheckpointError with the error messages `problems`, one per line; does nothing if there are
+    none."""
     if len(problems) > LINES:
         problems = [*problems[:LINES], f"... and {len(problems) - LINES} more problems of these kinds"]
     if problems:

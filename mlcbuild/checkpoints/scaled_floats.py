@@ -19,7 +19,8 @@ from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, whole
 FLOATS = tuple(name for name in SMALL_FLOATS if name != "F8_E8M0")
 """Names, in safetensors, of the 8-bit float dtypes that weights may have."""
 _BLOCK = (128, 128)
-"""Rows and columns of a block where quantization_config states no size; DeepSeek and Qwen use these."""
+"""Rows and columns of a block of weights that share a scale, where quantization_config states no size;
+DeepSeek and Qwen use these."""
 _HALF_EXPONENTS = {"F8_E4M3": (-15, 7), "F8_E5M2": (-8, 0)}
 """Dtype of 8-bit floats -> the least and the greatest exponent of a power-of-two scale with which the product
 of the scale and any such float is a float16.

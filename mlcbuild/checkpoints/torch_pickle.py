@@ -65,11 +65,11 @@ class PickledStorage:
     """A member of a PyTorch file (a zip file), which holds the numbers of one or more tensors."""
 
     dtype: str
-    """The safetensors name of the dtype of the member's numbers, such as "F16"; "" if each tensor states its
-    dtype.
+    """The safetensors name of the dtype of the numbers in a member of a PyTorch file, such as "F16"; "" if
+    each tensor states its dtype.
     """
     member: str
-    """Name, below `data/` in a PyTorch file (a zip file), of the member with the numbers."""
+    """Name, below `data/` in a PyTorch file (a zip file), of the member that holds the tensor's numbers."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PickledTensor:
     storage: PickledStorage
     dtype: str
     offset: int
-    """Number of elements in the storage before the tensor's first element."""
+    """Number of elements of the PyTorch storage that precede the tensor's first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 

@@ -18,7 +18,7 @@ _LONGEST_TAIL = 22 + 0xFFFF
 LARGEST_DIRECTORY = 8 << 20
 """Maximum size in bytes of a central directory; a PyTorch file needs about 100 bytes for each tensor."""
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
-"""Values of 16-bit and 32-bit fields that mean: the number is in a zip64 record."""
+"""Values of 16-bit and 32-bit fields of a zip file that mean: the number is in a zip64 record."""
 
 
 class ZipError(ValueError):

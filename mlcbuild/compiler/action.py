@@ -34,7 +34,7 @@ class Toolchain:
     """
 
     child: str
-    """Dotted name of the module whose function `main` is run in the child process."""
+    """Dotted name of the module whose function `main` the compiler's child process runs."""
     check: Callable[[Target], object]
     """Function that raises SetupError if this machine has no linker for a target."""
     link: Callable[[Sequence[Path], Path, Target], None]

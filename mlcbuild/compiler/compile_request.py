@@ -36,7 +36,7 @@ class CompileRequest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:
-        """Returns the request that a JSON object describes: the inverse of to_json."""
+        """Returns the CompileRequest that a JSON object describes: the inverse of to_json."""
         return cls(
             models.from_json(data["config"]),
             quant.from_json(data["scheme"]),

@@ -24,7 +24,7 @@ from mlcbuild.compiler.passes.trusted_calls import trusted_calls
 from mlcbuild.errors import CompileError
 
 Mark = Callable[[str], None]
-"""A callback that receives the name of each phase when it starts."""
+"""A callback that receives the name of each phase of a compilation when the phase starts."""
 
 GROUP = 6
 """Number of kernels that LLVM compiles in one call, after which progress is reported. A call costs about

@@ -23,7 +23,7 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, replaced, whole
 
 _PART = "weight#"
-"""Prefix under which this module stores the parts of a weight, such as `<module>.weight.absmax`."""
+"""Prefix in new names of the parts of a weight: `<module>.weight.absmax` becomes `<module>.weight#absmax`."""
 _PER_127 = np.float32(1 / 127)
 _LARGEST_STATE = 4096
 """Maximum bytes of the JSON text with which bitsandbytes describes a 4-bit matrix."""

@@ -49,7 +49,7 @@ class CpuOps(Parts):
 
     @cached_property
     def room(self) -> dict[str, int]:
-        """Returns scratch tensor name -> number of float32 columns, the maximum over all layers."""
+        """Returns scratch tensor name -> number of its float32 columns, the maximum that any layer needs."""
         room: dict[str, int] = {}
         for layer in dict.fromkeys(self.config.layers):
             for name, columns in self._columns(layer).items():

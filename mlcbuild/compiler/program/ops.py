@@ -28,7 +28,7 @@ Weights = Mapping[str, List[Tensor]]
 Variables = Mapping[str, relax.Var]
 """Name of an argument in the ABI -> its variable, in the order of the ABI."""
 NO_WINDOW = 1 << 30
-"""Value of the window, in tokens, of a layer that attends to every token."""
+"""Window size in tokens that means no window: the layer attends to every token."""
 
 
 @dataclass(frozen=True)

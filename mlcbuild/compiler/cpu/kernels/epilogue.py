@@ -42,7 +42,7 @@ class Output:
     length of the vectors that are stored. Those beyond the output's n columns are dropped.
     """
     residual: bool
-    """True if results are added to the values that the buffer already holds."""
+    """True if the product's results are added to the values that the output buffer already holds."""
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         """Emits the store of a vector of `lanes` results of a row; results beyond the end of the row are left

@@ -209,9 +209,9 @@ def _product(
     output: Stores,
     rows: Expr,
 ) -> tuple[Make, _Part]:
-    """Returns (function that emits the packing of a row of x for the product, generator of the product of a
-    tile of weights). ready: emits a row of x as float32; output: emits stores of results; rows: number of
-    rows of x.
+    """Returns (function that emits code which packs a row of x, code generator for the product of packed rows
+    with one tile of weights). ready: function that emits a row of x as float32; output: emits stores of
+    results; rows: number of rows of x.
     """
     linear = stack.linear
     form = row_format(linear)

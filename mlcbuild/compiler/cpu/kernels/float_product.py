@@ -89,7 +89,7 @@ class RowFormat(Protocol):
         read; not to correct it saves shifts. The activations x are divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
-        """Declares the stored tensors as the next arguments of the kernel, and returns their buffers."""
+        """Declares the weights' stored tensors as the kernel's next arguments, and returns their buffers."""
 
     def stacked(self, count: int) -> RowFormat:
         """Returns the description of reads from a stack of `count` matrices [n, k] of the same format, stored

@@ -46,7 +46,7 @@ class ActivationRows:
     records: Buffer
     """Buffer of the quantized rows of x, laid out as quantize_activations.Records describes."""
     rows: Sequence[Expr]
-    """Indices of the rows of x in the buffer of quantized rows."""
+    """Indices, in the buffer of quantized rows, of the rows of x that are multiplied."""
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:

@@ -68,7 +68,7 @@ class Int8Call:
 
     matrix: TiledMatrix
     weights: tuple[Buffer, ...]
-    """The tensors that store the matrix, in the order in which its format lists them."""
+    """The tensors that store the weight matrix, in the order in which its format lists them."""
     output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
     """Function that emits the code which computes one row of x, and returns (buffer that holds it as float32,
@@ -124,7 +124,7 @@ class Int8Call:
         return scales, minima
 
     def stored(self, tile: Expr) -> Expr:
-        """Returns the index, in the stored tensors, of a tile of the matrix; they may hold a stack of
+        """Returns the index of a tile of the matrix in the stored tensors, which may hold a stack of
         matrices.
         """
         return tile if self.first is None else self.first + tile

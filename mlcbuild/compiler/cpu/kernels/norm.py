@@ -165,7 +165,7 @@ class Residual:
     isa: ISA
     size: int
     bias: str | None
-    """Stored type of the bias that is added; None: there is none."""
+    """Stored type of the bias that is added to delta; None: there is none."""
     norm: Norm | None
     """The norm that is applied to delta + bias before the addition to the residual stream (as in Gemma 2);
     None: there is no norm.

@@ -157,7 +157,7 @@ class Activated:
     dtype: str | None
     """Stored type of the bias that is added before the activation; None if there is none."""
     scalars: str | None = None
-    """Stored type of the activation's scalars; None if it has none."""
+    """Stored type of the scalar parameters of the activation function; None if it has none."""
     packed = False
 
     @property

@@ -145,7 +145,7 @@ class TiledMatrix:
 
     @property
     def block_tiles(self) -> int:
-        """Returns the number of tiles of weights that are unpacked into the scratch buffer at a time."""
+        """Returns the number of tiles of weights that are unpacked into a scratch buffer at a time."""
         return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
 
     @property

@@ -37,7 +37,7 @@ class HeadsSpec:
     rope_dim: int = 0
     """Number of leading dimensions of a head that are rotated; 0: no rotation."""
     rows: int = 0
-    """Number of positions in the table of cosines and sines."""
+    """Number of positions in the table of cosines and sines of a rotary embedding."""
     norm: NormSpec | None = None
     """The norm of queries and of keys, each over the head_dim values of one head; None: they are not
     normalized."""

@@ -45,7 +45,7 @@ class LatentSpec:
     """Number of dimensions of a head's query that are not rotated; the rotated ones follow them."""
     rope_dim: int
     rows: int
-    """Number of positions in the table of cosines and sines."""
+    """Number of positions in the table of cosines and sines of a rotary embedding."""
 
     @property
     def query_dim(self) -> int:

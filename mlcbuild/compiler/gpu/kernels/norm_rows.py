@@ -117,7 +117,7 @@ def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuil
 
 
 def norm(name: str, spec: NormSpec) -> KernelBuilder:
-    """Returns the kernel y = norm(x), float32 [n, columns] both, for every row."""
+    """Returns the kernel that computes y = norm(x) for every row; x and y are float32 [n, columns]."""
     with kernel(name) as k:
         n = k.size("n")
         x, y = k.buffer("x", (n, spec.columns)), k.buffer("y", (n, spec.columns))

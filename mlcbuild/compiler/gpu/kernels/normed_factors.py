@@ -126,7 +126,7 @@ class RowsNorm:
 
     vectors: NormVectors
     roots: Value
-    """1 / root mean square of each row of x in the block, an array in registers."""
+    """Array in registers: 1 / root mean square of each row of x in the workgroup's block of rows."""
     means: Value | None
 
     @classmethod

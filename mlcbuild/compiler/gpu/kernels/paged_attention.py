@@ -39,7 +39,7 @@ from mlcbuild.models.alibi import slopes
 from mlcbuild.models.layers import Alibi
 
 NO_WINDOW = 1 << 30
-"""Value of the window, in tokens, of a layer that attends to every token."""
+"""Window size in tokens that means no window: the layer attends to every token."""
 _QUERY_FLOATS = 2048
 """Maximum number of float32 values of query heads that one workgroup of decoding attention holds in shared
 memory (8 KB).
@@ -266,7 +266,7 @@ class _HeadGroup:
         barrier()
 
     def add_values(self, pages: Value) -> None:
-        """Emits the addition of the values of a tile of tokens, times their attention weights, to the
+        """Emits the addition of the values of a tile of tokens, times their attention weights, to the running
         sums.
         """
         cache = self.spec.cache

@@ -102,7 +102,7 @@ class StoredMatrix:
     columns: int
     words: Value
     numbers: Value | None
-    """The tensor of scales and minima; None: there are none."""
+    """The buffer with the scales and minima of a weight matrix; None: there are none."""
 
     @classmethod
     def declare(cls, k: KernelBuilder, form: StoredAs, rows: int, columns: int) -> StoredMatrix:
