@@ -77,8 +77,8 @@ def make_base(one: Builder, area: Path, image: str, project: Path) -> None:
     copy_system(root, python=True)
     data = tomllib.loads(project.read_text())
     needed = [*data["build-system"]["requires"], *data["project"]["dependencies"]]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "-d", root / "wheels"]
-    subprocess.run([*command, *needed], check=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "-d"]
+    subprocess.run([*command, str(root / "wheels"), *needed], check=True)
     one.run("from", "--name", "base", "scratch")
     one.run("add", "-q", "base", root, "/")
     shutil.rmtree(root)
