@@ -168,7 +168,7 @@ def slug(source: str) -> str:
     """
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
-    return re.sub("[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:80] or "model"
+    return re.sub("[^A-Za-z0-9._-]+", "-", stem)[:80].strip(".-") or "model"
 
 
 def remove(entry: InstalledModel) -> None:

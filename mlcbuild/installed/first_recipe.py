@@ -67,7 +67,7 @@ def _source(model: str) -> str:
     is this directory, since bundles would then be written into it.
     """
     if "://" in model:
-        return json.dumps(model)
+        return json.dumps(model, ensure_ascii=False)
     path = Path(model)
     if not path.exists():
         raise UsageError(f"{path}: there is no such file")
@@ -76,4 +76,4 @@ def _source(model: str) -> str:
             f"{path.resolve()} is the checkpoint itself: go to the directory above, and repeat it"
         )
     is_below = not path.is_absolute() and not model.startswith("..")
-    return json.dumps(f"./{os.path.normpath(path)}" if is_below else str(path))
+    return json.dumps(f"./{os.path.normpath(path)}" if is_below else str(path), ensure_ascii=False)

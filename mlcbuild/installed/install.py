@@ -97,8 +97,10 @@ def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions)
             locking.lock(recipe)
         opened = session.open(recipe, store=options.root, allow_outside=True).unverified()
     except InputError as error:
-        texts = (problem.message.removeprefix(f"model '{model}': ") for problem in error.problems)
-        raise UsageError("\n".join(f"{entry.source}: {text}" for text in texts)) from None
+        texts = [problem.message.removeprefix(f"model '{model}': ") for problem in error.problems]
+        source = entry.source
+        lines = (text if text.startswith(source) else f"{source}: {text}" for text in texts)
+        raise UsageError("\n".join(lines)) from None
     words = "" if options.scheme else f", {chosen.reason} (--scheme chooses another)"
     cpu = entry.target.split()[1]
     options.note(f"{entry.source}: built for this machine, {cpu}, with {entry.scheme}{words}")

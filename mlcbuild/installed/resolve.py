@@ -16,6 +16,10 @@ from mlcbuild.targets.host import host
 
 CONFIG = "config.json"
 ADDRESSES = ("oci://", "hf://")
+_NAMES = (
+    "write the directory of a bundle or checkpoint, a GGUF file, hf://organisation/model, or"
+    " oci://host/name:tag"
+)
 
 
 def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
@@ -26,6 +30,8 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     UsageError for a name that refers to nothing, and the exceptions of building and downloading.
     """
     path = Path(name)
+    if not name:
+        raise UsageError(f"the name is empty: {_NAMES}")
     if name.startswith(ADDRESSES):
         return (_installed(name, options),)
     if "://" in name:
@@ -51,17 +57,11 @@ def _by_name(name: str, options: InstallOptions) -> Path:
     installed_models = entries.read(options.root)
     entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
-        if name.count("/") == 1:
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
             raise UsageError(f"'{name}' is not here; for a model of the Hugging Face hub write hf://{name}")
-        installed = (
-            f"; installed models: {did_you_mean(name, [entry.name for entry in installed_models])}"
-            if installed_models
-            else ""
-        )
-        raise UsageError(
-            f"'{name}' is not here: write the directory of a bundle or checkpoint, a GGUF file, "
-            f"hf://organisation/model, or oci://host/name:tag{installed}"
-        )
+        names = did_you_mean(name, [entry.name for entry in installed_models])
+        installed = f"; installed models: {names.removeprefix('known: ')}" if installed_models else ""
+        raise UsageError(f"'{name}' is not here: {_NAMES}{installed}")
     if entry.scheme and options.scheme not in (None, entry.scheme):
         return _installed(entry.source, options)
     return _installed(entry.source, replace(options, scheme=entry.scheme or None))

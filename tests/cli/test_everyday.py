@@ -148,6 +148,9 @@ def test_a_directory_of_bundles_is_served_and_asks_for_one_to_chat(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
+        ("", "the name is empty: write the directory of a bundle or checkpoint, a GGUF file, hf://"),
+        ("./nosuch", "'./nosuch' is not here: write the directory of a bundle or checkpoint, a GGUF file"),
+        ("bare", "/bare: it has no weights that can be read; weights must be"),
         ("nosuch", "'nosuch' is not here: write the directory of a bundle or checkpoint, a GGUF file, hf://"),
         ("org/model", "'org/model' is not here; for a model of the Hugging Face hub write hf://org/model"),
         ("s3://bucket/x", "'s3://bucket/x': an address starts with oci:// or hf://"),
@@ -175,9 +178,12 @@ def test_a_name_that_means_nothing_is_refused_in_a_sentence(
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt-17"}')
     product.tiny_weights(tmp_path / "gpt" / "model.safetensors", "any")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
     assert main(["chat", *name.split(), "hi"][:-1] if "--" in name else ["chat", name, "hi"]) == 2
     stderr = capsys.readouterr().err
     assert sentence in stderr and "Traceback" not in stderr
+    assert stderr.count(str(tmp_path)) <= 1, "a path stands there once"
     assert not list((tmp_path / "store").glob("installed/*")), "nothing stays of what failed"
 
 

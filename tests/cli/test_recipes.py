@@ -58,13 +58,14 @@ def test_init_writes_a_recipe_for_a_model(
     monkeypatch.chdir(tmp_path)
     _, stderr = said(capsys, 2, "run")
     assert stderr == "there is no recipe.yaml here: name a recipe, or write one with `mlcbuild init`\n"
-    shutil.copytree(place / "tiny", "my model")
-    stdout, _ = said(capsys, 0, "init", "my model")
+    shutil.copytree(place / "tiny", "my modèl")
+    stdout, _ = said(capsys, 0, "init", "my modèl")
     assert stdout == "recipe.yaml: run `mlcbuild run recipe.yaml`\n"
-    variant = f"my-model-{choose_scheme(machine_words(), parameter_count('my model')).scheme}-host"
+    assert '"./my modèl"' in Path("recipe.yaml").read_text(encoding="utf-8")
+    variant = f"my-mod-l-{choose_scheme(machine_words(), parameter_count('my modèl')).scheme}-host"
     for words in (["validate"], ["validate", "."]):
         assert said(capsys, 0, *words)[0].splitlines() == [variant, "recipe.yaml: 1 variant"]
-    monkeypatch.chdir(tmp_path / "my model")
+    monkeypatch.chdir(tmp_path / "my modèl")
     assert "is the checkpoint itself: go to the directory above" in said(capsys, 2, "init", ".")[1]
     (tmp_path / "recipe.yaml").unlink()
     monkeypatch.chdir(tmp_path)

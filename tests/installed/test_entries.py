@@ -100,3 +100,8 @@ def test_models_are_named_by_name_or_source(tmp_path: Path) -> None:
         entries.named(there, "tini")
     with pytest.raises(UsageError, match=r"^'tiny' is not installed: mlcbuild list shows what is$"):
         entries.named((), "tiny")
+
+
+def test_a_name_starts_and_ends_with_a_letter_or_digit() -> None:
+    assert entries.slug("/models/mein modell é/") == "mein-modell"
+    assert entries.slug("hf://org/.hidden@main") == "hidden" and entries.slug("/é") == "model"
