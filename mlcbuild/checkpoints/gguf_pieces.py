@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
+from mlcbuild.canon import Json
 from mlcbuild.checkpoints.gguf_vocabulary import (
     BYTE,
     CONTROL,
@@ -23,6 +26,10 @@ _SPACE = "▁"
 _BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 _UNIGRAM, _BPE = 1, 2
 _TYPES = "tokenizer.ggml.token_type"
+_PHI3 = frozenset({"<|assistant|>", "<|end|>", "<|placeholder1|>", "<|user|>"})
+"""Control tokens of the vocabulary of Phi-3, Phi-3.5 and Phi-3.5-MoE, together in no other vocabulary."""
+_PHI3_KEEPS = frozenset({"<s>", "<unk>", "<|endoftext|>"})
+"""Special tokens of this vocabulary that keep white space after them."""
 
 
 def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes:
@@ -49,23 +56,54 @@ def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes
         trainer += _number(40 + i, (1 << 64) - 1 if token is None else token)
         trainer += _field(45 + i, b"\0" if token is None else tokens[token].encode())
     prefix = vocabulary.flags.get("add_space_prefix", True)
-    normalizer = _field(1, b"identity") + _number(3, int(prefix)) + _number(4, 0) + _number(5, 1)
+    table = vocabulary.normalization
+    if table:
+        _check_table(table, reader)
+    normalizer = _field(1, b"nmt_nfkc") + _field(2, table) if table else _field(1, b"identity")
+    removes_spaces = vocabulary.model == "t5" and vocabulary.flags.get("remove_extra_whitespaces", False)
+    normalizer += _number(3, int(prefix)) + _number(4, int(removes_spaces)) + _number(5, 1)
     return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
 
 
-def split_tokens(vocabulary: GgufVocabulary) -> dict[int, str]:
-    """Returns id -> text of the tokens that the tokenizer must split off before SentencePiece adds its
-    leading space.
+def split_tokens(vocabulary: GgufVocabulary) -> dict[int, dict[str, Json]]:
+    """Returns id -> entry in tokenizer_config.json of the tokens that the tokenizer must split off before
+    SentencePiece adds its leading space.
 
-    llama.cpp and the original models begin the text after such a token with a space.
+    llama.cpp and the original models begin the text after such a token with a space. In Phi-3, white space
+    after special tokens is removed, which GGUF files do not state; without it, prompts would have a token
+    for each line break of the chat template.
     """
-    if not vocabulary.flags.get("add_space_prefix", True):
-        return {}
-    return {
-        i: token
-        for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        if kind == USER_DEFINED and _SPACE not in token and token.strip(" ")
-    }
+    kinds = list(enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)))
+    is_phi3 = _PHI3.issubset(token for _, (token, kind) in kinds if kind == CONTROL)
+    entries: dict[int, dict[str, Json]] = {}
+    for i, (token, kind) in kinds:
+        splits = kind == USER_DEFINED and _SPACE not in token and bool(token.strip(" "))
+        strips = is_phi3 and kind in (CONTROL, USER_DEFINED) and token not in _PHI3_KEEPS
+        if strips or (splits and vocabulary.flags.get("add_space_prefix", True)):
+            entries[i] = {"content": token, "special": kind == CONTROL}
+        if strips:
+            entries[i]["rstrip"] = True
+    return entries
+
+
+def _check_table(table: bytes, reader: MetadataReader) -> None:
+    """Adds a problem to `reader` for a table of character replacements that would lead SentencePiece beyond
+    its end. The table is the size of a trie, the trie, and the replacements, each of which ends with a zero
+    byte; SentencePiece does not check where units of the trie point.
+    """
+    size = int.from_bytes(table[:4], "little")
+    trie, texts = table[4 : 4 + size], table[4 + size :]
+    units = np.frombuffer(trie[: len(trie) // 4 * 4], "<u4").astype(np.int64)
+    numbers, is_value = np.arange(len(units)), units >> 31 == 1
+    targets = numbers ^ (units >> 10 << ((units & 512) >> 6)) | 255
+    is_sound = len(units) > 0 and texts.endswith(b"\0")
+    if (
+        not is_sound
+        or (np.where(is_value, (units & 0x7FFFFFFF) + len(units) - len(texts), targets) >= len(units)).any()
+    ):
+        reader.problem(
+            "tokenizer.ggml.precompiled_charsmap", f"is damaged: it points beyond its end; {CONVERT}"
+        )
 
 
 def _escaped(vocabulary: GgufVocabulary) -> list[str]:

@@ -199,9 +199,7 @@ def _config(vocabulary: GgufVocabulary, templates: Mapping[str, str], adds_bos: 
     config["add_bos_token"] = _adds(vocabulary, "bos", adds_bos)
     config["add_eos_token"] = _adds(vocabulary, "eos", vocabulary.model == "t5")
     if vocabulary.model in ("llama", "t5") and (split := split_tokens(vocabulary)):
-        config["added_tokens_decoder"] = {
-            str(token): {"content": content, "special": False} for token, content in split.items()
-        }
+        config["added_tokens_decoder"] = {str(token): entry for token, entry in split.items()}
     if templates.keys() - {"default"}:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return config

@@ -37,9 +37,10 @@ IDS = {
 WORD_PIECE = ("sep", "mask", "cls")
 """Roles of tokens that are read for WordPiece only; other kinds of vocabulary ignore these metadata keys."""
 FLAGS = (
-    *("add_bos_token", "add_eos_token", "add_space_prefix"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces"),
     *("normalizer.lowercase", "normalizer.strip_accents"),
 )
+"""Names of the tokenizer's metadata keys that are true or false."""
 CONVERT = "convert the model again with a current converter, or use another file"
 _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 
@@ -61,10 +62,11 @@ class GgufVocabulary:
     ids: Mapping[str, int]
     """Role of a token, such as "bos" -> its id. Roles that the file does not state are absent."""
     flags: Mapping[str, bool]
-    """Name of a tokenizer flag (add_bos_token, add_eos_token, add_space_prefix, normalizer.lowercase,
-    normalizer.strip_accents) -> its value in the GGUF file. Flags that the GGUF file does not state are
-    absent.
+    """Name of a tokenizer flag, one of `FLAGS` -> its value in the GGUF file. Flags that the GGUF file does
+    not state are absent.
     """
+    normalization: bytes
+    """SentencePiece's compiled table of character replacements; empty if text is not normalized."""
 
 
 class MetadataReader:
@@ -76,10 +78,6 @@ class MetadataReader:
 
     def problem(self, key: str, message: str) -> None:
         self.problems.append(one_line(f"{key}: {message}"))
-
-    def has(self, key: str) -> bool:
-        """Returns True if the metadata have a key."""
-        return key in self._metadata
 
     def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
         """Returns the value of a metadata key, or None if the key is absent. If the value is not exactly of
@@ -156,8 +154,7 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
             f"{fault}; supported: {', '.join(MODELS)}; use the model's original checkpoint instead",
         )
         return None
-    if model == "t5":
-        _check_normalization(reader)
+    normalization = _normalization(reader) if model == "t5" else b""
     tokens = _tokens(reader)
     ids = _ids(reader, len(tokens), WORD_PIECE if model == "bert" else ())
     flags = {
@@ -177,17 +174,18 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
     scores = _scores(reader, len(tokens)) if model in ("llama", "t5") else []
     if len(reader.problems) > before:
         return None
-    return GgufVocabulary(model, tokens, types, scores, merges, pre_tokenizer, ids, flags)
+    return GgufVocabulary(model, tokens, types, scores, merges, pre_tokenizer, ids, flags, normalization)
 
 
-def _check_normalization(reader: MetadataReader) -> None:
-    """Adds a problem if the text of a unigram model is changed before it is divided into tokens."""
-    charsmap, spaces = (
-        f"tokenizer.ggml.{name}" for name in ("precompiled_charsmap", "remove_extra_whitespaces")
-    )
-    for key, is_used in ((charsmap, reader.has(charsmap)), (spaces, reader.scalar(spaces, bool))):
-        if is_used:
-            reader.problem(key, "is not supported: it changes the text; use the model's original checkpoint")
+def _normalization(reader: MetadataReader) -> bytes:
+    """Returns SentencePiece's compiled table of character replacements; b"" if the file has none."""
+    key = "tokenizer.ggml.precompiled_charsmap"
+    entries = [entry for entry in reader.array(key, (int,)) or () if isinstance(entry, int)]
+    wrong = next((i for i, entry in enumerate(entries) if not -128 <= entry <= 255), None)
+    if wrong is not None:
+        reader.problem(key, f"entries must be bytes, but entry {wrong} is {shown(entries[wrong])}; {CONVERT}")
+        return b""
+    return bytes(entry % 256 for entry in entries)
 
 
 def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]) -> bool:

@@ -230,10 +230,14 @@ def test_tokens_of_sentencepiece_equal_the_runtimes(
         minloglevel=2,
     )
     (tmp_path / "tokenizer.model").write_bytes(buffer.getvalue())
-    added = {"9998": {"content": "<|user|>", "special": True}, "9999": {"content": "<|end|>"}}
+    added = {
+        "9998": {"content": "<|user|>", "special": True, "rstrip": True},
+        "9999": {"content": "<|end|>"},
+    }
     config = {"bos_token": "<s>", "eos_token": "</s>", "legacy": not fallback, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    compare(tmp_path, [text.replace("\0", "") for text in corpus(5, 120)])
+    stripped = [f"{text} \u3000\n<|user|> \t{text}" for text in TEXTS]
+    compare(tmp_path, [*stripped, *(text.replace("\0", "") for text in corpus(5, 120))])
 
 
 def test_special_tokens_end_answers_and_begin_prompts() -> None:

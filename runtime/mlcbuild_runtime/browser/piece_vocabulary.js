@@ -194,7 +194,9 @@ export class PieceVocabulary {
   encode(text, special) {
     const { config, model } = this, tokens = [];
     if (special && (config.add_bos_token ?? true) && model.bos >= 0) tokens.push(model.bos);
-    (this.cuts ? text.split(this.cuts) : [text]).forEach((part, index) => {
+    (this.cuts ? text.split(this.cuts) : [text]).forEach((whole, index, parts) => {
+      const strips = this.added.get(this.names.get(parts[index - 1]))?.rstrip;
+      const part = strips ? whole.replace(/^\p{White_Space}+/u, "") : whole;
       if (index % 2) tokens.push(this.names.get(part));
       // Newer tokenizers put no space before text that follows a special token.
       else if (part) tokens.push(...(this.isLegacy || index === 0 ? model.encode(part) : model.encode(part, false)));

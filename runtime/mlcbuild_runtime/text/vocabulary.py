@@ -25,6 +25,10 @@ MAX_TOKENIZER = 256 << 20
 """Largest tokenizer.json or tokenizer.model that is read, in bytes."""
 _SPACE = "▁"
 """The letter that SentencePiece writes for a space inside a piece."""
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+"""The letters with Unicode's property White_Space; those that Python strips are four more."""
 _CLEANED = {
     **{f" {mark}": mark for mark in ".?!,"},
     " ' ": "'",
@@ -223,6 +227,7 @@ class PieceVocabulary:
         self._config = config
         self._size: int = self._model.get_piece_size()
         self._added = _added_tokens(config)
+        self._stripping = _stripping(config)
         self._special = {token for token in range(self._size) if self._model.is_control(token)}
         self._special |= {token for token, (_, is_special) in self._added.items() if is_special}
         names = [*special.values(), *_names(config.get("additional_special_tokens"))]
@@ -243,7 +248,11 @@ class PieceVocabulary:
         if special and self._config.get("add_bos_token", True) and self._model.bos_id() >= 0:
             tokens.append(self._model.bos_id())
         pattern = "|".join(re.escape(name) for name in sorted(self._names, key=len, reverse=True))
-        for i, part in enumerate(re.split(f"({pattern})", text) if pattern else [text]):
+        parts = re.split(f"({pattern})", text) if pattern else [text]
+        for i in range(1, len(parts), 2):
+            if parts[i] in self._stripping:
+                parts[i + 1] = parts[i + 1].lstrip(_WHITE_SPACE)
+        for i, part in enumerate(parts):
             if i % 2:
                 tokens.append(self._names[part])
             elif part:
@@ -295,3 +304,14 @@ def _added_tokens(config: Mapping[str, Json]) -> dict[int, tuple[str, bool]]:
             case {"content": str(content), **other} if re.fullmatch("[0-9]{1,9}", token):
                 added[int(token)] = content, other.get("special") is True
     return added
+
+
+def _stripping(config: Mapping[str, Json]) -> set[str]:
+    """Returns the texts of the added tokens that remove white space after them, from a tokenizer's config."""
+    listed = config.get("added_tokens_decoder")
+    texts = set()
+    for entry in listed.values() if isinstance(listed, dict) else ():
+        match entry:
+            case {"content": str(content), "rstrip": True}:
+                texts.add(content)
+    return texts
