@@ -44,7 +44,7 @@ WANTED = (
     "vocab.txt",
     "merges.txt",
 )
-"""Glob patterns of the names of a checkpoint's files, beside the weights, that steps read."""
+"""Glob patterns of the names of a checkpoint's files, other than the weights, that steps read."""
 
 LARGEST_INDEX = 64 << 20
 """Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json)."""

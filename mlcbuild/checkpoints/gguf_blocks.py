@@ -81,7 +81,7 @@ class _Decoded(NamedTuple):
 
 CHUNK = 1 << 17
 """Number of GGUF weights that are decoded at once. Their float32 values and codes take about 1 MB, which
-stays in a core's cache. On a Xeon, decoding K types took up to a fifth longer with half as many.
+stays in a core's cache. On a Xeon, decoding K types took up to a fifth longer with half this number.
 """
 
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)

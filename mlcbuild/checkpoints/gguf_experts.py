@@ -117,7 +117,7 @@ def _granite_moe(keys: GgufKeys) -> Fields:
 
 def _grouped(keys: GgufKeys) -> Fields:
     """Returns the config.json fields of models whose first layers are dense and whose other layers have
-    shared experts beside those that a router chooses, in groups if the file states any.
+    shared experts in addition to those that a router chooses, in groups if the file states any.
     """
     return {
         **_counts(keys),

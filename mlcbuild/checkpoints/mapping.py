@@ -69,8 +69,8 @@ def locate(
     root: a GGUF file, or a directory with model.safetensors or, when that is absent,
     model.safetensors.index.json and the files it names (the order in which transformers looks), or else
     safetensors files of any other names. Files are only read. names: which tensors hold which parameter;
-    views: transformations of the stored tensors. remark: tensors that are left out are a remark of the run,
-    too, not only lines of the step's log.
+    views: transformations of the stored tensors. remark: True if tensors that are left out are also reported
+    by the run, not only in the step's log.
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """

@@ -27,9 +27,9 @@ Mark = Callable[[str], None]
 """A callback that receives the name of each phase of a compilation when the phase starts."""
 
 GROUP = 6
-"""Number of kernels that LLVM compiles in one call, after which progress is reported. A call costs about
-25 ms beside its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU s in groups of 6 and 5.06
-in one (EPYC, Zen 5, means of 5 runs).
+"""Number of kernels that LLVM compiles in one call, after which progress is reported. A call takes about 25
+ms in addition to the time for its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU s in
+groups of 6 and 5.06 in one (EPYC, Zen 5, means of 5 runs).
 """
 
 Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]

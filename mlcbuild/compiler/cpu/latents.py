@@ -103,7 +103,7 @@ class Latents:
         """Emits the products of each head's rows of x with the head's matrix of the parameter `name`, into
         `out`, and returns `out`. The kernel of mixtures of experts computes them, with heads in place of
         experts. source: prologue that reads rows of x [n * heads, ..]; choices: float32 [n, 2 * heads], in
-        each row the numbers of all heads, then as many weights of 1.
+        each row the numbers of all heads, then a weight of 1 for each head.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None

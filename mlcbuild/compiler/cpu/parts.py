@@ -91,7 +91,7 @@ class Parts:
 
     def attending(self, spec: Mixer) -> AttentionKernel:
         """Returns the parameters of a layer's attention kernel. Prompt rows may be rounded to bfloat16 if the
-        scheme quantizes activations anyway.
+        scheme already quantizes activations.
         """
         rounded = self.scheme.activation_bits > 0
         if isinstance(spec, LatentAttention):

@@ -66,7 +66,7 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 def _touched(limits: Limits, vocab_size: int, blocks: Counter[int]) -> Counter[int]:
     """Returns block size in bytes -> number of memory blocks of this size that serving touches. Logits count
     for max_batch rows only: TVM plans them for every row of a prefill chunk, but serving never writes more.
-    blocks: the planned blocks, in the same form.
+    blocks: the planned blocks, as block size -> number.
     """
     row = vocab_size * 4
     planned, used = (_rounded(count * row) for count in (limits.rows, limits.max_batch))

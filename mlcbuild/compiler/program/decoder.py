@@ -1,8 +1,8 @@
 """Translates the ModelConfig of any model family into a Relax module with the functions of a library.
 
-Layers that are stored alike and differ only in window and rotary embedding call one private function, so the
-program hardly grows with the number of layers. The residual stream and the KV cache are changed in place,
-which is why these functions are impure: no pass may drop a call of one.
+Layers that are stored in the same way and differ only in window and rotary embedding call one private
+function, so the program hardly grows with the number of layers. The residual stream and the KV cache are
+changed in place, which is why these functions are impure: no pass may drop a call of one.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
 
 def layer_functions(decoder: Decoder) -> list[GlobalVar]:
     """Adds the private Relax functions that compute the layers to the module, and returns the function of
-    each layer, in order. Layers that are stored alike and differ only in window and rotary embedding share
-    one.
+    each layer, in order. Layers that are stored in the same way and differ only in window and rotary
+    embedding share one.
     """
     functions: dict[object, GlobalVar] = {}
     by_layer = []

@@ -50,7 +50,8 @@ class Batch:
 @dataclass(frozen=True)
 class Layer:
     """The inputs of the Relax function that computes one transformer layer, except the rows of the residual
-    stream. Layers that are stored alike and differ only in window and rotary embedding share one function.
+    stream. Layers that are stored in the same way and differ only in window and rotary embedding share one
+    function.
     """
 
     spec: LayerSpec

@@ -17,7 +17,7 @@ from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
 """Maximum number of rows for which one core alone computes the activation function, since waking the other
-cores would take longer; `ci/bench/kernels --threads 2` prints what that takes."""
+cores would take longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 
 
 @dataclass(frozen=True)

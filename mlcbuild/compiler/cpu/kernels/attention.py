@@ -225,7 +225,7 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
     """Emits the products query . key of a register tile of query vectors with the 16 keys of a page, and
-    their stores in scratch memory. ahead: the page to prefetch meanwhile."""
+    their stores in scratch memory. ahead: the page that is prefetched at the same time."""
     if task.spec.heads.latent:
         _latent_scores(task, place, tile, ahead)
         return

@@ -9,7 +9,7 @@ pairs     [m * chosen, k] -> [m * chosen, n]: as gather, but x has one row for e
 scatter   [m * chosen, k] -> x [m, n] += the results of a row's pairs times their weights, by ascending
           expert; cores share out columns, so that none waits for another, and each sum has one order.
 
-A row's sums never depend on the rows beside it. The matrices of all experts are stored as one stack.
+A row's sums never depend on the other rows of the batch. The matrices of all experts are stored as one stack.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mlcbuild.quant.groups import TILE_ROWS
 
 CHUNKS = 8
 """Number of parts per core into which the columns of the result are divided by the kernel that adds the
-results of experts to rows, so that cores finish at the same time. On two cores of Zen 5, 2 to 16 take the
-same time within 6 % (`ci/bench/constants --threads 2`).
+results of experts to rows, so that cores finish at the same time. On two cores of Zen 5, 2 to 16 parts take
+the same time within 6 % (`ci/bench/constants --threads 2`).
 """
 
 

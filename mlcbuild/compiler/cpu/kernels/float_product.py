@@ -48,8 +48,8 @@ STREAMED_ROWS = 16
 """Maximum number of rows of x for which weights are streamed and not unpacked into a buffer. Unpacking for 8
 rows takes 1.8 times as long as streaming on Zen 5, and for 32 rows the same (`ci/bench/constants`)."""
 BLOCK_VALUES = 1024
-"""Maximum number of weights of one row that are unpacked at a time. On a core of Zen 5, half as many take the
-same time within 3 %, and twice as many up to 8 % less with 32 rows (`ci/bench/constants`)."""
+"""Maximum number of weights of one row that are unpacked at a time. On a core of Zen 5, half this number
+takes the same time within 3 %, and twice this number up to 8 % less with 32 rows (`ci/bench/constants`)."""
 
 
 class RowFormat(Protocol):
@@ -100,13 +100,13 @@ class RowFormat(Protocol):
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns vector `plane` of a loaded block of weights, `lanes` float32 values times factor(plane);
-        offset and scale are not applied yet."""
+        """Returns the vector with the index `plane` of a loaded block of weights: `lanes` float32 values
+        times factor(plane); offset and scale are not applied yet."""
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns vector `plane` of a loaded block of weights, `lanes` float32 values times factor(plane),
-        with offset and scale applied."""
+        """Returns the vector with the index `plane` of a loaded block of weights: `lanes` float32 values
+        times factor(plane), with offset and scale applied."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
         """Emits prefetches of the weights that a loop will read after block `block` of row `row`."""

@@ -48,8 +48,8 @@ FAR_BYTES = 8192
 """Distance in bytes, from each group of 32 columns of a weight tile, at which one cache line is also
 prefetched while several rows of x are multiplied. The hardware prefetcher then starts on a page before
 products need it, and memory is never idle. When it was set, this prefetch made a step of 8 sequences of
-TinyLlama's shape 8 % faster (`ci/bench/cpu`, one thread). On a core of Zen 5, 4 KiB and 16 KiB take the same
-time within 4 % (`ci/bench/constants`)."""
+TinyLlama's shape 8 % faster (`ci/bench/cpu`, one thread). On a core of Zen 5, distances of 4 KiB and 16 KiB
+take the same time within 4 % (`ci/bench/constants`)."""
 STREAMED_BATCHES = 6
 """Maximum number of batches of rows of x for which weights are not unpacked into a buffer first. With AVX2 on
 a core of Zen 5, unpacking takes up to 43 % longer for 8 rows (2 batches), and between 15 % less and 7 %

@@ -4,8 +4,9 @@ A page holds 16 tokens of one sequence. Keys (index 0) are stored dimension by d
 tokens], so that the scores of 16 tokens are sums of vectors; values (index 1) token by token, [16][head_dim].
 Latent attention has one row for each token: [layers, pages, 1, 1, 16 * dim], token by token.
 
-In 8 bits, keys and values are int8 times a float32 scale for each token and kv head. The 16 scales of a page
-follow its keys, and those of its values its values: the last dimension has 16 * (head_dim + 4) bytes.
+In 8 bits, keys and values are int8 times a float32 scale for each token and kv head. The 16 scales of a
+page's keys follow the keys, and the 16 scales of its values follow the values: the last dimension has 16 *
+(head_dim + 4) bytes.
 """
 
 from __future__ import annotations

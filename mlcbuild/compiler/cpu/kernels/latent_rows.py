@@ -20,7 +20,7 @@ from mlcbuild.models import LatentAttention
 
 SERIAL_TOKENS = 4
 """Maximum number of tokens whose latents one core writes to the KV cache alone, since waking the other cores
-would take longer; `ci/bench/kernels --threads 2` prints what that takes."""
+would take longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 
 
 @dataclass(frozen=True)

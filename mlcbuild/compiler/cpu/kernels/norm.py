@@ -15,8 +15,8 @@ from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, registers, size_var
 
 SERIAL_ROWS = 8
-"""Maximum number of rows whose norm one core computes alone, since waking the other cores would take
-longer; `ci/bench/kernels --threads 2` prints what that takes."""
+"""Maximum number of rows whose norm one core computes alone, since waking the other cores would take longer;
+`ci/bench/kernels --threads 2` prints how long waking takes."""
 
 Read = Callable[[Expr], Expr]
 Write = Callable[[Expr, Expr], None]

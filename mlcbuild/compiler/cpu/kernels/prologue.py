@@ -26,7 +26,7 @@ SERIAL_BYTES = 48 << 10
 `ci/bench/kernels --threads 2` prints what waking costs."""
 SERIAL_ROWS = 4
 """Maximum number of rows of x that are packed or quantized on one core, since waking the other cores would
-take longer; `ci/bench/kernels --threads 2` prints what that takes.
+take longer; `ci/bench/kernels --threads 2` prints how long waking takes.
 """
 
 
@@ -62,7 +62,7 @@ class RowSource(Protocol):
 @dataclass(frozen=True)
 class Given:
     """The prologue of a product that reads its input x, float32 [m, k]. If `columns` is not 0, x lies at the
-    start of a tensor with so many columns, packed for AMX.
+    start of a tensor with this number of columns, packed for AMX.
     """
 
     columns: int = 0

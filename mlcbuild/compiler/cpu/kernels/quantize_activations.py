@@ -5,8 +5,8 @@ A group is one record of int32: the activations of its quads (four consecutive v
 correction. scale = max |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
 
 For 4-bit weights the scale is rounded up to a power of two. It is stored as the integer that, added to the
-bits of a float32, multiplies it by the scale: an integer addition, for which processors have free units
-beside the products. This doubles the squared error of activations on average, which is then 0.4 % of the
+bits of a float32, multiplies it by the scale: an integer addition, for which processors have units that the
+products do not use. This doubles the squared error of activations on average, which is then 0.4 % of the
 error of such weights (with 5- and 8-bit weights it would be 2 % and as much as 100 %).
 """
 
@@ -54,7 +54,7 @@ _NAN = 0x7FC00000
 class Records:
     """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]: one record
     for each group of 32 values. A record holds the group's int8 values, its scale, a correction for each
-    scale of the weights, and, if weights have minima, as many sums.
+    scale of the weights, and, if weights have minima, one sum for each scale.
     """
 
     dot: dot.Products
@@ -80,8 +80,8 @@ class Records:
     @property
     def numbers(self) -> int:
         """Returns the number of int32 values that follow the activations in the record of one group: the
-        scale, then a correction for each scale of the weights in the group, then as many sums if weights have
-        minima.
+        scale, then a correction for each scale of the weights in the group, then one sum for each scale if
+        weights have minima.
         """
         return 1 + self.halves * (1 + self.sums)
 

@@ -23,7 +23,7 @@ from mlcbuild.models import QueryScale
 
 SERIAL_TOKENS = 4
 """Maximum number of tokens whose rotation one core computes alone, since waking the other cores would take
-longer; `ci/bench/kernels --threads 2` prints what that takes."""
+longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 
 
 def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = None) -> PrimFunc:

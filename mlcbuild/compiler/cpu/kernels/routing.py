@@ -19,7 +19,7 @@ from mlcbuild.models import Experts
 
 SERIAL_ROWS = 4
 """Maximum number of rows whose experts one core chooses alone, since waking the other cores would take
-longer; `ci/bench/kernels --threads 2` prints what that takes."""
+longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 _LEAST = float("-inf")
 _SMALLEST_SUM = 1e-20
 """Lower bound of the sum of the chosen experts' scores, by which their weights are divided, since sigmoids

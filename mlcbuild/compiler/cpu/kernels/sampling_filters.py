@@ -28,7 +28,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i32, intrinsic,
 
 FEW = 512
 """The search for a sampling threshold bisects until at most this number of tokens lie between its two bounds;
-these are then copied to a list. On a core of Zen 5, 128 and 2048 take the same time within 6 %
+these are then copied to a list. On a core of Zen 5, limits of 128 and 2048 take the same time within 6 %
 (`ci/bench/constants`).
 """
 _LIMITED = 1 << 8

@@ -71,7 +71,7 @@ class ProductSpec:
     kernel.
     """
     residual: bool = False
-    """True if results are added to y, False if they replace y."""
+    """True if the product's results are added to the output y, False if they replace it."""
     half_bias: bool | None = None
     """True if the product's bias is float16, False if float32; None: there is no bias."""
     half_scalars: bool = False

@@ -144,7 +144,7 @@ class _QueryTile:
 
     def _fill(self, tile: Value, part: Value, value: Callable[[Value, Value], Value]) -> None:
         """Emits code that fills the shared array `tile` [32, 32] with value(row of the tile, dimension), and
-        with 0 beyond the head's dimensions. part: index of the 32 dimensions.
+        with 0 beyond the head's dimensions. part: index of the block of 32 dimensions.
         """
         dim = self.spec.cache.head_dim
         with T.serial(KEYS * KEYS // _TILE_THREADS) as index:
