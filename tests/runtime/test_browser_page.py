@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .test_real import questions
 pytestmark = [pytest.mark.xdist_group("chromium"), pytest.mark.timeout(1200)]
 
 GPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")
+EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 QUESTIONS = 7
 README = (shared.ROOT / "runtime" / "README.md").read_text()
 
@@ -269,6 +271,31 @@ def test_requests_wait_for_each_other_and_end_early(page: Browser) -> None:
         const after = await create(sum);
         return [...both, after].map((own) => own.choices[0].message.content);"""
     assert evaluate(page, body) == ["31", "31", "31"]
+
+
+@pytest.mark.skipif(not EVERY, reason="MLCBUILD_TEST_EVERY is not set: this loads the model once more")
+def test_two_tabs_answer_at_the_same_time(page: Browser, site: Server) -> None:
+    begin = f"""{ENGINE}
+        window.answers = [await create(sum)];
+        window.asking = (async () => {{
+            while (!window.enough) window.answers.push(await create(sum));
+        }})();
+        return window.answers.length;"""
+    assert evaluate(page, begin) == 1
+    body = f"""{ENGINE}
+        const texts = [];
+        for (let turn = 0; turn < 3; turn++) texts.push((await create(sum)).choices[0].message.content);
+        window.engine.unload();
+        return texts;"""
+    with page.other_tab(site.url):
+        page.until("document.readyState === 'complete' && document.body.innerText")
+        assert evaluate(page, body) == ["31"] * 3
+    end = """
+        window.enough = true;
+        await window.asking;
+        return window.answers.map((answer) => answer.choices[0].message.content);"""
+    texts = evaluate(page, end)
+    assert len(texts) > 3 and set(texts) == {"31"}
 
 
 def test_a_lost_device_and_a_freed_one_are_named(page: Browser) -> None:

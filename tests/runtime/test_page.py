@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ class Browser:
         targets = self.call("Target.getTargets")["targetInfos"]
         target = next(item["targetId"] for item in targets if item["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    @contextmanager
+    def other_tab(self, url: str) -> Iterator[None]:
+        """Opens a second tab, to which all calls go until the context ends."""
+        first, self._session = self._session, ""
+        target = self.call("Target.createTarget", url=url)["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        try:
+            yield
+        finally:
+            self._session = ""
+            self.call("Target.closeTarget", targetId=target)
+            self._session = first
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._count += 1
