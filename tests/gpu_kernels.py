@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from mlcbuild_format.program import Shader, evaluate
-from mlcbuild_runtime.devices import gpu_adapter
+from mlcbuild_runtime.devices import gpu_adapter, gpu_program
 from numpy.typing import NDArray
 
 from mlcbuild.compiler.gpu.shader_text import OPENCL, WGSL, lower
-from mlcbuild.compiler.gpu.tensorir import KernelBuilder
+from mlcbuild.compiler.gpu.tensorir import KernelBuilder, for_features
 from tests import gpu_harness
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -40,15 +40,21 @@ def device() -> Any:
 
 
 def on_adapter(
-    make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
+    make: Make,
+    arguments: tuple[object, ...],
+    scalars: Mapping[str, int],
+    arrays: Arrays,
+    features: frozenset[str] = frozenset(),
 ) -> dict[str, NDArray[Any]]:
     """Executes a kernel through wgpu. Returns buffer name -> contents, as 32-bit words, of every buffer that
-    the kernel writes. make: function that creates the kernel from `arguments`; arrays: buffer name -> input.
+    the kernel writes. make: function that creates the kernel from `arguments`; arrays: buffer name -> input;
+    features: optional features of the device that the kernel uses.
     """
     import wgpu
 
     gpu = device()
-    shader, text = lower(make("kernel", *arguments), WGSL)
+    with for_features(features):
+        shader, text = lower(make("kernel", *arguments), WGSL)
     usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
     buffers = [
         gpu.create_buffer_with_data(data=padded(arrays[binding.name], size), usage=usage)
@@ -60,7 +66,8 @@ def on_adapter(
         data=np.array(values, np.int32).tobytes(), usage=wgpu.BufferUsage.UNIFORM
     )
     pipeline = gpu.create_compute_pipeline(
-        layout="auto", compute={"module": gpu.create_shader_module(code=text), "entry_point": shader.entry}
+        layout="auto",
+        compute={"module": gpu_program.shader_module(gpu, text), "entry_point": shader.entry},
     )
     bound = [
         {"binding": index, "resource": {"buffer": buffer, "offset": 0, "size": buffer.size}}

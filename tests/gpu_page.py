@@ -19,13 +19,16 @@ from mlcbuild_format.program import evaluate
 from numpy.typing import NDArray
 
 from mlcbuild.compiler.gpu.shader_text import WGSL, lower
+from mlcbuild.compiler.gpu.tensorir import for_features
 from tests.gpu_kernels import Arrays, Make, padded, sizes
 from tests.runtime.test_browser_page import GPU
 from tests.runtime.test_browser_page import evaluate as value_of
 from tests.runtime.test_page import CHROMIUM, Browser
 
 RUN = """
-    window.device ??= await (await navigator.gpu.requestAdapter()).requestDevice();
+    const adapter = await navigator.gpu.requestAdapter();
+    const requiredFeatures = ["subgroups"].filter((name) => adapter.features.has(name));
+    window.device ??= await adapter.requestDevice({ requiredFeatures });
     const { code, entry, buffers, uniforms, grid } = work, device = window.device;
     device.pushErrorScope("validation");
     const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
@@ -96,10 +99,16 @@ def page() -> Iterator[Browser]:
 
 
 def on_page(
-    browser: Browser, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
+    browser: Browser,
+    make: Make,
+    arguments: tuple[object, ...],
+    scalars: Mapping[str, int],
+    arrays: Arrays,
+    features: frozenset[str] = frozenset(),
 ) -> dict[str, NDArray[Any]]:
     """Executes a kernel in a browser, with the parameters and the result of gpu_kernels.on_adapter."""
-    shader, text = lower(make("kernel", *arguments), WGSL)
+    with for_features(features):
+        shader, text = lower(make("kernel", *arguments), WGSL)
     x, y = (evaluate(extent, scalars) for extent in shader.grid)
     buffers = [
         base64.b64encode(padded(arrays[binding.name], size)).decode()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from mlcbuild_format.fields import FieldError, parse_json
-from mlcbuild_format.program import check
+from mlcbuild_format.program import FEATURES, check
 from mlcbuild_format.program_json import parse, to_json
 from mlcbuild_format.signature import signature
 
@@ -31,6 +31,8 @@ def outcomes(documents: list[str]) -> list[dict[str, Any]]:
 def test_a_whole_program_is_read_as_in_python() -> None:
     (result,) = outcomes([json.dumps(to_json(PROGRAM))])
     assert result["signature"] == signature(PROGRAM.params)
+    for features, files in zip((FEATURES, ["subgroups"], []), result["files"], strict=True):
+        assert files == [kernel.file for kernel in PROGRAM.for_device(features).kernels.values()]
     assert result["bytes"] == {**PROGRAM.param_bytes(), **PROGRAM.buffer_bytes(PAGES)}
 
 

@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 from mlcbuild_format.fields import FieldError, parse_json
 from mlcbuild_format.program import (
+    FEATURES,
+    PACKED_PRODUCTS,
+    SUBGROUPS,
+    Alternative,
     Binding,
     BoundBuffer,
     Buffer,
@@ -59,6 +63,10 @@ DOUBLE = Shader(
     scalars=("factor", "rows"),
     uniforms=1,
     grid=(("div", ("mul", "rows", COLUMNS), 64), ("min", "factor", 1)),
+    alternatives=(
+        Alternative((PACKED_PRODUCTS, SUBGROUPS), "kernels/double_packed.wgsl", 64),
+        Alternative((SUBGROUPS,), "kernels/double_subgroups.wgsl", 128),
+    ),
 )
 PROGRAM = Program(
     signature="0" * 64,
@@ -158,6 +166,23 @@ def test_a_program_is_written_and_read_without_loss() -> None:
     assert to_bytes(parse(parse_json(data))) == data
 
 
+def test_a_device_gets_the_best_text_for_its_features() -> None:
+    files = {
+        features: PROGRAM.for_device(features).kernels["double"].file
+        for features in (FEATURES, (SUBGROUPS,), (PACKED_PRODUCTS,), ())
+    }
+    assert list(files.values()) == [
+        "kernels/double_packed.wgsl",
+        "kernels/double_subgroups.wgsl",
+        "kernels/double.wgsl",
+        "kernels/double.wgsl",
+    ]
+    chosen = PROGRAM.for_device(FEATURES)
+    assert chosen.kernels["double"].shared_bytes == 64
+    assert not any(kernel.alternatives for kernel in chosen.kernels.values())
+    assert chosen.functions == PROGRAM.functions
+
+
 def test_expressions_round_quotients_up() -> None:
     sizes = {"n": 65}
     assert evaluate(("div", "n", 64), sizes) == 2
@@ -170,8 +195,13 @@ def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     return document
 
 
+def alternative(document: dict[str, Any]) -> dict[str, Any]:
+    first: dict[str, Any] = document["kernels"]["double"]["alternatives"][0]
+    return first
+
+
 REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda d: d.update(format="mlcbuild-program/2"), "'format' must be 'mlcbuild-program/1', found"),
+    (lambda d: d.update(format="mlcbuild-program/1"), "'format' must be 'mlcbuild-program/2', found"),
     (lambda d: d.update(more=1), "unknown field 'more'"),
     (lambda d: (d["sizes"].pop("pages"), d["buffers"]["y"].update(size=640)), "'sizes.pages' is missing"),
     (lambda d: d["sizes"].update({"a b": 1}), "'sizes.name' must be a string of the form"),
@@ -189,6 +219,13 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         "'kernels.lookup.uniforms' must be an integer of at most 63, found 64",
     ),
     (lambda d: d["kernels"]["lookup"].update(grid=1), "'grid' must be a list, found 1"),
+    (lambda d: d["kernels"]["lookup"].pop("alternatives"), "'alternatives' must be a list, found None"),
+    (lambda d: alternative(d).update(features=["warp"]), "alternatives needs a feature of .*, found 'warp'"),
+    (lambda d: alternative(d).update(features=[]), "alternatives needs a feature of .*, found none"),
+    (lambda d: alternative(d).update(features="subgroups"), "features' must be a list of strings"),
+    (lambda d: alternative(d).update(file="/etc/passwd"), "alternatives.file' must be a string of the form"),
+    (lambda d: alternative(d).update(shared_bytes=-1), "alternatives.shared_bytes' must be an integer"),
+    (lambda d: alternative(d).update(threads=64), "unknown field 'kernels.double.alternatives.threads'"),
     (lambda d: d["buffers"]["x"].update(kind="other"), "'buffers.x' is of kind 'other', not workspace"),
     (lambda d: d["buffers"].pop("in"), "must have one entry of kind inputs"),
     (lambda d: d["ropes"].clear(), "one of kind rope for each of 'ropes'"),

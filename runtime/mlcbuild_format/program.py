@@ -11,16 +11,19 @@ reaches beyond its buffers or a device's limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from mlcbuild_format.fields import FieldError
 from mlcbuild_format.signature import Tensor
 
-FORMAT = "mlcbuild-program/1"
+FORMAT = "mlcbuild-program/2"
 DEVICE_VARIABLE = "MLCBUILD_DEVICE"
 """Environment variable that chooses the GPU adapter to use, by a part of its name or by its number."""
+FEATURES_VARIABLE = "MLCBUILD_DEVICE_FEATURES"
+"""Environment variable with the names, separated by commas, of the optional features of a GPU that may be
+used."""
 PROGRAM = "program.json"
 """Name of the file in a bundle that holds its GPU program."""
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"
@@ -43,6 +46,11 @@ OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
 """Name of an operation in expressions -> function that computes it. `div` rounds up, and its divisor is a
 whole number above 0."""
 MAX_INT32 = (1 << 31) - 1
+SUBGROUPS, SHADER_F16 = "subgroups", "shader-f16"
+PACKED_PRODUCTS = "packed_4x8_integer_dot_product"
+FEATURES = (PACKED_PRODUCTS, SHADER_F16, SUBGROUPS)
+"""Optional features of a device for which a kernel may have another text, by their names in WebGPU. A device
+with subgroups also numbers them: it has WGSL's language extension subgroup_id."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 WORD = 4
 """Size of an int32 in bytes. The size of every buffer is a multiple of it."""
@@ -85,6 +93,17 @@ class Binding:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another source text of a shader, for devices with optional features. Entry, threads, bindings, scalars
+    and grid are those of the shader."""
+
+    features: tuple[str, ...]
+    """The optional features of a device that the text needs, all of them."""
+    file: str
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
 class Shader:
     """A compute shader of a GPU program. Its uniform buffer holds int32 words: the scalars that the code
     reads, then the number of workgroups in x minus 1."""
@@ -101,6 +120,16 @@ class Shader:
     grid: tuple[Expression, Expression]
     """Number of workgroups of a launch in x and y, as expressions over the shader's scalars. If one is 0,
     nothing is launched."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other texts of the shader, the best first."""
+
+    def best(self, features: Collection[str]) -> Shader:
+        """Returns the shader with the first of its alternatives for which a device with optional features has
+        all; as it is, without alternatives, if there is none."""
+        for other in self.alternatives:
+            if set(other.features) <= set(features):
+                return replace(self, file=other.file, shared_bytes=other.shared_bytes, alternatives=())
+        return replace(self, alternatives=())
 
 
 @dataclass(frozen=True)
@@ -190,6 +219,10 @@ class Program:
                 return variant
         raise ValueError(f"{function} takes no call of the sizes {dict(sizes)}")
 
+    def for_device(self, features: Collection[str]) -> Program:
+        """Returns the program in which every kernel is the one for a device with these optional features."""
+        return replace(self, kernels={name: kernel.best(features) for name, kernel in self.kernels.items()})
+
     def param_bytes(self) -> dict[str, int]:
         """Returns name of a parameter -> size in bytes of its buffer on a GPU."""
         return {name: rounded(math.prod(shape) * ITEM_BYTES[dtype]) for name, shape, dtype, _ in self.params}
@@ -242,9 +275,10 @@ def check(program: Program, pages: int, device: DeviceLimits = GUARANTEED) -> No
 
 
 def _check_kernel(name: str, kernel: Shader, device: DeviceLimits) -> None:
+    shared = [kernel.shared_bytes, *(other.shared_bytes for other in kernel.alternatives)]
     needs = {
         "threads": (kernel.threads, device.threads),
-        "bytes of shared memory": (kernel.shared_bytes, device.shared_bytes),
+        "bytes of shared memory": (max(shared), device.shared_bytes),
         "storage buffers": (len(kernel.bindings), device.storage_buffers),
     }
     for resource, (needed, limit) in needs.items():

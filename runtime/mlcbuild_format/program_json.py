@@ -11,11 +11,13 @@ from typing import TypeVar, get_args
 
 from mlcbuild_format.fields import FieldError, Fields, Json, describe, is_integer, plain
 from mlcbuild_format.program import (
+    FEATURES,
     FORMAT,
     ITEM_BYTES,
     MAX_INT32,
     OPERATIONS,
     WORD,
+    Alternative,
     Binding,
     BoundBuffer,
     Buffer,
@@ -39,6 +41,7 @@ _MAX_DEPTH = 6
 _MAX_LAUNCHES = 200_000
 """Largest number of launches of all functions of a GPU program together."""
 _MAX_TABLE = 1 << 16
+_MAX_SHARED = 1 << 20
 _MAX_UNIFORMS = 63
 """Largest number of int32 uniforms of a GPU launch besides the grid: hosts keep them in
 records of 256 bytes."""
@@ -117,12 +120,24 @@ def _kernel(fields: Fields) -> Shader:
         file=fields.text("file", _FILE),
         entry=fields.text("entry", "[A-Za-z_][A-Za-z0-9_]{0,199}"),
         threads=fields.integer("threads", 1, 1024),
-        shared_bytes=fields.integer("shared_bytes", 0, 1 << 20),
+        shared_bytes=fields.integer("shared_bytes", 0, _MAX_SHARED),
         bindings=tuple(bindings),
         scalars=scalars,
         uniforms=fields.integer("uniforms", 0, min(len(scalars), _MAX_UNIFORMS)),
         grid=(x, y),
+        alternatives=tuple(_alternative(entry, fields.name) for entry in _list(fields, "alternatives")),
     )
+
+
+def _alternative(entry: Json, where: str) -> Alternative:
+    fields = Fields(entry, f"{where.strip(chr(39))}.alternatives").only(*Alternative.__dataclass_fields__)
+    features = fields.texts("features", _NAME)
+    unknown = sorted(set(features) - set(FEATURES))
+    if unknown or not features:
+        first = describe(unknown[0]) if unknown else "none"
+        raise FieldError(f"{fields.name} needs a feature of {', '.join(FEATURES)}, found {first}")
+    shared = fields.integer("shared_bytes", 0, _MAX_SHARED)
+    return Alternative(features, fields.text("file", _FILE), shared)
 
 
 def _binding(entry: Json, allowed: Sizes, where: str) -> Binding:

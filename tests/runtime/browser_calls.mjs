@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 
 const root = new URL("../../runtime/mlcbuild_runtime/browser/", import.meta.url);
 const { blake3, Blake3 } = await import(new URL("blake3.js", root));
-const { check, parse } = await import(new URL("program.js", root));
+const { FEATURES, check, parse } = await import(new URL("program.js", root));
 const { RandomNumbers, adjust, draw, drawFromTop, logprobs, samplingParams } = await import(new URL("sampling.js", root));
 const { Tokenizer, tokenizerFiles } = await import(new URL("tokenizer.js", root));
 const { WeightsReader, Bundle } = await import(new URL("bundle.js", root));
@@ -70,7 +70,8 @@ const CALLS = {
     try {
       const program = parse(JSON.parse(text));
       check(program, pages);
-      return { signature: program.paramSignature(), bytes: Object.fromEntries(program.bytes(pages)) };
+      const files = (features) => [...program.forDevice(new Set(features)).kernels.values()].map((kernel) => kernel.file);
+      return { files: [files(FEATURES), files(["subgroups"]), files([])], signature: program.paramSignature(), bytes: Object.fromEntries(program.bytes(pages)) };
     } catch (error) {
       if (error.name !== "EngineError" && !(error instanceof SyntaxError)) throw error;
       return { error: error.message };

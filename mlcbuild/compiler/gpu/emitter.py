@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlcbuild_format.program import (
+    PACKED_PRODUCTS,
+    SHADER_F16,
+    SUBGROUPS,
+    Alternative,
     BoundBuffer,
     Buffer,
     CallVariant,
@@ -17,13 +21,28 @@ from mlcbuild_format.program import (
 
 from mlcbuild import progress
 from mlcbuild.compiler.gpu.shader_text import WGSL, Dialect, lower
-from mlcbuild.compiler.gpu.tensorir import KernelBuilder
+from mlcbuild.compiler.gpu.tensorir import KernelBuilder, for_features
 from mlcbuild.errors import CompileError
 
 Make = Callable[..., KernelBuilder]
 """Function of (name of a kernel, further arguments) that builds a GPU kernel and returns its finished
 KernelBuilder.
 """
+
+
+_FEATURES = (frozenset({PACKED_PRODUCTS, SUBGROUPS}), frozenset({SUBGROUPS}), frozenset({SHADER_F16}))
+"""Sets of optional features for which kernels are built, the best first."""
+
+
+def variants(builder: KernelBuilder) -> list[frozenset[str]]:
+    """Returns the sets of optional features for which a kernel has other texts, the best first. A device that
+    has some of a set has all of them, or nearly so, and gets the plain text in the other case.
+    """
+    chosen = list[frozenset[str]]()
+    for features in _FEATURES:
+        if features <= builder.optional and not any(features <= other for other in chosen):
+            chosen.append(features)
+    return chosen
 
 
 @dataclass
@@ -45,11 +64,31 @@ class Emitter:
         case = (make.__name__, arguments)
         if case not in self._names:
             name = f"{make.__name__}_{len(self._names)}"
-            shader, text = lower(make(name, *arguments), self.dialect)
-            self.shaders[name], self.texts[shader.file] = shader, text
-            self._names[case] = name
+            builder = make(name, *arguments)
+            shader, text = lower(builder, self.dialect)
+            self.texts[shader.file] = text
+            if self.dialect is WGSL:
+                others = [
+                    self._alternative(make, arguments, shader, features) for features in variants(builder)
+                ]
+                shader = replace(shader, alternatives=tuple(others))
+            self.shaders[name], self._names[case] = shader, name
             progress.report(len(self.texts), unit="kernels")
         return self._names[case]
+
+    def _alternative(
+        self, make: Make, arguments: tuple[object, ...], plain: Shader, features: frozenset[str]
+    ) -> Alternative:
+        """Adds another text of the kernel `plain`, for devices with optional features, and returns its
+        description.
+        """
+        with for_features(features):
+            shader, text = lower(make(plain.entry.removesuffix("_kernel"), *arguments), self.dialect)
+        assert replace(shader, shared_bytes=plain.shared_bytes) == plain, "hosts launch both alike"
+        names = "_".join(name.partition("_")[0].replace("-", "_") for name in sorted(features))
+        file = shader.file.replace(".", f"_{names}.")
+        self.texts[file] = text
+        return Alternative(tuple(sorted(features)), file, shader.shared_bytes)
 
     def buffer(self, name: str, size: Expression, kind: Kind = "workspace") -> str:
         self.buffers[name] = Buffer(kind, size)

@@ -17,6 +17,7 @@ from mlcbuild.compiler.gpu.call_sizes import CallSizes
 from mlcbuild.compiler.gpu.emitter import Emitter, Make
 from mlcbuild.compiler.gpu.kernels import norm_rows, product, tile_product
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
+from mlcbuild.compiler.gpu.kernels.packed_product import can_pack
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
 from mlcbuild.compiler.gpu.residual_stream import OTHER, PendingSum, ResidualStream, can_add
@@ -128,7 +129,11 @@ class LaunchBuilder:
         storage, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
         form = stored_as(storage.format) if param.matrix else PLAIN[quant.plain_dtype(param, storage)]
-        spec = ProductSpec(rows, columns, form)
+        spec = ProductSpec(
+            *(rows, columns, form),
+            rounds_inputs=bool(param.matrix) and storage.activation_bits == 8 and can_pack(form),
+            half_tiles=form.bits > 0 and storage.dtype == "float16",
+        )
         bias = bias or bias_of(name)
         if bias in self.params:
             spec = replace(spec, half_bias=self.is_half(bias))

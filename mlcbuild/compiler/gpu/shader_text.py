@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import tvm
-from mlcbuild_format.program import GUARANTEED, Binding, Shader
+from mlcbuild_format.program import GUARANTEED, SUBGROUPS, Binding, Shader
 from tvm import tirx
 from tvm.ir.transform import Pass, Sequential
 from tvm.s_tir import transform as S
@@ -81,6 +81,34 @@ fn either(c : bool, a : f32, b : f32) -> f32 { return select(b, a, c); }
 """,
     prelude_last=True,
 )
+_SUBGROUPS = """
+fn lanes_add(lanes : u32, value : f32, step : u32) -> f32 {
+let other = subgroupShuffleXor(value, select(0u, step, step < lanes));
+return value + select(0.0, other, step < lanes);
+}
+fn lanes_max(lanes : u32, value : f32, step : u32) -> f32 {
+return max(value, subgroupShuffleXor(value, select(0u, step, step < lanes)));
+}
+fn lane_runs(lanes : u32, count : u32) -> i32 { return i32(max(count / lanes, 1u)); }
+fn lane_stride(lanes : u32, count : u32) -> i32 { return i32(min(lanes, count)); }
+"""
+"""WGSL functions of reductions. lanes: number of threads in a subgroup; step: distance between the two
+threads that exchange values, which do so only within a subgroup.
+"""
+_PACKED = """
+fn packed(a : f32, b : f32, c : f32, d : f32) -> u32 {
+return pack4xI8(vec4<i32>(round(vec4<f32>(a, b, c, d))));
+}
+"""
+"""WGSL function that rounds four numbers to the bytes of a word."""
+_THREAD = "@builtin(local_invocation_id) threadIdx : vec3<u32>\n) {\n"
+_THREAD_OF_SUBGROUP = """@builtin(subgroup_id) subgroup : u32,
+@builtin(subgroup_size) lanes : u32,
+@builtin(subgroup_invocation_id) lane : u32
+) {
+let threadIdx = vec3<u32>(subgroup * lanes + lane, 0u, 0u);
+"""
+"""Threads are numbered by subgroups, since WebGPU does not say which threads of a workgroup these have."""
 OPENCL = Dialect(
     "opencl",
     "cl",
@@ -118,6 +146,10 @@ def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]
     params = [str(param.name) for param in function.params]
     module = tvm.get_global_func(f"target.build.{dialect.kind}")(device, own_target)
     text = _text(module.inspect_source(), dialect)
+    if re.search(r"\bpacked\(", text):
+        text += _PACKED
+    if SUBGROUPS in builder.features and re.search(_LANES, text):
+        text = _with_subgroups(text)
     written = _written(module, builder.name) if dialect is WGSL else ()
     return _shader(builder, params, written, dialect), text
 
@@ -136,6 +168,16 @@ def _text(source: str, dialect: Dialect) -> str:
     if not re.search(r"\b(half_lo|half_hi|pack_halves|either)\(", text):
         return text
     return text + dialect.prelude if dialect.prelude_last else dialect.prelude + text
+
+
+_LANES = r"\b(lanes_add|lanes_max|lane_runs|lane_stride)\("
+
+
+def _with_subgroups(text: str) -> str:
+    """Returns the WGSL text of a kernel that calls functions of subgroups, with these functions."""
+    assert _THREAD in text
+    text = re.sub(_LANES, r"\1(lanes, ", text.replace(_THREAD, _THREAD_OF_SUBGROUP, 1))
+    return f"enable subgroups;\n{text}{_SUBGROUPS}"
 
 
 def _written(module: tvm.runtime.Module, name: str) -> Sequence[int]:

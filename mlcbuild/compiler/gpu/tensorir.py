@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ Value = Any
 """A TensorIR expression or buffer, for which no type information exists."""
 WORKGROUP = 64
 """Number of threads in a workgroup of most kernels: two warps of NVIDIA's, one wave of AMD's."""
-ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
+ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4, "float16": 2}
 LOWEST = -1e30
 """Value that stands for minus infinity in softmax, because WGSL has no literal for it."""
 
@@ -42,7 +43,16 @@ class KernelBuilder:
     shared_bytes: int = 0
     grid: tuple[Expression, Expression] = (1, 1)
     function: PrimFunc | None = None
+    features: frozenset[str] = frozenset()
+    """The optional features of a device that the kernel may use."""
+    optional: set[str] = field(default_factory=set)
+    """The optional features with which the kernel would be another one."""
     _sizes: dict[str, Var] = field(default_factory=dict)
+
+    def uses(self, feature: str) -> bool:
+        """Returns True if the kernel may use an optional feature of devices, and notes that it would."""
+        self.optional.add(feature)
+        return feature in self.features
 
     def size(self, name: str) -> Var:
         """Declares an int32 scalar argument of the kernel that is a dimension of its buffers, unless it is
@@ -104,12 +114,25 @@ class KernelBuilder:
         return T.alloc_buffer((count,), dtype, scope="shared")
 
 
+_features: ContextVar[frozenset[str]] = ContextVar("features", default=frozenset())
+
+
+@contextmanager
+def for_features(features: frozenset[str]) -> Iterator[None]:
+    """Lets kernels use optional features of a device, as a context manager; outside of it they use none."""
+    token = _features.set(features)
+    try:
+        yield
+    finally:
+        _features.reset(token)
+
+
 @contextmanager
 def kernel(name: str) -> Iterator[KernelBuilder]:
     """Begins a GPU kernel, as a context manager that yields its KernelBuilder. When the `with` block ends,
     the builder's `function` is set.
     """
-    builder = KernelBuilder(name)
+    builder = KernelBuilder(name, features=_features.get())
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
         attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, "global_symbol": name}
@@ -188,19 +211,6 @@ def either(condition: Value, value: Value, other: Value) -> Value:
     Select as a branch, and SwiftShader took minutes to compile the 16 branches of a prompt's attention.
     """
     return T.call_pure_extern("float32", "either", condition, value, other)
-
-
-def reduce_tree(buffer: Value, thread: Value, count: int, combine: Callable[[Value, Value], Value]) -> None:
-    """Emits the reduction by `combine` of every run of `count` values, a power of two, in a shared array with
-    one value per thread; the result is stored at the start of the run. It begins and ends with a barrier.
-    """
-    barrier()
-    step = count // 2
-    while step:
-        with when(thread % count < step):
-            put(buffer, combine(buffer[thread], buffer[thread + step]), thread)
-        barrier()
-        step //= 2
 
 
 def strided(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:

@@ -41,6 +41,8 @@ function manifestOf(document) {
     name, library, weights, signature, files, vocab,
     context: positive(limits.context_window, "limits.context_window"),
     pageSize: positive(limits.page_size, "limits.page_size"),
+    maxBatch: positive(limits.max_batch, "limits.max_batch"),
+    prefillChunk: positive(limits.prefill_chunk, "limits.prefill_chunk"),
     bos: serving.bos_token_id == null ? null : token(serving.bos_token_id),
     eos: (serving.eos_token_ids ?? []).map(token),
     defaults: { temperature: serving.temperature, top_p: serving.top_p, top_k: serving.top_k },

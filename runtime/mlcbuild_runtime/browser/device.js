@@ -31,6 +31,18 @@ export function limitsOf(adapter) {
   return { ...GUARANTEED, ...Object.fromEntries(limits) };
 }
 
+/**
+ * Returns the optional features of an adapter for which kernels have other texts, a Set of names.
+ * @param {string[]} [allowed] names of features that may be used; by default all
+ */
+export function featuresOf(adapter, allowed) {
+  const language = navigator.gpu.wgslLanguageFeatures ?? new Set(), own = new Set();
+  if (adapter.features.has("subgroups") && language.has("subgroup_id")) own.add("subgroups");
+  if (adapter.features.has("shader-f16")) own.add("shader-f16");
+  if (language.has("packed_4x8_integer_dot_product")) own.add("packed_4x8_integer_dot_product");
+  return new Set([...own].filter((name) => allowed?.includes(name) ?? true));
+}
+
 /** Returns the name of an adapter for people. */
 export function describe(adapter) {
   const { vendor = "", architecture = "", description = "" } = adapter.info ?? {};
@@ -60,7 +72,7 @@ export function angles(rope) {
 /** A program whose buffers are allocated. `DeviceProgram.create` returns one. */
 export class DeviceProgram {
   /**
-   * Allocates the buffers of a program; `compile` must end before the first `run`. Throws EngineError for a
+   * Allocates the buffers of a program whose kernels are those for the device; `compile` must end before the first `run`. Throws EngineError for a
    * program that the device cannot run.
    */
   static async create(adapter, program, pages) {
@@ -72,8 +84,9 @@ export class DeviceProgram {
     const limits = limitsOf(adapter);
     check(program, pages, limits);
     const requiredLimits = Object.fromEntries(Object.keys(LIMITS).map((name) => [name, adapter.limits[name]]));
+    const requiredFeatures = [...featuresOf(adapter)].filter((name) => adapter.features.has(name));
     try {
-      own.device = await adapter.requestDevice({ requiredLimits });
+      own.device = await adapter.requestDevice({ requiredFeatures, requiredLimits });
     } catch (error) {
       throw new EngineError(`${own.name} cannot be opened: ${line(error)}`, "no_adapter");
     }

@@ -1,6 +1,6 @@
 /** Loads a bundle onto a GPU of this browser and computes tokens, one request after the other. */
 import { Bundle, WeightsReader } from "./bundle.js";
-import { DeviceProgram, cachePages, findAdapter, limitsOf } from "./device.js";
+import { DeviceProgram, cachePages, featuresOf, findAdapter, limitsOf } from "./device.js";
 import { EngineError } from "./errors.js";
 import { Chat } from "./openai.js";
 import { evaluate, parse } from "./program.js";
@@ -9,6 +9,8 @@ import { Tokenizer, tokenizerFiles } from "./tokenizer.js";
 
 /** Decode steps in one submit; an abort is noticed between submits. */
 const SUBMIT = 4;
+/** Tokens of a page of the KV cache in the compiler's kernels. */
+const PAGE = 16;
 /** Rows of a tile of a prompt's attention: `QUERIES` of the compiler's kernels. */
 const TILE = 32;
 const ONE_ROW = new Map([["q", 1]]);
@@ -24,15 +26,16 @@ const SMALL_VOCABULARY = 256;
 /**
  * Loads the bundle at a URL. Throws EngineError in one sentence.
  * @param {string} url directory of bundle.json
- * @param {{onProgress?: Function, signal?: AbortSignal, powerPreference?: string, contextWindow?: number}} options
- * contextWindow: tokens of KV cache, at most and by default the bundle's context
+ * @param {{onProgress?: Function, signal?: AbortSignal, powerPreference?: string, contextWindow?: number,
+ * features?: string[]}} options contextWindow: tokens of KV cache, at most and by default the bundle's context;
+ * features: optional features of the GPU that may be used, by default all
  */
 export async function loadEngine(url, options = {}) {
   const bundle = await Bundle.open(url, options), { manifest } = bundle;
   const adapter = await findAdapter(options);
   const texts = tokenizerFiles((path) => bundle.has(path));
   bundle.plan([manifest.library, ...texts, ...manifest.weights]);
-  const program = await readProgram(bundle);
+  const program = await readProgram(bundle, featuresOf(adapter, options.features));
   // Kernels for the rows of several sequences, two thirds of all text, are neither downloaded nor compiled.
   const variants = [...program.functions.get("prefill"), ...CALLS.map(([name, sizes]) => program.variant(name, sizes))];
   const kernels = program.kernelsOf(variants), files = new Set([...kernels.values()].map((kernel) => kernel.file));
@@ -54,11 +57,11 @@ export async function loadEngine(url, options = {}) {
   }
 }
 
-async function readProgram(bundle) {
+async function readProgram(bundle, features) {
   const { library, signature } = bundle.manifest;
   let program;
   try {
-    program = parse(await bundle.json(library));
+    program = parse(await bundle.json(library)).forDevice(features);
   } catch (error) {
     throw new EngineError(`${library}: not a usable GPU program: ${error.message}; build the bundle again`, error.code);
   }
@@ -71,9 +74,25 @@ async function readProgram(bundle) {
   ];
   if (lacks.length || !program.sizes.get("m") || !program.functions.get("prefill").at(-1).sizes.get("n"))
     throw new EngineError(`${library} lacks ${lacks.join(", ") || "sizes"}, so it computes no text: build the bundle again`, "bad_bundle");
+  checkLimits(library, program, bundle.manifest);
   const missing = [...program.kernels.values()].find((kernel) => !bundle.has(kernel.file));
   if (missing) throw new EngineError(`bundle.json does not list ${missing.file}, which ${library} needs: build the bundle again`, "bad_bundle");
   return program;
+}
+
+/** Throws EngineError where a program was compiled for other limits than those in bundle.json. */
+function checkLimits(library, program, { context, pageSize, maxBatch, prefillChunk }) {
+  const decodeRows = program.functions.get("decode").at(-1).sizes.get("n");
+  const figures = [
+    ["tokens in a page of the KV cache", PAGE, pageSize],
+    ["pages of KV cache", program.sizes.get("pages"), Math.ceil(context / pageSize) * maxBatch],
+    ["rows in a call", program.sizes.get("n"), Math.max(prefillChunk, maxBatch, decodeRows)],
+    ...[...program.ropes.values()].map((rope) => ["positions in a table", rope.rows, context]),
+  ];
+  const wrong = figures.find(([, compiled, stated]) => compiled !== stated);
+  if (wrong)
+    throw new EngineError(`${library} has ${wrong[1]} ${wrong[0]}, and the limits in bundle.json are for ${wrong[2]}:`
+      + " build the bundle again", "bad_bundle");
 }
 
 async function readTokenizer(bundle, paths) {

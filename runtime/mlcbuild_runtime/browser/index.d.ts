@@ -17,6 +17,8 @@ export interface LoadOptions {
   powerPreference?: "high-performance" | "low-power";
   /** Number of tokens for which the KV cache has room; at most and by default the bundle's context. */
   contextWindow?: number;
+  /** Optional features of the GPU that may be used, such as "subgroups"; by default all that kernels know. */
+  features?: string[];
 }
 
 export interface Message {

@@ -7,8 +7,10 @@
 import { blake3 } from "./blake3.js";
 import { EngineError, shown } from "./errors.js";
 
-export const FORMAT = "mlcbuild-program/1";
+export const FORMAT = "mlcbuild-program/2";
 const ITEM_BYTES = new Map([["float32", 4], ["float16", 2], ["uint32", 4], ["uint8", 1]]);
+/** Optional features for which a kernel may have another text. */
+export const FEATURES = ["packed_4x8_integer_dot_product", "shader-f16", "subgroups"];
 const KINDS = ["workspace", "cache", "inputs", "rope"];
 const OPERATIONS = new Map([
   ["add", (left, right) => left + right],
@@ -17,7 +19,7 @@ const OPERATIONS = new Map([
   ["min", Math.min],
   ["max", Math.max],
 ]);
-const MAX_INT32 = 2 ** 31 - 1, MAX_BYTES = 2 ** 42, MAX_DEPTH = 6, MAX_LAUNCHES = 200_000, MAX_TABLE = 65536;
+const MAX_INT32 = 2 ** 31 - 1, MAX_BYTES = 2 ** 42, MAX_DEPTH = 6, MAX_LAUNCHES = 200_000, MAX_TABLE = 65536, MAX_SHARED = 2 ** 20;
 /** Uniforms of a launch besides the grid: a record of 256 bytes has 64 words. */
 const MAX_UNIFORMS = 63;
 const NAME = /^[A-Za-z_][A-Za-z0-9_.:-]{0,199}$/;
@@ -84,7 +86,16 @@ export function evaluate(own, sizes) {
   return value <= Number.MAX_SAFE_INTEGER ? value : refuse(`an expression has the value ${value}, which is too large`);
 }
 
-const SHADER = ["file", "entry", "threads", "shared_bytes", "bindings", "scalars", "uniforms", "grid"];
+const SHADER = ["file", "entry", "threads", "shared_bytes", "bindings", "scalars", "uniforms", "grid", "alternatives"];
+
+function alternative(value, where) {
+  object(value, `'${where}'`, ["features", "file", "shared_bytes"]);
+  const features = list(value.features, `${where}.features`), unknown = features.find((name) => !FEATURES.includes(name));
+  if (unknown !== undefined || !features.length)
+    refuse(`'${where}' needs a feature of ${FEATURES.join(", ")}, found ${features.length ? shown(unknown) : "none"}`);
+  const sharedBytes = integer(value.shared_bytes, `${where}.shared_bytes`, 0, MAX_SHARED);
+  return { features, file: text(value.file, `${where}.file`, FILE), sharedBytes };
+}
 
 function shader(value, where) {
   object(value, `'${where}'`, SHADER);
@@ -103,11 +114,12 @@ function shader(value, where) {
     file: text(value.file, `${where}.file`, FILE),
     entry: text(value.entry, `${where}.entry`, ENTRY),
     threads: integer(value.threads, `${where}.threads`, 1, 1024),
-    sharedBytes: integer(value.shared_bytes, `${where}.shared_bytes`, 0, 2 ** 20),
+    sharedBytes: integer(value.shared_bytes, `${where}.shared_bytes`, 0, MAX_SHARED),
     bindings,
     scalars,
     uniforms: integer(value.uniforms, `${where}.uniforms`, 0, Math.min(scalars.length, MAX_UNIFORMS)),
     grid: grid.map((extent) => expression(extent, allowed, where)),
+    alternatives: list(value.alternatives, `${where}.alternatives`).map((own) => alternative(own, `${where}.alternatives`)),
   };
 }
 
@@ -178,6 +190,13 @@ export class Program {
   kernelsOf(variants) {
     const names = new Set(variants.flatMap((variant) => variant.launches.map((launch) => launch.kernel)));
     return new Map([...this.kernels].filter(([name]) => names.has(name)));
+  }
+
+  /** Returns the program in which each kernel is the best one for a device with these features, a Set of names. */
+  forDevice(features) {
+    const best = (own) => own.alternatives.find((other) => other.features.every((name) => features.has(name)));
+    const kernels = [...this.kernels].map(([name, own]) => [name, { ...own, ...best(own), alternatives: [] }]);
+    return new Program({ ...this, kernels: new Map(kernels) });
   }
 
   /** Returns name -> bytes of every buffer and parameter, with a cache of so many pages. */
@@ -269,7 +288,7 @@ export function check(program, pages, device = GUARANTEED) {
   for (const [name, kernel] of program.kernels) {
     const needs = [
       ["threads", kernel.threads, device.threads],
-      ["bytes of shared memory", kernel.sharedBytes, device.sharedBytes],
+      ["bytes of shared memory", Math.max(kernel.sharedBytes, ...kernel.alternatives.map((own) => own.sharedBytes)), device.sharedBytes],
       ["storage buffers", kernel.bindings.length, device.storageBuffers],
     ];
     for (const [what, needed, limit] of needs)

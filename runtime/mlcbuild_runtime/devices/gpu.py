@@ -48,8 +48,9 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
     program = gpu_program.read(path, manifest)
     _check_interface(path / manifest.library, program)
     _check_rows(path / manifest.library, program, manifest)
+    _check_limits(path / manifest.library, program, manifest.limits)
     adapter = gpu_adapter.choose()
-    limits = manifest.limits
+    program, limits = program.for_device(gpu_adapter.features(adapter)), manifest.limits
     count = gpu_program.cache_pages(program, pages or limits.pages, gpu_adapter.limits(adapter))
     if count < min(limits.sequence_pages, pages or limits.pages):
         raise BundleError(
@@ -90,6 +91,25 @@ def _check_rows(file: Path, program: Program, manifest: Manifest) -> None:
             raise BundleError(
                 f"{file}: a row of '{name}' has {size} bytes, and the model of bundle.json needs"
                 f" {4 * width}; build the bundle again"
+            )
+
+
+def _check_limits(file: Path, program: Program, limits: Limits) -> None:
+    """Raises BundleError if a GPU program was compiled for other limits than those of the manifest: places in
+    the KV cache or in the inputs of a call would be wrong. file: the program's path, for the message."""
+    decode_rows = program.functions["decode"][-1].sizes["n"]
+    figures = [
+        ("tokens in a page of the KV cache", abi.PAGE, limits.page_size),
+        ("pages of KV cache", program.sizes["pages"], limits.pages),
+        ("rows in a call", program.sizes["n"], max(limits.rows, decode_rows)),
+        ("rows in a decoding step", decode_rows, max(limits.max_batch, decode_rows)),
+        *(("positions in a table", rope.rows, limits.context_window) for rope in program.ropes.values()),
+    ]
+    for unit, compiled, stated in figures:
+        if compiled != stated:
+            raise BundleError(
+                f"{file}: the program has {compiled} {unit}, and the limits in bundle.json are for {stated};"
+                " build the bundle again"
             )
 
 

@@ -9,7 +9,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from mlcbuild_format.errors import SetupError
-from mlcbuild_format.program import DEVICE_VARIABLE, GUARANTEED, DeviceLimits
+from mlcbuild_format.program import (
+    DEVICE_VARIABLE,
+    FEATURES,
+    FEATURES_VARIABLE,
+    GUARANTEED,
+    PACKED_PRODUCTS,
+    SHADER_F16,
+    SUBGROUPS,
+    DeviceLimits,
+)
 
 if TYPE_CHECKING:
     import wgpu
@@ -23,6 +32,8 @@ _LIMITS = {
     "max-compute-workgroups-per-dimension": "workgroups",
 }
 """Name of a limit in wgpu -> field of DeviceLimits."""
+_FEATURES = {SHADER_F16: "shader-f16", SUBGROUPS: "subgroup"}
+"""Name of a device's optional feature in GPU programs -> its name in wgpu."""
 _PREFERRED = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "CPU": 3}
 
 
@@ -73,12 +84,29 @@ def limits(adapter: Any) -> DeviceLimits:
     return DeviceLimits(**values, alignment=GUARANTEED.alignment)
 
 
+def features(adapter: Any) -> frozenset[str]:
+    """Returns the optional features of a GPU adapter for which kernels may have other texts. The environment
+    variable MLCBUILD_DEVICE_FEATURES, names with commas between them, restricts them. Raises SetupError if it
+    has a name that no feature has."""
+    allowed = {name.strip() for name in os.environ.get(FEATURES_VARIABLE, ",".join(FEATURES)).split(",")} - {
+        ""
+    }
+    unknown = sorted(allowed - set(FEATURES))
+    if unknown:
+        raise SetupError(
+            f"{FEATURES_VARIABLE}: no feature is called '{unknown[0]}', only {', '.join(FEATURES)}"
+        )
+    present = {name for name, feature in _FEATURES.items() if feature in adapter.features}
+    return frozenset(allowed & {*present, PACKED_PRODUCTS})  # wgpu has packed products on every device.
+
+
 def open_device(adapter: Any) -> wgpu.GPUDevice:
-    """Opens the device of a GPU adapter, with all limits that the adapter offers, and returns it. Raises
-    SetupError if the driver refuses.
+    """Opens the device of a GPU adapter, with all limits and features that the adapter offers and that GPU
+    programs use, and returns it. Raises SetupError if the driver refuses.
     """
     required = {name: adapter.limits[name] for name in _LIMITS if name in adapter.limits}
+    names = [_FEATURES[name] for name in sorted(features(adapter)) if name in _FEATURES]
     try:
-        return adapter.request_device_sync(required_limits=required)
+        return adapter.request_device_sync(required_limits=required, required_features=names)
     except Exception as error:  # Whatever the driver reports
         raise SetupError(f"{describe(adapter)}: the GPU cannot be opened: {error}") from None

@@ -35,6 +35,8 @@ MAX_KERNEL = 4 << 20
 """Largest text of one kernel that is read, in bytes."""
 _UPLOAD = 64 << 20
 """Number of bytes of weights that are copied to the GPU at once."""
+_ENABLE_SUBGROUPS = "enable subgroups;\n"
+"""First line of a kernel that uses subgroups."""
 _RECORD = 256
 """Number of bytes from the uniforms of one launch to those of the next: WebGPU's
 minUniformBufferOffsetAlignment."""
@@ -116,7 +118,7 @@ class DeviceProgram:
         ]
         layout = self.device.create_bind_group_layout(entries=entries)
         try:
-            module = self.device.create_shader_module(code=text)
+            module = shader_module(self.device, text)
             return self.device.create_compute_pipeline(
                 layout=self.device.create_pipeline_layout(bind_group_layouts=[layout]),
                 compute={"module": module, "entry_point": shader.entry},
@@ -230,6 +232,17 @@ class DeviceProgram:
         self._buffers.clear()
         self._prepared.clear()
         self.device.destroy()
+
+
+def shader_module(device: Any, text: str) -> Any:
+    """Returns the compiled text of a kernel. Raises wgpu.GPUError if the device does not take it."""
+    try:
+        return device.create_shader_module(code=text)
+    except Exception:
+        # wgpu 0.32 has the functions of this extension without the line, and refuses the line.
+        if not text.startswith(_ENABLE_SUBGROUPS):
+            raise
+        return device.create_shader_module(code=text.removeprefix(_ENABLE_SUBGROUPS))
 
 
 def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: str) -> None:

@@ -13,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from mlcbuild.compiler.gpu.kernels.activations import sigmoid
 from mlcbuild.compiler.gpu.kernels.norm_rows import row_sum
 from mlcbuild.compiler.gpu.kernels.tile_product import TILE
+from mlcbuild.compiler.gpu.reductions import reduced
 from mlcbuild.compiler.gpu.tensorir import (
     LOWEST,
     WORKGROUP,
@@ -27,7 +28,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     local,
     number,
     put,
-    reduce_tree,
     strided,
     when,
 )
@@ -69,6 +69,7 @@ class _Choice:
         that the methods write, (experts' numbers int32 [n, chosen], experts' weights float32 [n, chosen]).
         """
         self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
+        self._k = k
         self._scores, self._left = k.shared(spec.count), k.shared(spec.count)
         self._sums, self._picked = k.shared(WORKGROUP), k.shared(spec.chosen)
         if spec.router.groups > 1:
@@ -128,11 +129,9 @@ class _Choice:
         covering(
             count, tx, WORKGROUP, lambda e: put(thread_largest, T.max(thread_largest[0], logits[row, e]), 0)
         )
-        put(self._sums, thread_largest[0], tx)
-        reduce_tree(self._sums, tx, WORKGROUP, T.max)
-        largest = bind(self._sums[0])
+        (largest,) = reduced(self._k, [thread_largest[0]], [self._sums], (tx, WORKGROUP), "max")
         barrier()
-        total = row_sum(self._sums, tx, count, lambda e: T.exp(logits[row, e] - largest))
+        total = row_sum(self._k, self._sums, tx, count, lambda e: T.exp(logits[row, e] - largest))
         covering(
             count, tx, WORKGROUP, lambda e: put(self._scores, T.exp(logits[row, e] - largest) / total, e)
         )

@@ -42,8 +42,8 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
     matrix W of the row's i-th expert; y is float32 [n * chosen, outputs]. It reads the experts' numbers from
     `routes` int32 [n * chosen].
     """
-    shape = GemvShape(spec, 1)
     with kernel(name) as k:
+        shape = GemvShape.of(k, spec, 1)
         n, choices = k.size("n"), k.size("choices")
         x = RowsOf.declare(k, "x", n, spec.inputs)
         vectors = None if spec.norm is None else NormVectors.declare(k, spec.norm)
@@ -68,8 +68,8 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
     the matrix W of the i-th one: x is float32 [n * chosen, inputs], y [n, outputs]. It reads the experts'
     numbers from `routes` and their weights from `shares`, both [n * chosen].
     """
-    shape = GemvShape(spec, 1)
     with kernel(name) as k:
+        shape = GemvShape.of(k, spec, 1)
         n, choices = k.size("n"), k.size("choices")
         x = RowsOf.declare(k, "x", choices, spec.inputs)
         buffers = ProductBuffers.declare(k, spec, experts.count, experts.total)

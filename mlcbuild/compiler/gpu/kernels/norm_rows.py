@@ -13,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from mlcbuild.compiler.gpu.kernels import activations
 from mlcbuild.compiler.gpu.kernels.activations import Gate
 from mlcbuild.compiler.gpu.kernels.storage import Vector
+from mlcbuild.compiler.gpu.reductions import reduced
 from mlcbuild.compiler.gpu.tensorir import (
     WORKGROUP,
     KernelBuilder,
@@ -24,7 +25,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     local,
     number,
     put,
-    reduce_tree,
     strided,
     when,
 )
@@ -162,7 +162,9 @@ that stores a value).
 """
 
 
-def row_sum(sums: Value, tx: Value, columns: Value | int, value: Callable[[Value], Value]) -> Value:
+def row_sum(
+    k: KernelBuilder, sums: Value, tx: Value, columns: Value | int, value: Callable[[Value], Value]
+) -> Value:
     """Emits the sum of value(column) over the columns of a row, which all threads of a workgroup compute
     together, and returns it. sums: array in shared memory with one number per thread; tx: index of the
     thread.
@@ -173,9 +175,8 @@ def row_sum(sums: Value, tx: Value, columns: Value | int, value: Callable[[Value
         column = bind(step * WORKGROUP + tx)
         with when(column < columns):
             put(partial, partial[0] + bind(value(column)), 0)
-    put(sums, partial[0], tx)
-    reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
-    return bind(sums[0])
+    (total,) = reduced(k, [partial[0]], [sums], (tx, WORKGROUP), "add")
+    return total
 
 
 def row_statistics(
@@ -193,13 +194,13 @@ def row_statistics(
     share = exact(1 / spec.columns) if count is None else bind(number(1) / floating(count))
     mean = None
     if spec.is_centred:
-        mean = bind(row_sum(k.shared(WORKGROUP), tx, columns, read) * share)
+        mean = bind(row_sum(k, k.shared(WORKGROUP), tx, columns, read) * share)
 
     def square(column: Value) -> Value:
         value = bind(read(column) if mean is None else read(column) - mean)
         return value * value
 
-    total = row_sum(k.shared(WORKGROUP), tx, columns, square)
+    total = row_sum(k, k.shared(WORKGROUP), tx, columns, square)
     return mean, inverse_root(total, share, spec.norm.eps)
 
 

@@ -12,6 +12,7 @@ from tvm.tirx import Var
 
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors, inverse_root
 from mlcbuild.compiler.gpu.kernels.storage import CHUNK, RowsOf
+from mlcbuild.compiler.gpu.reductions import reduced
 from mlcbuild.compiler.gpu.tensorir import (
     WORKGROUP,
     KernelBuilder,
@@ -22,7 +23,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     local,
     number,
     put,
-    reduce_tree,
     when,
 )
 from mlcbuild.quant.groups import GROUP
@@ -145,9 +145,7 @@ class RowsNorm:
                 with when(column < chunks):
                     for index, value in enumerate(block.chunk(row, column)):
                         put(partial, term(value, column * CHUNK + index) + partial[0], 0)
-            put(sums, partial[0], tx)
-            reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
-            result = bind(sums[0])
+            (result,) = reduced(k, [partial[0]], [sums], (tx, WORKGROUP), "add")
             barrier()
             return result
 

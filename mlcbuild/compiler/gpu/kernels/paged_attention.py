@@ -17,6 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from mlcbuild.compiler.gpu.kernels.activations import capped
 from mlcbuild.compiler.gpu.kernels.page_layout import CacheSpec, InputPlaces
 from mlcbuild.compiler.gpu.kernels.storage import Vector
+from mlcbuild.compiler.gpu.reductions import reduced
 from mlcbuild.compiler.gpu.tensorir import (
     LOWEST,
     WORKGROUP,
@@ -31,7 +32,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     local,
     number,
     put,
-    reduce_tree,
     strided,
     when,
 )
@@ -163,6 +163,7 @@ class _HeadGroup:
     their queries, scores and partial sums.
     """
 
+    k: KernelBuilder
     spec: AttentionSpec
     tx: Value
     kv_head: Value
@@ -185,6 +186,7 @@ class _HeadGroup:
     def allocate(cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, kv_head: Value) -> _HeadGroup:
         count, parts = spec.heads_at_once, -(-spec.cache.value_dim // WORKGROUP)
         return cls(
+            k=k,
             spec=spec,
             tx=tx,
             kv_head=kv_head,
@@ -250,17 +252,16 @@ class _HeadGroup:
         """Emits code that replaces the scores of head `g` for a tile of keys by weights exp(score - maximum),
         and rescales the sums so far. visible: condition that the query sees the thread's token.
         """
-        put(self.reduced, self.thread_scores[g], self.tx)
-        reduce_tree(self.reduced, self.tx, WORKGROUP, T.max)
-        largest = bind(T.max(self.state[2 * g], self.reduced[0]))
+        at = (self.tx, WORKGROUP)
+        (tile_largest,) = reduced(self.k, [self.thread_scores[g]], [self.reduced], at, "max")
+        largest = bind(T.max(self.state[2 * g], tile_largest))
         factor = bind(T.exp(self.state[2 * g] - largest))
         weight = bind(either(visible, T.exp(self.thread_scores[g] - largest), number(0)))
         put(self.scores, weight, g * WORKGROUP + self.tx)
         barrier()
-        put(self.reduced, weight, self.tx)
-        reduce_tree(self.reduced, self.tx, WORKGROUP, lambda left, right: left + right)
+        (total,) = reduced(self.k, [weight], [self.reduced], at, "add")
         put(self.state, largest, 2 * g)
-        put(self.state, self.state[2 * g + 1] * factor + self.reduced[0], 2 * g + 1)
+        put(self.state, self.state[2 * g + 1] * factor + total, 2 * g + 1)
         for index in range(g * self.parts, (g + 1) * self.parts):
             put(self.sums, self.sums[index] * factor, index)
         barrier()

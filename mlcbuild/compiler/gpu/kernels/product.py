@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlcbuild_format.program import PACKED_PRODUCTS
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
@@ -13,6 +14,7 @@ from mlcbuild.compiler.gpu.kernels import activations
 from mlcbuild.compiler.gpu.kernels.activations import Gate, capped
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors
 from mlcbuild.compiler.gpu.kernels.normed_factors import AddedBuffers, Factors, RowBlock, RowsNorm
+from mlcbuild.compiler.gpu.kernels.packed_product import packed_group_sums
 from mlcbuild.compiler.gpu.kernels.storage import (
     CHUNK,
     RowsOf,
@@ -20,6 +22,7 @@ from mlcbuild.compiler.gpu.kernels.storage import (
     StoredMatrix,
     Vector,
 )
+from mlcbuild.compiler.gpu.reductions import reduced
 from mlcbuild.compiler.gpu.tensorir import (
     WORKGROUP,
     KernelBuilder,
@@ -76,6 +79,14 @@ class ProductSpec:
     """True if the product's bias is float16, False if float32; None: there is no bias."""
     half_scalars: bool = False
     """True if the parameters of xIELU are float16."""
+    rounds_inputs: bool = False
+    """True if products of few rows may round x to int8 with a scale for each group of 32 columns, as the
+    scheme does on CPUs.
+    """
+    half_tiles: bool = False
+    """True if products of tiles may round x and W to float16 before they are multiplied. Sums stay
+    float32.
+    """
     cap: float | None = None
     """The cap in y = cap * tanh(y / cap); None: y is not limited."""
     stride: int = 0
@@ -150,8 +161,14 @@ class GemvShape:
     spec: ProductSpec
     count: int
     """Number of rows of x that one workgroup multiplies with the matrix."""
+    is_packed: bool = False
+    """True if x is rounded to int8 and multiplied with the codes of W four columns at a time."""
 
     threads = WORKGROUP
+
+    @classmethod
+    def of(cls, k: KernelBuilder, spec: ProductSpec, count: int) -> GemvShape:
+        return cls(spec, count, spec.rounds_inputs and k.uses(PACKED_PRODUCTS))
 
     @property
     def rows(self) -> int:
@@ -206,21 +223,24 @@ class GemvShape:
         the thread.
         """
         count = len(rows) * factors.block.count
-        sums, part = local(count), local(count)
+        sums: Value = local(count)
+        part: Value = None if self.is_packed else local(count)
         with T.serial(count) as index:
             put(sums, number(0), index)
         with T.serial(-(-self.groups // self.lanes)) as step:
             group = bind(step * self.lanes + tx % self.lanes)
             with when(group < self.groups):
-                _group_sums(matrix, rows, group, (part, sums), factors)
+                if self.is_packed:
+                    packed_group_sums(matrix, rows, group, sums, factors)
+                else:
+                    _group_sums(matrix, rows, group, (part, sums), factors)
         return sums
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
     """Returns the kernel y = x W^T for few rows x, in which a workgroup multiplies up to `rows` rows."""
-    shape = GemvShape(spec, rows)
     with kernel(name) as k:
-        n = k.size("n")
+        shape, n = GemvShape.of(k, spec, rows), k.size("n")
         x = RowsOf.declare(k, "x", n, spec.inputs)
         vectors = None if spec.norm is None else NormVectors.declare(k, spec.norm)
         added = None if spec.added is None else AddedBuffers.declare(k, spec.added, spec.added_scale, n)
@@ -319,32 +339,16 @@ def finish(
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]
     with T.serial(target.count) as index:
-        for place, buffer in enumerate(scratch):
-            value = sums[index * len(scratch) + place]
-            put(buffer, value if norm is None else norm.after(value, index), tx)
-        if shape.lanes > 1:
-            _reduce_all(scratch, tx, shape.lanes)
+        values = [sums[index * len(scratch) + place] for place in range(len(scratch))]
+        values = values if norm is None else [norm.after(value, index) for value in values]
+        totals = reduced(k, values, scratch, (tx, shape.lanes), "add")
         row = bind(target.first + index)
         inside = row < k.size("n") if target.inside is None else target.inside
         for place, output in enumerate(target.outputs):
             with when(T.And(tx % shape.lanes == 0, T.And(output < buffers.spec.outputs, inside))):
-                halved = [scratch[place + half * each][tx] for half in range(halves)]
-                buffers.store(row, output, [bind(value) for value in halved], target.bias)
+                halved = [totals[place + half * each] for half in range(halves)]
+                buffers.store(row, output, halved, target.bias)
         barrier()
-
-
-def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
-    """Emits code that sums consecutive groups of `count` values, a power of two, in each of several shared
-    arrays. The sum is stored in the place of the group's first value. All arrays share one barrier per round.
-    """
-    barrier()
-    step = count // 2
-    while step:
-        for buffer in scratch:
-            with when(tx % count < step):
-                put(buffer, buffer[tx] + buffer[tx + step], tx)
-        barrier()
-        step //= 2
 
 
 def rows_per_workgroup(largest: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from mlcbuild_format.program import SHADER_F16
 from tvm.script.ir_builder import tirx as T
 
 from mlcbuild.compiler.gpu.kernels.product import ProductBuffers, ProductSpec
@@ -17,6 +18,7 @@ from mlcbuild.compiler.gpu.tensorir import (
     Value,
     barrier,
     bind,
+    floating,
     kernel,
     local,
     number,
@@ -28,6 +30,7 @@ TILE, DEPTH = 64, 32
 """Number of rows and columns of a tile, and number of columns of its factors that are read at a time: 16 KB
 of shared memory together.
 """
+_LARGEST_HALF = 65504
 _SIDE = 4
 """Number of rows and of columns of the square of results that one thread computes."""
 _ACROSS = TILE // _SIDE
@@ -82,7 +85,8 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
     of the tile of outputs, index of the thread).
     """
     (bx, tx), spec = at, buffers.spec
-    left, right, sums = k.shared(DEPTH * TILE), k.shared(DEPTH * TILE), local(_SIDE * _SIDE)
+    form = "float16" if spec.half_tiles and k.uses(SHADER_F16) else "float32"
+    left, right, sums = k.shared(DEPTH * TILE, form), k.shared(DEPTH * TILE, form), local(_SIDE * _SIDE)
     for index in range(_SIDE * _SIDE):
         put(sums, number(0), index)
     with T.serial(-(-spec.inputs // DEPTH)) as step:
@@ -90,12 +94,15 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
             flat = bind(index * THREADS + tx)
             line, column = bind(flat // DEPTH), bind(flat % DEPTH)
             value = _bounded(partial(tile.read, line), step * DEPTH + column, spec.inputs)
-            put(left, value, column * TILE + line)
-        _load_weights(buffers.matrix, right, (tile.matrix, bind(bx * TILE), spec.outputs), (step, tx))
+            put(left, _rounded(value, form), column * TILE + line)
+        _load_weights(buffers.matrix, (right, form), (tile.matrix, bind(bx * TILE), spec.outputs), (step, tx))
         barrier()
         with T.serial(DEPTH) as column:
-            left_values = [bind(left[column * TILE + tx // _ACROSS * _SIDE + i]) for i in range(_SIDE)]
-            other = [bind(right[column * TILE + tx % _ACROSS * _SIDE + i]) for i in range(_SIDE)]
+            places = (tx // _ACROSS * _SIDE, tx % _ACROSS * _SIDE)
+            left_values, other = (
+                [bind(floating(tile[column * TILE + place + i])) for i in range(_SIDE)]
+                for tile, place in zip((left, right), places, strict=True)
+            )
             for i in range(_SIDE):
                 for j in range(_SIDE):
                     put(sums, left_values[i] * other[j] + sums[i * _SIDE + j], i * _SIDE + j)
@@ -116,19 +123,26 @@ def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Val
     return T.Select(column < columns, read(T.min(column, columns - 1)), number(0))
 
 
+def _rounded(value: Value, form: str) -> Value:
+    """Returns a value as the type `form` of a tile; float16 has no number above 65504."""
+    if form == "float32":
+        return value
+    return T.Cast(form, T.max(T.min(value, number(_LARGEST_HALF)), number(-_LARGEST_HALF)))
+
+
 def _load_weights(
-    matrix: StoredMatrix, tile: Value, rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
+    matrix: StoredMatrix, to: tuple[Value, str], rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
 ) -> None:
     """Emits code that writes 64 rows and 32 columns of a matrix into shared memory, dequantized and
-    transposed. rows: (first row of the matrix in its stack, first row of the tile in the matrix, number of
-    the matrix's rows); at: (index of the 32 columns, thread).
+    transposed. to: (array in shared memory, its type); rows: (first row of the matrix in its stack, first row
+    of the tile in the matrix, number of the matrix's rows); at: (index of the 32 columns, thread).
 
     A thread reads one chunk of four columns at a time.
     """
-    (base, first, count), (step, tx), chunks = rows, at, DEPTH // CHUNK
+    (base, first, count), (step, tx), chunks, (tile, form) = rows, at, DEPTH // CHUNK, to
     for index in range(TILE * chunks // THREADS):
         flat = bind(index * THREADS + tx)
         output, chunk = flat // chunks, bind(flat % chunks)
         row = bind(base + T.min(first + output, count - 1))
         for place, value in enumerate(matrix.chunk_at(row, step, chunk)):
-            put(tile, value, (chunk * CHUNK + place) * TILE + output)
+            put(tile, _rounded(value, form), (chunk * CHUNK + place) * TILE + output)

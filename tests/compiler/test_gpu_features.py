@@ -1,0 +1,159 @@
+"""Kernels for devices with subgroups, float16 arithmetic and products of packed bytes, against those without
+and against float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mlcbuild_format.program import FEATURES, PACKED_PRODUCTS, SHADER_F16, SUBGROUPS
+from numpy.typing import NDArray
+
+from mlcbuild.compiler.gpu.emitter import Emitter
+from mlcbuild.compiler.gpu.kernels import expert_rows, norm_rows, product, tile_product
+from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
+from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
+from mlcbuild.compiler.gpu.kernels.product import ProductSpec
+from mlcbuild.compiler.gpu.kernels.storage import stored_as
+from mlcbuild.models import LayerNorm, RmsNorm
+from tests import gpu_kernels, gpu_page
+from tests.compiler.test_gpu_formats import COLUMNS, LIMIT, NARROW, ROWS, activations, matrix, rms
+from tests.libharness import EVERY
+from tests.runtime.test_page import Browser
+
+pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
+Run = Callable[..., dict[str, NDArray[Any]]]
+PACKED = frozenset({PACKED_PRODUCTS, SUBGROUPS})
+FORMS = ["q4s", "q8s", "q4l", "q4_k"] if EVERY else ["q4l"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with gpu_page.page() as browser:
+        yield browser
+
+
+@pytest.fixture(params=["adapter", "chromium"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Returns the function that executes a kernel on a device with optional features."""
+    if request.param == "chromium":
+        return partial(gpu_page.on_page, request.getfixturevalue("browser"))
+    return gpu_kernels.on_adapter
+
+
+def rounded(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Returns rows rounded to 8 bits with a scale for each group of 32 columns."""
+    padded = np.pad(x.astype(np.float64), ((0, 0), (0, -x.shape[1] % 32)))
+    groups = padded.reshape(len(x), -1, 32)
+    step = np.abs(groups).max(axis=2, keepdims=True) / 127
+    codes = np.rint(np.divide(groups, step, out=np.zeros_like(groups), where=step > 0))
+    return np.asarray((codes * step).reshape(padded.shape)[:, : x.shape[1]])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("columns", [COLUMNS, NARROW] if EVERY else [NARROW])
+def test_packed_products_round_activations_as_cpus_do(form: str, columns: int, run: Run) -> None:
+    if form == "q4_k" and columns == NARROW:
+        pytest.skip("it has whole blocks of 256 columns")
+    tensors, values = matrix(form, columns)
+    spec = ProductSpec(ROWS, columns, stored_as(form), rounds_inputs=True)
+    for count, rows in ((1, 1), (6, 4)):
+        x = activations(count, columns)
+        x[0, :32] = 0
+        buffers = {**tensors, "x": x, "y": np.zeros((count, ROWS), np.float32)}
+        actual = run(product.gemv, (spec, rows), {"n": count}, buffers, PACKED)["y"].reshape(count, ROWS)
+        # A value near the middle between two codes may become either.
+        step = np.abs(x).max() / 127 * np.abs(values).max()
+        assert np.abs(actual - rounded(x) @ values.T).max() < LIMIT * COLUMNS + 2 * step
+        largest = np.abs(values).max()
+        assert np.median(np.abs(actual - rounded(x) @ values.T)) < 3e-5 * largest
+        assert np.abs(actual - x.astype(np.float64) @ values.T).max() > 3e-4 * largest, "x is rounded"
+
+
+def test_packed_products_of_chosen_experts(run: Run) -> None:
+    tensors, values = matrix("q4l")
+    experts = ExpertsSpec(5, 5, 2)
+    spec = ProductSpec(10, COLUMNS, stored_as("q4l"), rounds_inputs=True)
+    routes, x = np.array([4, 1, 0, 4], np.int32), activations(2)
+    buffers = {**tensors, "x": x, "y": np.zeros((4, 10), np.float32), "routes": routes}
+    scalars = {"n": 2, "choices": 4, "first": 0}
+    actual = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers, PACKED)["y"].reshape(4, 10)
+    for choice, expert in enumerate(routes):
+        expected = rounded(x)[choice // 2] @ values[10 * expert : 10 * expert + 10].T
+        assert np.median(np.abs(actual[choice] - expected)) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_sums_over_subgroups(rows: int, run: Run) -> None:
+    """A product with a norm adds up squares over all threads, and products over those that share a row."""
+    tensors, values = matrix("q4l")
+    norm = NormSpec(COLUMNS, RmsNorm(1e-5, 1.0), half=False)
+    spec = ProductSpec(ROWS, COLUMNS, stored_as("q4l"), norm=norm)
+    x, weight = activations(5), 0.1 * activations(2)
+    buffers = {**tensors, "x": x, "weight": weight[0], "y": np.zeros((5, ROWS), np.float32)}
+    arguments, sizes = (spec, rows), {"n": 5}
+    actual = run(product.gemv, arguments, sizes, buffers, frozenset({SUBGROUPS}))["y"].reshape(5, ROWS)
+    normed = rms(x, weight[0])
+    limit = LIMIT * (np.abs(normed) @ np.abs(values.T)).max()
+    assert np.abs(actual - normed @ values.T).max() < limit
+
+
+def test_norms_and_softmax_over_subgroups(run: Run) -> None:
+    x = activations(3)
+    spec, subgroups = NormSpec(COLUMNS, LayerNorm(1e-5), half=False), frozenset({SUBGROUPS})
+    buffers = {"x": x, "y": np.zeros_like(x), "weight": np.ones(COLUMNS, np.float32)}
+    if spec.has_bias:
+        buffers["shift"] = np.zeros(COLUMNS, np.float32)
+    actual = run(norm_rows.norm, (spec,), {"n": 3}, buffers, subgroups)["y"].reshape(x.shape)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-5)
+    assert np.abs(actual - expected).max() < 1e-5
+
+
+def test_tiles_of_float16_keep_eleven_bits() -> None:
+    tensors, values = matrix("q4l")
+    spec = ProductSpec(ROWS, COLUMNS, stored_as("q4l"), half_tiles=True)
+    x = activations(70)
+    x[3, 5] = 1e6  # more than float16 holds
+    buffers = {**tensors, "x": x, "y": np.zeros((70, ROWS), np.float32)}
+    features = frozenset({SHADER_F16})
+    actual = gpu_kernels.on_adapter(tile_product.gemm, (spec,), {"n": 70}, buffers, features)["y"]
+    x[3, 5] = 65504
+    wide = x.astype(np.float64)
+    limit = 2.0**-10 * (np.abs(wide) @ np.abs(values.T)).max(axis=1, keepdims=True)
+    difference = np.abs(actual.reshape(70, ROWS) - wide @ values.T)
+    assert (difference < limit).all()
+    assert difference.max() > 1e-5, "factors are rounded"
+
+
+def barriers(text: str) -> int:
+    return text.count("workgroupBarrier()")
+
+
+def test_kernels_for_features_save_barriers_and_shared_memory() -> None:
+    emitter = Emitter()
+    norm = NormSpec(2048, RmsNorm(1e-5), half=False)
+    form = stored_as("q4s")
+    spec = ProductSpec(2048, 2048, form, norm=norm, rounds_inputs=True, half_tiles=True)
+    gemv = emitter.shaders[emitter.kernel(product.gemv, spec, 1)]
+    assert [other.features for other in gemv.alternatives] == [(PACKED_PRODUCTS, SUBGROUPS)]
+    packed, plain = emitter.texts[gemv.alternatives[0].file], emitter.texts[gemv.file]
+    exact = emitter.shaders[emitter.kernel(product.gemv, replace(spec, rounds_inputs=False), 1)]
+    assert [other.features for other in exact.alternatives] == [(SUBGROUPS,)]
+    subgroups = emitter.texts[exact.alternatives[0].file]
+    assert emitter.texts[exact.file] == plain.replace(gemv.entry, exact.entry)
+    assert (barriers(plain), barriers(subgroups), barriers(packed)) == (16, 4, 4)
+    # 32 columns of four rows of W: 128 products, or 32 of four each and 8 that add up x; norm and scales.
+    assert (plain.count("fma("), packed.count("fma("), packed.count("dot4I8Packed(")) == (138, 10, 40)
+    gemm = emitter.shaders[emitter.kernel(tile_product.gemm, spec)]
+    (half,) = gemm.alternatives
+    assert (half.features, half.shared_bytes, gemm.shared_bytes) == ((SHADER_F16,), 8192, 16384)
+    assert gemm.best(FEATURES).file == half.file
+    assert gemm.best([SUBGROUPS]).file == gemm.file
+    rows = emitter.shaders[emitter.kernel(norm_rows.norm, norm)]
+    assert [other.features for other in rows.alternatives] == [(SUBGROUPS,)]
