@@ -128,6 +128,23 @@ def test_a_program_of_another_models_sizes_is_refused(
         gpu.load(webgpu_bundle, replace(manifest, model=replace(manifest.model, config=config)), None, None)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("page_size", 8, "16 tokens in a page of the KV cache"),
+        ("prefill_chunk", 512, "rows in a call"),
+        ("max_batch", 3, "pages of KV cache"),
+        ("context_window", 255, "256 positions in a table"),
+    ],
+)
+def test_a_program_of_other_limits_is_refused(webgpu_bundle: Path, field: str, value: int, what: str) -> None:
+    """The kernels would use other places in the cache than the engine."""
+    manifest = bundle.manifest(webgpu_bundle)
+    limits: Any = {field: value}
+    with pytest.raises(BundleError, match=rf"program.json: the program has .*{what}, and the limits in bun"):
+        gpu.load(webgpu_bundle, replace(manifest, limits=replace(manifest.limits, **limits)), None, None)
+
+
 def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
     executor = gpu.load(gpu_bundle, bundle.manifest(gpu_bundle), None, None)
     assert isinstance(executor, gpu.GpuExecutor)
@@ -141,24 +158,41 @@ def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
     executor.close()
 
 
-def measured(path: Path, **variables: str) -> dict[str, Any]:
-    """Runs ci/bench/gpu for a bundle and returns the JSON document that it prints."""
+def measured(path: Path, out: Path, *options: str, **variables: str) -> dict[str, Any]:
+    """Runs ci/bench/gpu for a bundle and returns the JSON document that it prints and writes to `out`."""
     script = shared.ROOT / "ci" / "bench" / "gpu"
-    result = shared.run(str(script), "--bundle", str(path), "--rounds", "1", extra=variables)
+    command = (str(script), "--bundle", str(path), "--rounds", "1", "--out", str(out), *options)
+    result = shared.run(*command, extra=variables)
     assert result.returncode == 0, result.stderr
-    document: dict[str, Any] = json.loads(result.stdout)
+    document: dict[str, Any] = json.loads(out.read_text())
+    assert document == json.loads(result.stdout)
     return document
 
 
-def test_the_benchmark_measures_every_part(webgpu_toy_bundle: Path) -> None:
+def test_the_benchmark_measures_every_part_and_survives_one(webgpu_toy_bundle: Path, tmp_path: Path) -> None:
     if not has_adapter():
         pytest.skip("this machine has no GPU adapter, not even one in software")
-    document = measured(webgpu_toy_bundle)
-    assert {"copy", "launch", "gemv", "prefill", "decode 1", "serve"} <= set(document)
-    assert document["decode 1"]["launches_per_step"] == 7
-    assert document["serve"]["requests"] == 8
+    missing = ("--gguf", str(tmp_path / "missing.gguf"))
+    document = measured(webgpu_toy_bundle, tmp_path / "figures.json", *missing)
+    (program,) = document["programs"].values()
+    parts = {"load", "copy", "launch", "gemv", "prefill", "decode 1", "serve"}
+    assert set(program["features"]) == parts
+    assert set(program["plain"]) == {"load", "gemv", "prefill", "decode 1"}
+    assert program["plain"]["decode 1"]["launches_per_step"] == 7
+    assert program["features"]["serve"]["requests"] == 8
+    assert list(document["llama.cpp"]) == ["failed"]
+    assert "stopped" not in document
 
 
-def test_the_benchmark_ends_cleanly_without_its_adapter(webgpu_toy_bundle: Path) -> None:
-    document = measured(webgpu_toy_bundle, MLCBUILD_DEVICE="Voodoo 2")
+def test_the_benchmark_ends_when_its_time_is_over(webgpu_toy_bundle: Path, tmp_path: Path) -> None:
+    if not has_adapter():
+        pytest.skip("this machine has no GPU adapter, not even one in software")
+    text = json.dumps(measured(webgpu_toy_bundle, tmp_path / "figures.json", "--seconds", "0.1"))
+    # It ends at once, or, where it was faster, begins no part.
+    assert "the time was over during '" in text or text.count("the time is over") == 2
+    assert "gigabytes" not in text
+
+
+def test_the_benchmark_ends_cleanly_without_its_adapter(webgpu_toy_bundle: Path, tmp_path: Path) -> None:
+    document = measured(webgpu_toy_bundle, tmp_path / "figures.json", MLCBUILD_DEVICE="Voodoo 2")
     assert list(document) == ["skipped"]
