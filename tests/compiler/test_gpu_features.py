@@ -29,7 +29,10 @@ from tests.runtime.test_page import Browser
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
 Run = Callable[..., dict[str, NDArray[Any]]]
 PACKED = frozenset({PACKED_PRODUCTS, SUBGROUPS})
-FORMS = ["q4s", "q8s", "q4l", "q4_k"] if EVERY else ["q4l"]
+CASES = [("q4l", NARROW)]
+if EVERY:
+    CASES += [(form, columns) for form in ("q4s", "q8s", "q4_0") for columns in (COLUMNS, NARROW)]
+    CASES += [("q4_k", COLUMNS)]  # it has whole blocks of 256 columns
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,8 @@ def rounded(x: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray((codes * step).reshape(padded.shape)[:, : x.shape[1]])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("columns", [COLUMNS, NARROW] if EVERY else [NARROW])
+@pytest.mark.parametrize(("form", "columns"), CASES)
 def test_packed_products_round_activations_as_cpus_do(form: str, columns: int, run: Run) -> None:
-    if form == "q4_k" and columns == NARROW:
-        pytest.skip("it has whole blocks of 256 columns")
     tensors, values = matrix(form, columns)
     spec = ProductSpec(ROWS, columns, stored_as(form), rounds_inputs=True)
     for count, rows in ((1, 1), (6, 4)):
