@@ -280,7 +280,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.compiler.gpu.launch_plan": LAUNCHES,
     "mlcbuild.compiler.gpu.residual_stream": LAUNCHES,
     "mlcbuild.compiler.gpu.shader_text": LAUNCHES,
-    "mlcbuild.compiler.gpu.tensorir": LAUNCHES,
     "mlcbuild.compiler.library": NOT_YET,
     "mlcbuild.compiler.library_metadata": NOT_YET,
     "mlcbuild.compiler.passes.trusted_calls": NOT_YET,

@@ -18,8 +18,11 @@ from mlcbuild.compiler.gpu.emitter import Emitter
 from mlcbuild.compiler.gpu.kernels import expert_rows, norm_rows, product, tile_product
 from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
+from mlcbuild.compiler.gpu.kernels.packed_product import can_pack
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
+from mlcbuild.compiler.gpu.reductions import Operation, reduced
+from mlcbuild.compiler.gpu.tensorir import WORKGROUP, KernelBuilder, kernel, put
 from mlcbuild.models import LayerNorm, RmsNorm
 from tests import gpu_kernels, gpu_page
 from tests.compiler.test_gpu_formats import COLUMNS, LIMIT, NARROW, ROWS, activations, matrix, rms
@@ -86,6 +89,35 @@ def test_packed_products_of_chosen_experts(run: Run) -> None:
     for choice, expert in enumerate(routes):
         expected = rounded(x)[choice // 2] @ values[10 * expert : 10 * expert + 10].T
         assert np.median(np.abs(actual[choice] - expected)) < 1e-4
+
+
+def reducing(name: str, count: int, how: Operation) -> KernelBuilder:
+    """Returns the kernel y[i] = sum or maximum of the run of `count` values of x to which x[i] belongs."""
+    with kernel(name) as k:
+        x, y = k.buffer("x", (WORKGROUP,)), k.buffer("y", (WORKGROUP,))
+        with k.launch(WORKGROUP, 1) as (_, _y, tx):
+            (result,) = reduced(k, [x[tx]], [k.shared(WORKGROUP)], (tx, count), how)
+            put(y, result, tx)
+    return k
+
+
+def test_runs_of_every_length(run: Run) -> None:
+    x = np.random.default_rng(5).integers(-99, 99, WORKGROUP).astype(np.float32)
+    operations: tuple[Operation, ...] = ("add", "max")
+    for count in (1, 2, 8, 64):
+        for how in operations:
+            runs = x.reshape(-1, count)
+            expected = np.repeat(runs.sum(axis=1) if how == "add" else runs.max(axis=1), count)
+            for features in (frozenset({SUBGROUPS}), frozenset[str]()):
+                actual = run(reducing, (count, how), {}, {"x": x, "y": np.zeros_like(x)}, features)["y"]
+                assert np.array_equal(actual, expected), (count, how, features)
+
+
+def test_formats_whose_codes_become_bytes() -> None:
+    assert [name for name in ("f16", "q4s", "q5s", "q8s", "q8f16") if can_pack(stored_as(name))] == [
+        "q4s",
+        "q8s",
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 4])
