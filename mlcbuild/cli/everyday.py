@@ -53,7 +53,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
     """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers. text: a
-    model's name, or NAME=MODEL, which serves it under another name.
+    model's name, or NAME=MODEL, which serves it under another name. An installed model is served under the
+    name that `list` prints.
     """
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():
@@ -61,7 +62,9 @@ def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
     directories = bundles(name, _options(arguments))
     if alias and len(directories) > 1:
         raise UsageError(f"mlcbuild serve: {text}: {name} holds {len(directories)} bundles: name one of them")
-    yield from (f"{alias}={path}" if alias else str(path) for path in directories)
+    installed = {entry.bundle: entry.name for entry in entries.read(_root(arguments))}
+    names = ((alias or installed.get(path), path) for path in directories)
+    yield from (f"{served}={path}" if served else str(path) for served, path in names)
 
 
 def _options(arguments: argparse.Namespace) -> InstallOptions:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from mlcbuild.cli import main
+from mlcbuild.cli import everyday, main
 from mlcbuild.installed import entries
 from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
 from mlcbuild.installed.entries import InstallOptions
@@ -58,6 +59,9 @@ def test_a_checkpoint_is_built_once_kept_listed_and_removed(checkpoint: Path, st
     name = f"tiny-{scheme}"
     assert names(store) == {name: str(checkpoint)}
     assert ask(name, store) == ("5", ""), "its name is enough"
+    arguments = Namespace(store=str(store), scheme=None)
+    assert [*everyday._served(name, arguments)] == [f"{name}={store}/installed/{name}/bundle"]
+    assert [*everyday._served(f"t={name}", arguments)] == [f"t={store}/installed/{name}/bundle"]
     config = checkpoint / "config.json"
     config.write_text(config.read_text() + "\n")
     assert ask(checkpoint, store)[1], "a checkpoint that was changed is built again"
