@@ -231,7 +231,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.cli.bundles": BY_COMMAND,
     "mlcbuild.cli.ci": BY_COMMAND,
     "mlcbuild.cli.cluster": BY_COMMAND,
-    "mlcbuild.cli.everyday": BY_COMMAND,
     "mlcbuild.cli.listing": BY_COMMAND,
     "mlcbuild.cli.publishing": BY_COMMAND,
     "mlcbuild.cli.receipts": BY_COMMAND,
