@@ -149,7 +149,7 @@ def adapter_files(names: Container[str]) -> tuple[str, ...]:
 
 def index_shards(data: bytes, index: str) -> frozenset[str]:
     """Returns the names of the weights files that an index lists. data: the bytes of the index; index: its
-    file name, for errors. Raises SourceError (without naming the source).
+    file name, for errors. Raises SourceError, which does not name the source, if the index is invalid.
     """
     suffix = index.removesuffix(".index.json").rpartition(".")[2]
     try:

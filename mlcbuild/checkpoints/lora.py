@@ -69,11 +69,12 @@ class _Change:
     """The change that one adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
-    """The left factor of a LoRA change of a matrix: B [rows, rank], or A [rank, rows] if `crossed` is True.
+    """The left factor of a LoRA change of a matrix: B [rows, rank], or the transpose of A [rank, rows] if
+    `crossed` is True.
     """
     right: Tensor
-    """The right factor of a LoRA change of a matrix: A [rank, columns], or B [columns, rank] if `crossed` is
-    True.
+    """The right factor of a LoRA change of a matrix: A [rank, columns], or the transpose of B [columns, rank]
+    if `crossed` is True.
     """
     scale: np.float32
     crossed: bool

@@ -21,8 +21,8 @@ holds the bits of bfloat16.
 
 
 def _small_floats(fraction: int, bias: int, nan: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the float32 value of each of the 256 bytes, read as a float with `fraction` fraction bits and
-    the exponent bias `bias`. nan: the bytes that are NaN.
+    """Returns the float32 value of each of the 256 values of a byte, read as a float with `fraction` fraction
+    bits and the exponent bias `bias`. nan: the bytes that are NaN.
     """
     codes = np.arange(256)
     exponent, low = (codes & 127) >> fraction, codes & (1 << fraction) - 1

@@ -87,7 +87,7 @@ def _whole_tiles(array: NDArray[Any]) -> NDArray[Any]:
 
 def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
     """Rearranges numbers [rows, count] by tiles of 16 rows, padded with zeros, and returns them as `dtype`,
-    [tiles, count, 16]. count: the scales or minima in a row.
+    [tiles, count, 16]. count: number of scales or minima in a row.
     """
     padded = _whole_tiles(numbers)
     return np.ascontiguousarray(padded.reshape(-1, TILE_ROWS, padded.shape[1]).swapaxes(1, 2)).astype(

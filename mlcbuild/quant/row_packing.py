@@ -112,7 +112,7 @@ def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, in
 
 def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     """Returns (scales, minima) of a matrix that is stored row by row, each float32 [rows, columns / group];
-    minima is None if the format has none. numbers: the stored q_scale."""
+    minima is None if the format has none. numbers: the stored tensor q_scale."""
     if blocks.scale != "levels":
         if not blocks.minimum:
             return numbers.astype(np.float32), None

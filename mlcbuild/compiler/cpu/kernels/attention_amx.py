@@ -326,9 +326,9 @@ def _weigh(task: _Task, pair: Expr) -> None:
 
 
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
-    """Emits code that handles 16 query vectors in which a score exceeds the running maximum by more than
-    SLACK, as a base-2 exponent: it raises the vector's maximum and rescales its sums. Each vector depends
-    only on its own scores. half: 0 or 1, the half of 32 vectors; first: index of the first vector."""
+    """Emits code for 16 query vectors. If a score of a vector exceeds the vector's running maximum by more
+    than SLACK, a base-2 exponent, the code raises the maximum and rescales the vector's sums. Each vector
+    depends only on its own scores. half: 0 or 1, the half of 32 vectors; first: index of the first vector."""
     floats = task.floats
     tops = []
     for row in range(LANES):

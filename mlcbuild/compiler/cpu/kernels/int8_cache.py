@@ -103,7 +103,7 @@ def _largest(floats: Floats, dim: int, source: tuple[Buffer, Expr, Expr]) -> Exp
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (scale, 1 / scale) of a key or value, float32. largest: the bits of the largest |x|."""
+    """Returns (scale, 1 / scale) of a key or value, float32. largest: the float32 bits of the largest |x|."""
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(_LEAST), f32(LARGEST) / value, f32(0)))
     return T.bind(value * f32(1 / LARGEST)), inverse

@@ -217,8 +217,8 @@ def _quantize_group(
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (scale of a group of activations, as the int32 that is stored; 1 / scale). largest: the bits of
-    the largest |x|.
+    """Returns (scale of a group of activations, as the int32 that is stored; 1 / scale). largest: the float32
+    bits of the largest |x|.
     """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
@@ -227,7 +227,7 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
     """Returns (power-of-two scale of a group of activations, as the int32 that is stored; 1 / scale).
-    largest: the bits of the largest |x|.
+    largest: the float32 bits of the largest |x|.
     """
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))
