@@ -16,7 +16,7 @@ MAX_DEPTH = 64
 MAX_INTEGER = 1 << 53
 """The largest integer that a field may hold: larger ones are not exact in every JSON reader."""
 MAX_TEXT = 1000
-"""Maximum characters of a text field."""
+"""Maximum number of characters of a text in a bundle's JSON files that is printed or compared."""
 _DIGITS = 100
 """Maximum digits of a number in a JSON document: `model_max_length` of many tokenizers has 31."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -95,7 +95,8 @@ class Names:
     """LLVM's names of the processors and of the features of one architecture."""
 
     cpus: Mapping[str, frozenset[str]]
-    """Name of a processor or psABI level -> LLVM's names of its extensions that the runtime checks."""
+    """Name of a processor or of a psABI level, such as x86-64-v3 -> LLVM's names of its instruction-set
+    extensions, as far as the runtime checks them."""
     features: frozenset[str]
 
 

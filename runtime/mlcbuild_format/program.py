@@ -98,7 +98,7 @@ class Alternative:
     and grid are those of the shader."""
 
     features: tuple[str, ...]
-    """The optional features of a device that the text needs, all of them."""
+    """The optional features of a GPU that this text uses; a device must have all of them to run it."""
     file: str
     shared_bytes: int
 
@@ -121,7 +121,7 @@ class Shader:
     """Number of workgroups of a launch in x and y, as expressions over the shader's scalars. If one is 0,
     nothing is launched."""
     alternatives: tuple[Alternative, ...] = ()
-    """Other texts of the shader, the best first."""
+    """Other source texts of this shader, for devices with optional features, the fastest first."""
 
     def best(self, features: Collection[str]) -> Shader:
         """Returns the shader with the first of its alternatives for which a device with optional features has

@@ -39,7 +39,8 @@ largest known tokenizers use less than 1 GiB."""
 SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂\t\0", "<s> a  b</s>")
 """Texts that every tokenizer must be able to encode."""
 EVERY_LETTER = "".join(map(chr, range(0x20, 0x3000)))
-"""A text in which each letter up to the symbols of Chinese occurs once."""
+"""A text with every character from the space (U+0020) up to U+2FFF, before the first Chinese characters, to
+try a tokenizer with."""
 TOKENS_PER_BYTE, MORE_TOKENS = 16, 1000
 """TOKENS_PER_BYTE is the maximum number of tokens for each byte of a text, MORE_TOKENS the number that any
 text may have in addition. A tokenizer that makes far more tokens of a letter could use up all memory for a

@@ -16,7 +16,7 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _PERIOD = 0.1
 """Seconds between two updates of a Markdown block on the terminal while it grows."""
 _LINES = 4
-"""Rows of a terminal that the unfinished part of an answer leaves free."""
+"""Number of rows of the terminal that stay free below the part of an answer that is still redrawn."""
 
 Show = Callable[[str], None]
 """Function that shows the next piece of an answer's text."""

@@ -303,8 +303,8 @@ class Grammars:
             ) from None
 
     def _made(self, grammar: str, key: Key, outcome: TrialOutcome) -> Compiled | str:
-        """Compiles a constraint that was compiled and followed successfully in a child process (its trial),
-        and returns it, or an error message if it cannot be used. key: the constraint's key in the cache."""
+        """Compiles a constraint, such as a JSON schema, after it was compiled on trial in a child process.
+        Returns it, or an error message if it cannot be used. key: the constraint's key in the cache."""
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)

@@ -130,7 +130,8 @@ class MaskTime:
 
 
 def _slow_mask(seconds: float, tokens: int = 1) -> str:
-    """Returns the reason for ending an answer whose masks for `tokens` tokens took `seconds` of CPU time."""
+    """Returns a sentence that says why an answer ends whose constraint was too slow: computing the logit
+    masks of `tokens` tokens took `seconds` of CPU time."""
     which = "tokens may come next" if tokens < 2 else f"of the tokens may come next {tokens} times"
     return f"it took {seconds:.2f} s to see which {which}, and others wait meanwhile: simplify it"
 

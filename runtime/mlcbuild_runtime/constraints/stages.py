@@ -40,7 +40,8 @@ class Stage:
     """A second limit of CPU time for trying a constraint: this number times the CPU time that a plain JSON
     schema takes with the model's vocabulary. The smaller limit counts; None: `seconds` is the only one."""
     niceness: int = 0
-    """Niceness of the process that tries the constraint."""
+    """Niceness (low priority) of the child process in which constraints of this stage are compiled on trial.
+    """
     compile_niceness: int = 0
     """Niceness of the server's thread that compiles a constraint, after it was compiled and followed
     successfully in a child process."""
@@ -68,8 +69,9 @@ SHORT = 1 << 12
 
 
 class _Try:
-    """One stage of trying constraints: its limits, the child process that compiles and follows one constraint
-    at a time, and the queue of constraints that wait for it."""
+    """One stage in which constraints are compiled on trial: its limits, the child process that compiles one
+    constraint at a time and follows it for some tokens, and the queue of constraints that wait for the
+    process."""
 
     def __init__(self, stage: Stage, tokens: Tokens) -> None:
         self.stage, self.turns = stage, FairLock(stage.places)
@@ -110,7 +112,7 @@ class Trials(Generic[T]):
         return outcome.error
 
     def forget(self, key: Hashable) -> None:
-        """Drops the cached outcome of a constraint."""
+        """Removes the outcome of a constraint's trial compilation from the cache."""
         with self._lock:
             self._outcomes.pop(key, None)
 

@@ -306,7 +306,8 @@ class GpuExecutor:
         yield from ()
 
     def seconds(self) -> float:
-        """Returns the wall-clock time in seconds: the calling thread waits while the GPU computes."""
+        """Returns a reading of a wall clock in seconds, of which differences are the cost of steps: the
+        calling thread does nothing else while the GPU computes."""
         return time.perf_counter()
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from mlcbuild_runtime.executor.batch import Masks, ModelStep
 
 QUERY_TILE = 32
-"""Number of rows in a tile of a prompt's attention: `QUERIES` of the compiler's kernels."""
+"""Number of prompt tokens in one tile of the attention kernels for prompts; must equal `QUERIES` of the
+compiler's kernels."""
 
 
 class InputBlock:

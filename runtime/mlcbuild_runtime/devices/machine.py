@@ -103,10 +103,9 @@ class FreeCores:
         now: Callable[[], float] = time.monotonic,
         spent: Callable[[], float] = lambda: os.times().user,
     ) -> None:
-        """Creates a counter whose first call looks at the time from now on. root: the directory that contains
-        /proc; now: returns the time; spent: returns the CPU time of this process in user mode; both in
-        seconds.
-        """
+        """Creates a counter of free processors; its first call measures from now on. root: the directory that
+        contains /proc; now: returns the time; spent: returns the CPU time of this process in user mode; both
+        in seconds."""
         self._proc, self._now, self._spent = root / "proc", now, spent
         self._last = self._times()
 
@@ -127,8 +126,8 @@ class FreeCores:
         return cores - (fewest or 0)
 
     def _most_others(self) -> int:
-        """Returns the largest number of processors that others without a nice value may use now, by the times
-        since the last call."""
+        """Returns an upper bound of the number of processors on which other processes without a nice value
+        compute, from their CPU times since the last call."""
         unknown, before, after = 1 << 30, self._last, self._times()
         if before is None or after is None or after[0] - before[0] < _SHORTEST:
             return unknown

@@ -16,7 +16,8 @@ and of those below."""
 REST = 8.0
 """Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""
 IDLE = 0.5
-"""Seconds without a step of the model after which earlier measurements are discarded."""
+"""Seconds without a step of the model after which earlier measurements of the threads' CPU time are
+discarded."""
 DOUBT = 60.0
 """Seconds after which more threads are tried even if the system reports too few free cores for them."""
 

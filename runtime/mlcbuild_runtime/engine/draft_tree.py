@@ -32,7 +32,7 @@ class Branch:
     start: int
     """Number of draft tokens before the branch, on the path of the draft tree that the branch leaves."""
     tokens: list[int]
-    """The tokens of the branch, at least one."""
+    """The draft tokens of this branch of the draft tree, at least one."""
     parent: int = 0
     """Index of the path that the branch leaves: 0 is the draft itself, 1 the first branch. The branch begins
     after a token of this path.

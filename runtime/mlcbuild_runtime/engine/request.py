@@ -86,7 +86,7 @@ class Event(NamedTuple):
     accepted: int = 0
     """Number of the answer's tokens so far that were accepted draft tokens."""
     rejected: int = 0
-    """Number of draft tokens so far that were rejected."""
+    """Number of draft tokens proposed for this request so far that were not accepted."""
     vector: Floats | None = None
     """The embedding, in the only event of a request with `pooling`."""
     times: EngineTimes | None = None
@@ -111,7 +111,7 @@ class Ticket:
         request pauses."""
         self.cancelled = False
         self.delivered = 0
-        """Number of events that were delivered for the request; the engine counts them."""
+        """Number of events (tokens of the answer) that were delivered to the client."""
         self._read, self._wake, self._window = 0, wake, window
 
     def cancel(self) -> None:
@@ -174,7 +174,7 @@ class State:
     decode_steps: int
     """Number of decode steps executed since the engine's start."""
     drafted_tokens: int
-    """Number of draft tokens verified since the engine's start."""
+    """Number of draft tokens that steps have verified since the engine's start, accepted or not."""
     accepted_tokens: int
     """Number of draft tokens since the engine's start that became part of answers."""
     preemptions: int

@@ -29,8 +29,9 @@ ReadLogits = Callable[[], Floats]
 
 
 class Backoff:
-    """Exponential back-off for the cheap path of constrained decoding: sample first, then check the grammar.
-    The more often samples violate the grammar, the more often a mask is computed instead."""
+    """Decides, for a constrained answer, whether the next token is sampled first and then checked against the
+    grammar (cheap), or sampled under a logit mask. Exponential back-off: the more often samples violate the
+    grammar, the more often a mask is computed."""
 
     LONGEST = 64
 

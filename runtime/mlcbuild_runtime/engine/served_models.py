@@ -44,8 +44,8 @@ class ModelSource:
         return cls(Path(text))
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns a ModelSource for each bundle if this path is a directory of bundles; otherwise a list of
-        this source alone."""
+        """Returns one ModelSource for each bundle in this source's directory; a list of this source alone if
+        it is a bundle itself or was given a name."""
         if self.name is not None:
             return [self]
         return [ModelSource(path) for path in directories(self.path)] or [self]

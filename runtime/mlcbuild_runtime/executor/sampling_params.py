@@ -32,7 +32,7 @@ _PART = 64
 """Number of tokens in one block of the search for the most likely tokens: only blocks whose maximum is large
 enough are searched."""
 _MAX_INVERSE_TEMPERATURE = 1e30
-"""Upper limit of 1 / temperature: beyond it only the most likely token could be sampled anyway."""
+"""Upper limit of 1 / temperature; with a larger value only the most likely token would ever be sampled."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Logprob:
 
 
 Score = tuple[Logprob, tuple[Logprob, ...]]
-"""(a token with its log-probability, the most likely tokens at its position with theirs)."""
+"""The log-probabilities at one position of an answer: those of the sampled token and of the most likely
+tokens."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:

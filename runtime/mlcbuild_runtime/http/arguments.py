@@ -169,7 +169,7 @@ def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
 
 def options(arguments: argparse.Namespace) -> ServerOptions:
     """Returns the options of a server from parsed command-line arguments. Raises ArgumentTypeError if an
-    option lacks the one that it belongs to."""
+    option is stated without another option that it requires."""
     _refuse_conflicts(arguments)
     if arguments.device is not None:
         # This also applies to the processes that this one starts.

@@ -84,8 +84,9 @@ class BodyReader:
             return await to_thread.run_sync(parse_body, data)
 
     async def _alone(self, turn: AsyncExitStack) -> None:
-        """Waits until no other request body with many JSON values is being processed, and makes further ones
-        wait until the exit stack `turn` is closed. Raises RequestError after TURN_SECONDS."""
+        """Waits until no other request body with many JSON values is being processed. Further such bodies
+        then wait until the exit stack `turn` is closed. Raises RequestError if the wait takes longer than
+        TURN_SECONDS."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await turn.enter_async_context(self._processing)

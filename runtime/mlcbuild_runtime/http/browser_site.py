@@ -134,7 +134,8 @@ def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
 
 
 def _is_regular(path: Path) -> bool:
-    """Returns True if `path` is still a file, and no link, while its site is served."""
+    """Returns True if `path` is a regular file now, and no symbolic link. A file of a web site may have been
+    replaced since the server started."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:

@@ -28,7 +28,8 @@ HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
 byte or the connection's start; IDLE_SECONDS is the maximum between two requests.
 """
 WRITE_SECONDS = 120.0
-"""Maximum seconds during which a client reads nothing of its answer."""
+"""Maximum seconds for which the server waits while a client reads nothing of its answer; then the connection
+is closed."""
 LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
 """Bytes and seconds for which input is still received and discarded after the last answer: closing at once
 would reset the connection, and the client might lose the answer."""
@@ -41,7 +42,7 @@ next one: 16 KiB take 1 to 2 ms in the worst case, a body in chunks of one byte.
 call of `get_buffer` and the following `buffer_updated`, which an event loop never interleaves, and a process
 has one server."""
 _BEGINNING = b"HTTP/1.1 "
-"""The first bytes of every HTTP answer."""
+"""The first bytes of every HTTP/1.1 response, which are the same for every status."""
 
 
 class _Outlet(asyncio.Transport):

@@ -42,7 +42,7 @@ def _paths(routes: Sequence[BaseRoute]) -> str:
 
 
 async def gone(_request: Request, _error: Exception) -> Response:
-    """Returns a response that nobody reads, to end a request whose client has disconnected."""
+    """Ends the handling of a request whose client has disconnected; nobody reads the returned response."""
     return Response(status_code=400)
 
 

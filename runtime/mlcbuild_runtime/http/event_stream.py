@@ -1,4 +1,5 @@
-"""Sends a job's events to a client, and ends the job when the client leaves."""
+"""Sends the events of a running request to its client as they arrive, and cancels the request when the client
+disconnects."""
 
 from __future__ import annotations
 

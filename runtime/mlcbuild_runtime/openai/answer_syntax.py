@@ -72,7 +72,8 @@ class ChannelSyntax:
 
 @dataclass(frozen=True)
 class MarkedSyntax:
-    """The syntax of answers in which marks surround calls and reasoning."""
+    """The syntax of a model's answers in which marks, such as <think> and <tool_call>, surround reasoning and
+    tool calls."""
 
     form: Form
     thinking: Thinking | None

@@ -15,9 +15,8 @@ _OPEN = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties"}
     | {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef"}
 )
-"""JSON Schema keywords that concern keys of an object that `properties` does not list, or that may add keys
-in another schema.
-"""
+"""JSON Schema keywords that restrict or allow keys besides those in `properties`, or that combine an object's
+schema with other schemas. An object with one of them is left as it is."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """JSON Schema keywords whose value is an object: name -> schema."""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
@@ -36,8 +35,8 @@ def closed(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _composed(schema: Json, part: bool = False) -> Iterator[str]:
-    """Yields the target of each `$ref` in a JSON schema that stands where a schema describes only a part of
-    an object. part: True if `schema` itself stands in such a place."""
+    """Yields the targets of those `$ref` in a JSON schema that describe only a part of an object, such as the
+    members of `allOf`. part: True if `schema` itself describes only a part."""
     if isinstance(schema, list):
         for item in schema:
             yield from _composed(item, part)

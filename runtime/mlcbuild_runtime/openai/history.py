@@ -30,7 +30,7 @@ class Kept:
     before: tuple[Item, ...]
     """All items of the conversation before the request whose response is stored."""
     items: tuple[Item, ...]
-    """The items of the request itself, whose response is stored."""
+    """The items (messages, tool calls, tool results) that the request itself added to the conversation."""
 
     @property
     def all(self) -> tuple[Item, ...]:
@@ -98,7 +98,8 @@ class History:
         self._bytes -= self._kept.pop(name)[1]
 
     def start(self, output: ResponseOutput, interrupt: Callable[[], None]) -> None:
-        """Registers a running response, so that it can be cancelled. interrupt: function that ends it."""
+        """Registers a response that is being generated, so that a client can cancel it by its id. interrupt:
+        function that ends the response."""
         self._running[output.id] = output, interrupt
 
     def end(self, output: ResponseOutput) -> None:

@@ -145,7 +145,8 @@ class ResponsesCall:
     """A checked request to /v1/responses."""
 
     items: tuple[Item, ...]
-    """The items of the field `input`, without those of earlier responses."""
+    """The items (messages, tool calls, tool results) of the request's field `input`, without those of earlier
+    responses that the request continues."""
     chat: Mapping[str, Json]
     """The fields, without the messages, of the chat completions request that is equivalent to this one."""
     instructions: str | None
