@@ -64,6 +64,15 @@ def test_blocks_become_messages() -> None:
     assert "max_tokens" not in counted_body({"messages": HI})
 
 
+def test_an_output_format_binds_the_answer() -> None:
+    config: Json = {"effort": "max", "format": {"type": "json_schema", "schema": SCHEMA}}
+    chat = chat_body({"max_tokens": 5, "messages": HI, "output_config": config})
+    expected = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    assert (chat["response_format"], chat["reasoning_effort"]) == (expected, "xhigh")
+    empty: Json = {"effort": None, "format": None}
+    assert "response_format" not in chat_body({"max_tokens": 5, "messages": HI, "output_config": empty})
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -80,6 +89,7 @@ def test_blocks_become_messages() -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "a name and an input_schema"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice", 'or "tool" with its name'),
         ({"thinking": {"type": "much"}}, "thinking", '"adaptive" or "disabled"'),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format", '"json_schema", "schema"'),
         ({"stop": ["a"]}, "stop", "unknown field 'stop'"),
     ],
 )
@@ -166,6 +176,10 @@ with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as clien
     else:
         raise AssertionError
     assert client.models.list().data[0].id == model
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+    bound = client.messages.create(**asked, output_config=config).content[-1]
+    assert json.loads(bound.text) == {"n": 7}, bound
 """
 
 

@@ -82,6 +82,9 @@ def test_tokens_and_templates(sayer: Server) -> None:
     rendered = post(sayer, "/apply-template", messages=HI).json()["prompt"]
     tokens = post(sayer, "/tokenize", messages=HI).json()["tokens"]
     assert post(sayer, "/tokenize", content=rendered).json()["tokens"] == tokens
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    whole = post(sayer, "/apply-template", messages=HI, tools=[tool], stream=True, max_tokens=5).json()
+    assert '"name":"add"' in whole["prompt"], "the body is that of a chat"
 
 
 def test_descriptions(sayer: Server) -> None:

@@ -33,6 +33,22 @@ _THINKING: dict[str, Json] = {
     "required": ["type"],
     "properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}},
 }
+_OUTPUT: dict[str, Json] = {
+    "type": "object",
+    "properties": {
+        "effort": {"enum": ["low", "medium", "high", "xhigh", "max", None]},
+        "format": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "required": ["type", "schema"],
+                    "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
+                },
+                {"type": "null"},
+            ]
+        },
+    },
+}
 COUNT: Table = {
     "model": api.COMMON["model"],
     "messages": Field({"type": "array", "minItems": 1, "items": _MESSAGE}, "The chat so far."),
@@ -40,6 +56,9 @@ COUNT: Table = {
     "tools": Field({"type": "array", "maxItems": tools.MAX_TOOLS, "items": _TOOL}, "Functions to call."),
     "tool_choice": Field(_CHOICE, "Only with `tools`."),
     "thinking": Field(_THINKING, "Whether the model reasons first; `budget_tokens` is ignored."),
+    "output_config": Field(
+        _OUTPUT, "`format` is a JSON schema of the answer; `effort` is `reasoning_effort` of chats."
+    ),
     **ignored("cache_control"),
 }
 TABLE: Table = {
@@ -101,6 +120,25 @@ def _chat(fields: RequestBody) -> dict[str, Json]:
             chat["enable_thinking"] = kind != "disabled"
         case other:
             raise wrong("thinking", '{"type": "enabled"}, "adaptive" or "disabled"', other)
+    return chat | _output(fields.object("output_config"))
+
+
+def _output(config: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns the field `output_config` of Anthropic's API as fields of a chat completion. Raises
+    RequestError for a format that is no JSON schema."""
+    chat: dict[str, Json] = {}
+    if (effort := config.get("effort")) is not None:
+        chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    match config.get("format"):
+        case None:
+            pass
+        case {"type": "json_schema", "schema": dict(schema)}:
+            chat["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": schema},
+            }
+        case other:
+            raise wrong("output_config.format", '{"type": "json_schema", "schema": {...}}', other)
     return chat
 
 

@@ -12,10 +12,10 @@ from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.openai import api
 from mlcbuild_runtime.openai.body import RequestBody, Table, boolean
+from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.chat_documents import error_document
 from mlcbuild_runtime.openai.foreign_fields import translated
-from mlcbuild_runtime.openai.messages import messages
-from mlcbuild_runtime.openai.service import CompletionJob
+from mlcbuild_runtime.openai.service import CompletionJob, rendered
 
 Document = dict[str, Json]
 _OWN = ("echo", "logprobs", "max_tokens", "n", "stream_options")
@@ -30,11 +30,6 @@ TABLE: Table = {
 """Fields of /completion that the API document lists. Other fields are accepted only with values that change
 nothing.
 """
-TEMPLATE: Table = {
-    "model": api.COMMON["model"],
-    "messages": api.CHAT["messages"],
-    "chat_template_kwargs": api.CHAT["chat_template_kwargs"],
-}
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
@@ -117,11 +112,12 @@ def _timings(event: Event, size: int) -> Document:
 
 
 def template(running: Engine, body: Mapping[str, Json]) -> Document:
-    """Returns the response to a request to llama.cpp's /apply-template: {"prompt": the rendered text of a
-    chat}. Raises RequestError for messages that are invalid or that the chat template refuses."""
-    fields = RequestBody(body, TEMPLATE)
-    options = fields.object("chat_template_kwargs")
-    return {"prompt": running.tokenizer.rendered(messages(fields), options, running.longest_text)}
+    """Returns the response to a request to llama.cpp's /apply-template, whose body is that of a chat:
+    {"prompt": the rendered text with messages and tools}. Raises RequestError for an invalid field, or
+    messages that the chat template refuses."""
+    tokenizer = running.tokenizer
+    form = Form.of(tokenizer.template.source, tokenizer.vocabulary)
+    return {"prompt": rendered(running, api.chat_call(body, running.manifest.serving), form)}
 
 
 def properties(running: Engine) -> Document:

@@ -53,7 +53,7 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     ),
     "/apply-template": (
         "The prompt that the chat template renders for a chat.",
-        llama_completion.TEMPLATE,
+        api.CHAT,
         ("messages",),
         "",
     ),

@@ -95,19 +95,9 @@ def constrained(body: Mapping[str, Json]) -> bool:
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     """Returns the requests for the engine, and the reply that they fill, for a body of /v1/chat/completions.
     Raises RequestError for an invalid field, or a prompt that is too long."""
-    call = api.chat_call(body, running.manifest.serving)
-    form, box, options = (
-        Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
-        call.toolbox,
-        call.options,
-    )
-    listed, tokenizer = call.messages, running.tokenizer
-    extra = {**template_variables(call.effort, call.enable_thinking), **call.template_options}
-    if not form.native:
-        listed = tuple(tools.in_words(listed, box, form))
-    elif box is not None:
-        extra["tools"] = tools.documents(box)
-    prompt = tokenizer.rendered(listed, extra, running.longest_text)
+    call, tokenizer = api.chat_call(body, running.manifest.serving), running.tokenizer
+    form, options = Form.of(tokenizer.template.source, tokenizer.vocabulary), call.options
+    prompt = rendered(running, call, form)
     tokens = tokenizer.vocabulary.encode(prompt, special=False)
     syntax = answer_syntax(tokenizer, form, prompt)
     options = replace(options, constraint=syntax.constraint(call, tokenizer.vocabulary.leading_space))
@@ -117,6 +107,18 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     request = replace(request, shown=tuple((token, name) for name, token in syntax.shown(call).items()))
     prompts = [Prompt(0, len(tokens), reader=syntax.reader(call))]
     return _job(running, options, [request], prompts, chat=True)
+
+
+def rendered(running: Engine, call: api.ChatCall, form: Form) -> str:
+    """Returns the prompt of a chat as text: its messages and tools in the bundle's chat template. form:
+    syntax of tool calls in the template. Raises RequestError for messages that the template refuses."""
+    listed, box = call.messages, call.toolbox
+    extra = {**template_variables(call.effort, call.enable_thinking), **call.template_options}
+    if not form.native:
+        listed = tuple(tools.in_words(listed, box, form))
+    elif box is not None:
+        extra["tools"] = tools.documents(box)
+    return running.tokenizer.rendered(listed, extra, running.longest_text)
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
