@@ -1,0 +1,95 @@
+"""Tests of what a server does around its endpoints: error responses, the order of middleware, log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+from mlcbuild_runtime.http import error_responses, logs, middleware
+from mlcbuild_runtime.http.access import Access
+from mlcbuild_runtime.http.accesslog import AccessLog
+from mlcbuild_runtime.http.keys import Keys
+from mlcbuild_runtime.http.sites import Sites
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+
+async def endpoint(_: Request) -> Response:
+    return Response()
+
+
+def request(path: str, method: str = "GET") -> Request:
+    paths = ("/v1/models", "/models", "/v1/models/{name}", "/api/chat", "/health")
+    app = Starlette(routes=[Route(each, endpoint) for each in paths])
+    server = ("localhost", 1)
+    return Request({
+        "type": "http", "app": app, "path": path, "method": method, "headers": [], "server": server,
+        "scheme": "http", "query_string": b"", "root_path": "",
+    })  # fmt: skip
+
+
+def message(response: Response) -> str:
+    return str(json.loads(bytes(response.body))["error"]["message"])
+
+
+def test_an_unknown_path_is_answered_with_those_that_exist() -> None:
+    response = asyncio.run(error_responses.http_error(request("/v1/model"), HTTPException(404)))
+    assert response.status_code == 404
+    assert message(response) == (
+        "there is no path /v1/model: there are /v1/models, /api/..., /health; /openapi.json describes them"
+    )
+    long = asyncio.run(error_responses.http_error(request("/" + "x" * 5000), HTTPException(404)))
+    assert len(message(long)) < 300
+
+
+def test_a_wrong_method_is_answered_with_the_right_one() -> None:
+    error = HTTPException(405, headers={"Allow": "POST"})
+    response = asyncio.run(error_responses.http_error(request("/v1/models", "PUT"), error))
+    assert message(response) == "/v1/models does not take PUT: it takes POST"
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+def test_a_defect_reveals_nothing() -> None:
+    response = asyncio.run(error_responses.unexpected_error(request("/"), ValueError("secret")))
+    assert response.status_code == 500 and message(response) == "the server has failed: see its log"
+    assert asyncio.run(error_responses.gone(request("/"), ValueError())).status_code == 400
+
+
+def test_requests_pass_the_log_the_sites_cors_and_the_keys() -> None:
+    """Checks the order: a browser's preflight has no key, and the log has what is refused."""
+    access = Access(keys=("k",), origins=("http://a",), hosts=("h",))
+    layers = middleware.stack(access, [(sys.stderr, "text"), (io.StringIO(), "json")])
+    assert [layer.cls for layer in layers] == [AccessLog, AccessLog, Sites, CORSMiddleware, Keys]
+    assert [layer.cls for layer in middleware.stack(Access(hosts=()), [])] == [Sites]
+    assert middleware.stack(Access(), []) == []
+
+
+def test_log_lines_are_one_line() -> None:
+    formatter = logs.OneLineFormatter("%(levelname)s: %(message)s")
+    record = logging.LogRecord("a", logging.ERROR, "f", 1, "x\n\x1b[31mERROR: forged", None, None)
+    line = formatter.format(record)
+    assert line.startswith("ERROR: x") and line.isprintable()
+    try:
+        raise ValueError("a\x1bb\nc")
+    except ValueError:
+        failed = logging.LogRecord("a", logging.ERROR, "f", 1, "failed", None, sys.exc_info())
+    lines = formatter.format(failed).split("\n")
+    assert lines[0] == "ERROR: failed" and lines[1].startswith("Traceback")
+    assert all(each.isprintable() for each in lines) and "ValueError: a" in "".join(lines)
+
+
+def test_a_log_that_is_configured_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: calls.append(options))
+    logs.to_stderr()
+    (handler,) = calls[0]["handlers"]
+    assert isinstance(handler.formatter, logs.OneLineFormatter) and "force" not in calls[0]
