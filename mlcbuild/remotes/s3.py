@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
 
 PART = 8 << 20
-"""Number of bytes in one part of an upload. Smaller objects are uploaded in one request."""
+"""Number of bytes in one part of an upload. Smaller objects are uploaded in one request. S3 accepts parts
+from 5 MiB on. 1 GiB takes 128 requests, and PARTS of them hold 32 MiB of memory. `ci/bench/remotes s3
+--set mlcbuild.remotes.s3.PART=16777216` prints the rate of an upload with another size."""
 PARTS = 4
 """Number of parts of one upload that are sent at the same time."""
 _MOST_PARTS = 10_000

@@ -29,7 +29,9 @@ NAP = 0.2
 """Seconds between two checks of the requests' deadlines while every request is paused until
 its client reads."""
 BURST_SECONDS = 0.04
-"""Maximum seconds of one burst of decode steps, after which clients receive their tokens."""
+"""Maximum seconds of one burst of decode steps, after which clients receive their tokens: 25 times a second,
+as often as a video has pictures. `ci/bench/constants --bundle BUNDLE loop.BURST_SECONDS` compares what other
+lengths cost."""
 
 
 class Loop:

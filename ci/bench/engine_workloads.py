@@ -1,0 +1,111 @@
+"""Workloads for the constants of the runtime: requests to an engine, and texts whose drafts are counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from mlcbuild_runtime.devices.cpu import CpuExecutor
+from mlcbuild_runtime.engine import drafts
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.executor.sampling_params import Sampling
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+from set_constants import replaced
+
+ENGINE = "mlcbuild_runtime.engine"
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = ("README.md", "mlcbuild/README.md", "runtime/mlcbuild_runtime/engine/loop.py")
+"""Files of this repository in which drafts are counted: prose, tables, and a program."""
+PROMPT, ANSWER = 256, 64
+CONSTANTS = {
+    "loop.BURST_SECONDS": (0.01, 0.02, 0.08, 0.16),
+    "scheduler.SCORED": (16, 32, 128, 256),
+    "prompt_turns.SMALLEST": (16, 32, 128),
+    "drafts.SIZES": ((2,), (3, 2), (5, 4, 3, 2), (4, 3)),
+}
+"""Constant, in a module of mlcbuild_runtime/engine -> the values that are compared with its own."""
+Value = int | float | tuple[int, ...]
+
+
+def request(name: str, value: Value) -> tuple[str, Request]:
+    """Returns (label, a request whose time the constant `name` affects). A chunk of a prompt has at least
+    SMALLEST tokens, so its cost shows in a prompt of as many."""
+    plain = Sampling(0.0)
+    if name == "scheduler.SCORED":
+        return "256 prompt tokens with log-probabilities", Request(
+            tuple(range(3, 3 + PROMPT)), 1, plain, prompt_logprobs=True, logprobs=0
+        )
+    if name == "prompt_turns.SMALLEST":
+        assert isinstance(value, int)
+        return "a prompt token", Request(tuple(range(3, 3 + value)), 1, plain)
+    return f"{ANSWER} tokens of an answer", Request(tuple(range(3, 35)), ANSWER, plain, ignore_eos=True)
+
+
+def seconds(engine: Engine, asked: Request, clock: Callable[[], float]) -> float:
+    """Returns the seconds that a request takes, per prompt token if its answer has one token."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    begun = clock()
+    engine.submit(asked, events.put)
+    while True:
+        event = events.get()
+        if event.error is not None:
+            raise event.error
+        if event.last:
+            return (clock() - begun) / (len(asked.prompt) if asked.max_tokens == 1 else 1)
+
+
+def compare(
+    bundle: Path, name: str, values: Sequence[Value], timing: tuple[Callable[[], float], int], threads: int
+) -> Iterator[tuple[str, float, list[float]]]:
+    """Yields (label, seconds with the constant's present value, list of ratios: the time with each other
+    value divided by that time). timing: (clock, number of rounds)."""
+    module, _, attribute = name.rpartition(".")
+    model = CpuExecutor.load(bundle, threads=threads)
+    engine = Engine(model, Tokenizer.load(bundle, model.manifest.serving)).start()
+    present: Value = getattr(__import__(f"{ENGINE}.{module}", fromlist=[attribute]), attribute)
+    least = [float("inf")] * (1 + len(values))
+    for turn in range(timing[1] + 1):
+        for index, value in enumerate((present, *values)):
+            label, asked = request(name, value)
+            # A prompt that differs in its first token is in no cache.
+            asked = Request((300 + turn * 20 + index, *asked.prompt[1:]), *_rest(asked))
+            with replaced(f"{ENGINE}.{module}", attribute, value):
+                spent = seconds(engine, asked, timing[0])
+            least[index] = min(least[index], spent) if turn else least[index]
+    engine.close()
+    yield label, least[0], [item / least[0] for item in least[1:]]
+
+
+def _rest(asked: Request) -> tuple[object, ...]:
+    """Returns the fields of a request after its prompt."""
+    return tuple(vars(asked).values())[1:]
+
+
+def count_drafts(bundle: Path, values: Sequence[Value]) -> Iterator[tuple[str, list[float]]]:
+    """Yields (name of a text, tokens per step with each value of drafts.SIZES): the text's tokens divided
+    by the steps of a model that answers exactly with it, from its 100th token on. Nothing is timed."""
+    tokenizer = Tokenizer.load(bundle)
+    for name in TEXTS:
+        tokens = tokenizer.encode((ROOT / name).read_text(encoding="utf-8"))
+        counts = list[float]()
+        for sizes in values:
+            with replaced(f"{ENGINE}.drafts", "SIZES", sizes):
+                lookup, place, steps = drafts.Lookup(), 100, 0
+                written = tokens[:place]
+                while place < len(tokens):
+                    draft = lookup.propose(written, drafts.TOKENS)
+                    wrong = (
+                        i for i, token in enumerate(draft) if tokens[place + i : place + i + 1] != [token]
+                    )
+                    place, steps = place + next(wrong, len(draft)) + 1, steps + 1
+                    written += tokens[len(written) : place]
+            counts.append((len(tokens) - 100) / steps)
+        yield name, counts
+
+
+def clock_of(threads: int) -> Callable[[], float]:
+    """Returns the clock of a measurement: CPU time of the process on one thread, else wall time."""
+    return time.process_time if threads == 1 else time.perf_counter
