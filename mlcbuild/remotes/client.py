@@ -1,8 +1,21 @@
 """An HTTP client on urllib3: persistent connections, retries, proxies, and strict deadlines.
 
-Proxies come from the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`); certificates are checked against
-the system's, or those in `SSL_CERT_FILE`. urllib3's timeouts limit each read of a socket; here each phase of
-a request also has a deadline, because a server could send one header byte per second.
+urllib3 connects, keeps pools of connections, speaks TLS, tunnels through proxies, and frames bodies; netrc
+files are read by the standard library. Five things are written here, because urllib3 does not have them:
+
+    deadlines.py     68 lines of code   one deadline for DNS and connecting, one for all headers of a response
+                                        with its interim ones, and one for each read of a body. urllib3's
+                                        timeouts limit single reads of a socket, and its `total` does not
+                                        cover headers or bodies that arrive byte by byte
+    Client.ask       25                 retries until a point in time, and none after a timeout or for PATCH;
+                                        urllib3's Retry counts attempts and has no limit of time
+    Client.close     10                 ends reads of other threads, so that a run ends at once
+    _proxy           13                 the proxy of the environment variables; urllib3 is given its address
+    ranges.py        89                 an object over several connections, by the rate that is measured
+
+auth.py (89 lines) looks up credentials by the name of the host, which no recipe can change, and asks Docker's
+helpers. The rest of this file words failures. Certificates are checked against the system's, or those in
+`SSL_CERT_FILE`; proxies are those of `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`.
 """
 
 from __future__ import annotations
