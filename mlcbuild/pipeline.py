@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from mlcbuild import machine, quant
-from mlcbuild.build.graph import Graph, Input, Node, Source, Step
+from mlcbuild.build.graph import Graph, Input, Node, Source, Step, StepDisplay
 from mlcbuild.bundles import assemble as bundle
 from mlcbuild.bundles.reference_logits import PROMPTS
 from mlcbuild.bundles.verify import THRESHOLDS
@@ -262,15 +262,13 @@ class _Assembly:
                     "config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",)),
                     **chosen,
                 },
-                typical=_COMPILING,
                 tools=self._tools(variant.target),
                 code=(
                     *map(format_module, scheme.formats),
                     *backend(variant.target).kernel_modules(scheme),
                 ),
-                labels=labels_of(variant),
+                display=StepDisplay(labels_of(variant), variant.model.name, _COMPILING),
                 memory=COMPILER_MEMORY,
-                subject=variant.model.name,
             )
         )
 
@@ -309,7 +307,7 @@ class _Assembly:
                     "target": {**targets.to_json(variant.target), "name": variant.target.name},
                 },
                 inputs,
-                labels=labels_of(variant),
+                display=StepDisplay(labels_of(variant)),
             )
         )
 

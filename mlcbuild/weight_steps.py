@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from mlcbuild import quant
-from mlcbuild.build.graph import Input, Step
+from mlcbuild.build.graph import Input, Step, StepDisplay
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints.checkpoint_kinds import adapter_argument
 from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint
@@ -71,7 +71,7 @@ def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: 
         {**scheme_params(scheme), **checkpoint.weights_params},
         {"config": Input(config), **checkpoint_inputs(checkpoint), **chosen},
         code=(*map(format_module, scheme.formats), *checkpoint.code),
-        labels=labels_of(variant),
+        display=StepDisplay(labels_of(variant)),
         cores=MANY_CORES,
         memory=checkpoint.largest * 3 + PROCESS_MEMORY,
     )

@@ -288,7 +288,9 @@ class _Loop:
         running = item.running = Running(step, planned, lock, granted, self.store.log(step.name))
         self.tracker.move(item, StepState.RUNNING)
         last = estimate(planned)
-        self.report(StepStarted(step.name, planned.reason, last, running.log, step.subject, step.typical))
+        display = step.display
+        event = StepStarted(step.name, planned.reason, last, running.log, display.subject, display.typical)
+        self.report(event)
         try:
             with self.store.writing():
                 area = running.area = self.area.subdirectory()

@@ -49,6 +49,22 @@ class Source:
 
 
 @dataclass(frozen=True)
+class StepDisplay:
+    """The words and figures with which messages and progress show a step. They are not part of its key."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Name of a parameter or input -> words that describe it in the reasons why a step runs ("scheme" ->
+    "scheme q4").
+    """
+    subject: str = ""
+    """The object on which the step works, for messages; "" if the step's name contains it."""
+    typical: float = 0.0
+    """Seconds that a step of this sort usually takes, which estimate its first run; 0 if unknown, or if the
+    step reports its progress.
+    """
+
+
+@dataclass(frozen=True)
 class Step:
     """One cached unit of work: `action(params, inputs, out)`, where the action is written
     "module:function"."""
@@ -62,10 +78,6 @@ class Step:
     code: tuple[str, ...] = ()
     """Modules that the action imports by name at run time. Their source files are part of the key, like the
     action's."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Name of a parameter or input -> words that describe it in the reasons why a step runs ("scheme" ->
-    "scheme q4"); not part of the key.
-    """
     cores: int = 1
     """Maximum number of cores that the action can use. It reads the number that it gets from
     MLCBUILD_CORES.
@@ -80,14 +92,7 @@ class Step:
     """False if the result is valid on this machine only and is never sent to a remote."""
     alone: bool = False
     """True for a step that measures time: no other step runs at the same time."""
-    subject: str = field(default="", compare=False)
-    """The object on which the step works, for messages; "" if the step's name contains it. Not part of the
-    key.
-    """
-    typical: float = field(default=0.0, compare=False)
-    """Seconds that a step of this sort usually takes, which estimate its first run; 0 if unknown, or if the
-    step reports its progress. Not part of the key.
-    """
+    display: StepDisplay = field(default_factory=StepDisplay, compare=False)
 
 
 Node: TypeAlias = Step | Source

@@ -249,7 +249,7 @@ class Planner:
         for old in recent:
             with suppress(ValueError):  # A record may be damaged in a part that only this comparison reads.
                 if old is not None:
-                    candidates.append(compare(old.info.preimage, image, step.labels))
+                    candidates.append(compare(old.info.preimage, image, step.display.labels))
         return min(candidates, key=len, default=())
 
     def _digest(self, item: Input) -> str:

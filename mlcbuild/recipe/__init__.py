@@ -34,7 +34,7 @@ from mlcbuild.recipe.axes import read_schemes, read_targets
 from mlcbuild.recipe.cache import read_remotes
 from mlcbuild.recipe.cells import read_cells
 from mlcbuild.recipe.destinations import read_destinations
-from mlcbuild.recipe.matrix import Cell
+from mlcbuild.recipe.matrix import Cell, Names
 from mlcbuild.recipe.reading import Reading, kind, project_of, resolved
 from mlcbuild.recipe.settings import Bench, RequestedLimits, Settings, Verify, read_bench, read_settings
 from mlcbuild.recipe.sources import LocalSource, RecipeModel, Source, read_models
@@ -70,10 +70,8 @@ class Recipe:
     schemes: Mapping[str, Scheme]
     """Name of a quantization in the recipe -> its quantization scheme."""
     targets: Mapping[str, Target]
-    cells: tuple[Cell, ...]
-    settings: Mapping[tuple[int, ...], Settings]
-    """Indices of some `include` entries of a recipe's matrix -> the settings of the combinations of model,
-    quantization and target to which exactly these entries apply."""
+    combinations: tuple[tuple[Names, Settings], ...]
+    """The combinations of the recipe's matrix, as pairs ((model, quantization, target), settings)."""
     output: str
     """Template for the directory of a bundle, relative to the recipe's directory."""
     lock: Path
@@ -155,20 +153,19 @@ def load(
 def expand(recipe: Recipe) -> tuple[Variant, ...]:
     """Returns the variants that a recipe builds, in the order of its matrix."""
     variants = []
-    for cell in recipe.cells:
-        model, quantization, target = cell.names
-        settings = recipe.settings[cell.includes]
+    for names, settings in recipe.combinations:
+        model, quantization, target = names
         variants.append(
             Variant(
-                "-".join(cell.names),
+                "-".join(names),
                 recipe.models[model],
                 quantization,
                 recipe.schemes[quantization],
                 recipe.targets[target],
                 settings.limits,
                 settings.verify,
-                recipe.directory / outputs.render(recipe.output, cell.names),
-                tuple(outputs.render(template, cell.names) for template in recipe.destinations),
+                recipe.directory / outputs.render(recipe.output, names),
+                tuple(outputs.render(template, names) for template in recipe.destinations),
                 settings.kv_cache,
             )
         )
@@ -218,8 +215,7 @@ def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
         models,
         schemes,
         targets,
-        cells,
-        settings,
+        tuple((cell.names, settings[cell.includes]) for cell in cells),
         template,
         lock,
         remotes,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlcbuild.build.graph import Graph, Input, Source, Step, selected
+from mlcbuild.build.graph import Graph, Input, Source, Step, StepDisplay, selected
 from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError
 
@@ -68,7 +68,7 @@ def test_a_cycle_is_named_with_its_path() -> None:
 
 def test_equal_steps_are_one_and_so_are_those_behind_them() -> None:
     one = Step("library/x/a", "m:f", {"p": 1}, {})
-    other = Step("library/y/a", "m:f", {"p": 1}, {}, labels={"p": "other words"}, memory=1)
+    other = Step("library/y/a", "m:f", {"p": 1}, {}, display=StepDisplay({"p": "other words"}), memory=1)
     behind = [Step(f"bundle/{n}", "m:g", {}, {"library": Input(f"library/{n}/a")}) for n in "xy"]
     graph = Graph([one, other, *behind])
     assert list(graph.nodes) == ["library/x/a", "bundle/x"]

@@ -11,7 +11,7 @@ import pytest
 from mlcbuild.build.changes import Change
 from mlcbuild.build.events import Event, SourceRead
 from mlcbuild.build.execute import Options, execute
-from mlcbuild.build.graph import Graph, Input, Node, Source, Step
+from mlcbuild.build.graph import Graph, Input, Node, Source, Step, StepDisplay
 from mlcbuild.build.plan import explain, plan
 from mlcbuild.canon import Json, Tree, code_files, salt, step_key
 from mlcbuild.errors import SourceError, UsageError
@@ -22,11 +22,6 @@ SCHEME: dict[str, Json] = {"bits": 4, "group_size": 32, "overrides": []}
 TEXT = "tests.actions:text"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
 def weights(scheme: Json = None, *nodes: Node, **changes: object) -> Graph:
     step = Step(
         "weights/tiny/q4",
@@ -34,7 +29,7 @@ def weights(scheme: Json = None, *nodes: Node, **changes: object) -> Graph:
         {"scheme": scheme or SCHEME},
         {"checkpoint": Input("fetch/tiny")} if nodes else {},
         tools={"apache-tvm": "0.27.0"},
-        labels={"scheme": "scheme q4"},
+        display=StepDisplay({"scheme": "scheme q4"}),
     )
     return Graph([*nodes, replace(step, **changes)])  # type: ignore[arg-type]  # fields by name
 
@@ -88,7 +83,9 @@ def test_names_labels_places_and_resources_never_enter_a_key(store: Store, tmp_p
     for number, place in enumerate((tmp_path / "one", tmp_path / "two" / "deep")):
         place.mkdir(parents=True)
         (place / "f").write_text("same")
-        changes: dict[str, object] = {"labels": {}, "cores": number, "memory": number, "name": f"n{number}"}
+        display = StepDisplay({"scheme": f"words {number}"}, f"subject {number}", number)
+        changes: dict[str, object] = {"display": display, "cores": number, "memory": number}
+        changes["name"] = f"n{number}"
         graph = weights(None, Source("fetch/tiny", place, ("f",)), **changes)
         keys.add(plan(graph, store)[f"n{number}"].key)
     assert len(keys) == 1

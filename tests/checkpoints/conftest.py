@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hub import Client, Hub
+from tests.hub import Hub
+from tests.hub_client import Client
 
 
 @pytest.fixture(scope="module")

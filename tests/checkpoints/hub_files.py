@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from tests.hub import Client, RefusedError
+from tests.hub_client import Client, RefusedError
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',

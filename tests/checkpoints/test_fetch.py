@@ -15,7 +15,8 @@ from mlcbuild.checkpoints.fetch import INDEX, gguf_parts, index_of, index_shards
 from mlcbuild.checkpoints.hub import HubSource, check_name, parse_source
 from mlcbuild.errors import SourceError, UsageError
 from tests.checkpoints.hub_files import FETCHED, FILES, pins, refusal
-from tests.hub import Client, Fault, Hub
+from tests.hub import Fault, Hub
+from tests.hub_client import Client
 
 OUTSIDE = st.text("ab./\\:\n\x7f", min_size=1, max_size=12)
 

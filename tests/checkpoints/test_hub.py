@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.hub_files import FETCHED, FILES, pins, refusal
-from tests.hub import Client, Fault, Hub
+from tests.hub import Fault, Hub
+from tests.hub_client import Client
 
 
 def test_files_arrive_verified_and_linked(hub: Hub, client: Client, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.caches import serving
-from tests.hub import Client, Hub, RefusedError
+from tests.hub import Hub
+from tests.hub_client import Client, RefusedError
 from tests.remotes.test_lies import LIES, Proxy
 
 FILES = {"config.json": json.dumps({"model_type": "llama"}).encode(), "tokenizer.json": b'{"a": 1}' * 999}

@@ -16,7 +16,8 @@ from mlcbuild.checkpoints.fetch import INDEX, Pinned
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock, Locked
 from mlcbuild.errors import InputError, UsageError
-from tests.hub import Client, Fault, Hub, RefusedError
+from tests.hub import Fault, Hub
+from tests.hub_client import Client, RefusedError
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 TINY = HubSource("org/tiny")

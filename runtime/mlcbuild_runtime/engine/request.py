@@ -153,10 +153,26 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class State:
-    """A snapshot of an engine: its current numbers of requests and pages, and its counts of tokens and steps
-    since its start.
-    """
+class Work:
+    """A snapshot of the work that an engine has done since its start."""
+
+    prompt_tokens: int
+    """Number of prompt tokens computed."""
+    cached_tokens: int
+    """Number of prompt tokens read from the prefix cache."""
+    answer_tokens: int
+    decode_steps: int
+    drafted_tokens: int
+    """Number of draft tokens that steps have verified, accepted or not."""
+    accepted_tokens: int
+    """Number of draft tokens that became part of answers."""
+    preemptions: int
+    """Number of preemptions; a request may be preempted several times."""
+
+
+@dataclass(frozen=True)
+class State(Work):
+    """A snapshot of an engine: its current numbers of requests and pages, and its work since its start."""
 
     running: int
     waiting: int
@@ -165,20 +181,6 @@ class State:
     cached_pages: int
     """Number of KV cache pages in the prefix cache, idle or in use."""
     pages: int
-    prompt_tokens: int
-    """Number of prompt tokens computed since the engine's start."""
-    cached_tokens: int
-    """Number of prompt tokens read from the prefix cache since the engine's start."""
-    answer_tokens: int
-    """Number of tokens of answers since the engine's start."""
-    decode_steps: int
-    """Number of decode steps executed since the engine's start."""
-    drafted_tokens: int
-    """Number of draft tokens that steps have verified since the engine's start, accepted or not."""
-    accepted_tokens: int
-    """Number of draft tokens since the engine's start that became part of answers."""
-    preemptions: int
-    """Number of preemptions since the engine's start; a request may be preempted several times."""
     alive: bool
 
 
