@@ -22,6 +22,7 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
 from mlcbuild.models.action import normalise
 from tests.checkpoint_files import HF, Entry, Tensors, single, tensors
+from tests.schemes import SCHEMES
 
 Floats = NDArray[np.float32]
 Parts = Mapping[str, Entry]
@@ -89,6 +90,19 @@ def check(root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats])
                 rows = whole[first : first + piece.rows]
                 np.testing.assert_array_equal(rows, values[piece.tensor], err_msg=piece.tensor)
             first += piece.rows
+
+
+def check_converted(
+    root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats], fields: Mapping[str, Any]
+) -> None:
+    """Converts a quantized checkpoint to float32 and asserts that one matrix has exactly its values. fields:
+    config.json."""
+    config = parsing.parse(fields)
+    sources = locate(root, config, parsing.tensor_names(config), views_for(settings))
+    conversion.write(sources, SCHEMES["q0f32"], root / "out", 2)
+    unpacked = conversion.unpacked(root / "out", config, SCHEMES["q0f32"])
+    down = values["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(unpacked["layers.1.mlp.down.weight"], down)
 
 
 RECIPE = """\

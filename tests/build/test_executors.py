@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,17 +25,6 @@ from mlcbuild.store.store import Store
 
 PATIENCE = 60.0
 """Seconds to wait for a message of a worker, on a busy machine."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-@pytest.fixture
-def area(store: Store) -> Iterator[StagingArea]:
-    with store.staging() as session:
-        yield session
 
 
 @pytest.fixture

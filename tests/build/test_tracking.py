@@ -57,11 +57,6 @@ class Run:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-@pytest.fixture
 def records(tmp_path: Path) -> dict[str, Record]:
     """Returns step name -> record of its result, from a build in another store."""
     result = execute(GRAPH, Store(tmp_path / "other"), INLINE)

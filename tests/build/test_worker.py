@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ from mlcbuild.errors import CheckpointError, StepError
 from mlcbuild.store.records import Preimage
 from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-@pytest.fixture
-def area(store: Store) -> Iterator[StagingArea]:
-    with store.staging() as session:
-        yield session
 
 
 def job(

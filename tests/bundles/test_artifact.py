@@ -10,7 +10,6 @@ import pytest
 
 from mlcbuild.bundles.publish.transfer_bundle import pull
 from mlcbuild.errors import PublishError
-from mlcbuild.remotes import client, s3
 from tests.caches import Fault, Handler, serving
 from tests.remotes.odd_values import (
     ADDRESSES,
@@ -19,20 +18,13 @@ from tests.remotes.odd_values import (
     VALUES,
     layer,
     manifest,
+    plain,
     saying,
     uploading,
 )
 
+__all__ = ["plain"]
 pytestmark = pytest.mark.usefixtures("plain")
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (client, s3):
-        monkeypatch.setattr(module, "PAUSES", (0.0, 0.0))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_bundle_is_not_published_to_odd_places(

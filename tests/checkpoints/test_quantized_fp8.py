@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from mlcbuild.checkpoints import conversion
 from mlcbuild.checkpoints.checkpoint_views import views_for
-from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.errors import CheckpointError
-from mlcbuild.models import parsing
 from tests.checkpoint_files import Entry
 from tests.quantized_files import (
     ODD,
@@ -24,12 +22,12 @@ from tests.quantized_files import (
     Parts,
     Quantizer,
     check,
+    check_converted,
     check_refused,
     floats,
     kept,
     quantized,
 )
-from tests.schemes import SCHEMES
 
 PEERS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 KINDS = ["tensor", "scalar", "row", "rows", "block"]
@@ -98,12 +96,7 @@ def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     settings = {"quant_method": "fbgemm_fp8"}
     values = quantized(tmp_path, settings, fp8("block"), ODD)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 4096)
-    config = parsing.parse(ODD)
-    sources = locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
-    conversion.write(sources, SCHEMES["q0f32"], tmp_path / "out", 2)
-    unpacked = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
-    down = values["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(unpacked["layers.1.mlp.down.weight"], down)
+    check_converted(tmp_path, settings, values, ODD)
 
 
 @pytest.mark.parametrize(("code", "form"), [("F8_E8M0", "f16"), ("F32", "f32")])

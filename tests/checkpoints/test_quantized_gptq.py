@@ -34,11 +34,11 @@ from tests.quantized_files import (
     Parts,
     Quantizer,
     check,
+    check_converted,
     check_refused,
     kept,
     quantized,
 )
-from tests.schemes import SCHEMES
 
 Ints = NDArray[np.int64]
 
@@ -177,12 +177,7 @@ def test_rows_are_read_a_few_at_a_time(
     """Checks that rows are read a few at a time, in ranges that begin and end within a word."""
     values = quantized(tmp_path, settings, quantize)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 3000)
-    config = parsing.parse(SMALL)
-    sources = locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
-    conversion.write(sources, SCHEMES["q0f32"], tmp_path / "out", 2)
-    unpacked = conversion.unpacked(tmp_path / "out", config, SCHEMES["q0f32"])
-    down = values["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(unpacked["layers.1.mlp.down.weight"], down)
+    check_converted(tmp_path, settings, values, SMALL)
 
 
 FORMATS: list[tuple[dict[str, Any], Quantizer, str]] = [

@@ -43,7 +43,9 @@ SCALES = np.exp2(RANDOM.integers(-6, 0, (16, 2))).astype(np.float32)
 def words(codes: NDArray[np.int64]) -> NDArray[np.int32]:
     """Returns 4-bit codes as int32 words, eight to a word along the last axis, the first in the low bits."""
     parts = codes.reshape(*codes.shape[:-1], -1, 8).astype(np.uint32)
-    return (parts << (4 * np.arange(8, dtype=np.uint32))).sum(axis=-1, dtype=np.uint32).view(np.int32)
+    packed = (parts << (4 * np.arange(8, dtype=np.uint32))).sum(axis=-1, dtype=np.uint32)
+    result: NDArray[np.int32] = packed.view(np.int32)
+    return result
 
 
 def stored(place: Path, **arrays: Entry) -> dict[str, Tensor]:
@@ -136,7 +138,7 @@ def test_scales_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
         fp8_reader.view({}, tensors)
     with pytest.raises(CheckpointError, match="has blocks of 7; weight_block_size must be two sizes"):
         fp8_reader.view({"weight_block_size": 7}, tensors)
-    assert scaled_floats.scaled is fp8_reader.scaled
+    assert scaled_floats.scaled is vars(fp8_reader)["scaled"]
 
 
 def test_mxfp4_experts_are_read_by_columns(tmp_path: Path) -> None:

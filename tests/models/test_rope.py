@@ -82,10 +82,11 @@ def test_a_part_of_a_head_may_be_rotated() -> None:
     assert ropes(half)[0][FULL].dim == 4
     assert ropes(half, partial_rotary_factor=0.25)[0][FULL].dim == 2
     assert ropes(RopeRules(rotary_dim=True), rotary_dim=6)[0][FULL].dim == 6
-    for rules, fields, words in (
+    cases: list[tuple[RopeRules, dict[str, Any], str]] = [
         (RopeRules(), {"partial_rotary_factor": 0.5}, "this family rotates whole heads (1.0), found 0.5"),
         (half, {"partial_rotary_factor": 0.4}, "3 of 8 dimensions of a head would be rotated"),
-    ):
+    ]
+    for rules, fields, words in cases:
         assert words in ropes(rules, **fields)[1][0]
 
 

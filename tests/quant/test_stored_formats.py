@@ -61,7 +61,7 @@ def parts(blocks: Blocks, rows: int, columns: int) -> BlockRows:
         codes = codes.astype(np.uint8)
     scale = np.exp(random.standard_normal((rows, columns // 32)) - 4).astype(np.float16).astype(np.float32)
     minimum = scale[::-1].copy() if blocks.minimum else None
-    return BlockRows(codes, scale, minimum)
+    return BlockRows(codes, scale, minimum=minimum)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,7 +4,6 @@ bounds of time and memory."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,10 @@ from mlcbuild.recipe import MOST_OVERRIDES, load, sources
 from mlcbuild.recipe.matrix import MOST_SETTINGS
 from mlcbuild.recipe.reading import LONGEST_NAME
 from tests.build.test_scale import calls
-from tests.recipe.verbs import MODEL, VERBS, said
+from tests.recipe.verbs import VERBS, said
 from tests.recipes import HEAD, changed, faults, project, read
 
 __all__ = ["project"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a new directory with the embedded model the current one, and returns it."""
-    shutil.copytree(MODEL, tmp_path / "models" / "tiny")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
-    return tmp_path
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,19 +11,10 @@ from pathlib import Path
 import pytest
 
 from mlcbuild.recipe.settings import LARGEST_PROMPTS
-from tests.recipe.verbs import MODEL, VERBS, said
+from tests.recipe.verbs import VERBS, said
 from tests.recipes import HEAD, changed, faults, project
 
 __all__ = ["project"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a new directory with the embedded model the current one, and returns it."""
-    shutil.copytree(MODEL, tmp_path / "models" / "tiny")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
-    return tmp_path
 
 
 def pipe(path: Path) -> None:

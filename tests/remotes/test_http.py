@@ -47,14 +47,14 @@ def test_an_object_that_became_shorter_is_read_from_its_beginning() -> None:
 
 
 def test_a_missing_collection_is_created() -> None:
-    made: list[str] = []
+    created_paths: list[str] = []
 
     def fault(handler: Handler) -> bool:
         if handler.command == "MKCOL":
-            made.append(handler.path)
+            created_paths.append(handler.path)
             handler.answer(201)
             return True
-        if handler.command == "PUT" and not made:
+        if handler.command == "PUT" and not created_paths:
             handler.body()
             handler.answer(409)
             return True
@@ -63,7 +63,7 @@ def test_a_missing_collection_is_created() -> None:
     with serving(fault) as cache:
         http = Http(cache.url)
         http.put(NAME, io.BytesIO(b"x"), 1)
-        assert made == ["/cas/"] and cache.content == {f"/{NAME}": b"x"}
+        assert created_paths == ["/cas/"] and cache.content == {f"/{NAME}": b"x"}
         http.close()
 
 

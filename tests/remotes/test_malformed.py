@@ -14,7 +14,6 @@ from typing import TypeVar
 import pytest
 
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes import client, s3
 from mlcbuild.remotes.oci_reference import parse
 from mlcbuild.remotes.registry import Registry
 from mlcbuild.remotes.transport import Body, Bordered
@@ -27,11 +26,13 @@ from tests.remotes.odd_values import (
     PROTOCOLS,
     VALUES,
     manifest,
+    plain,
     saying,
     uploading,
 )
 from tests.remotes.users import CHAIN, User, statuses, step
 
+__all__ = ["plain"]
 pytestmark = pytest.mark.usefixtures("plain")
 
 
@@ -39,15 +40,6 @@ EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 
 
 Value = TypeVar("Value")
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (client, s3):
-        monkeypatch.setattr(module, "PAUSES", (0.0, 0.0))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(params=PROTOCOLS)

@@ -26,16 +26,26 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Returns a list whose only value is the time for the module that is tested."""
+    times = [100.0]
+    monkeypatch.setattr("mlcbuild.remotes.deadlines.time.monotonic", lambda: times[0])
+    return times
+
+
+def begun(client: socket.socket) -> deadlines.TimedResponse:
+    """Returns a response of which nothing has been read, with 5 seconds for each phase."""
+    client.settimeout(5.0)
+    return deadlines.TimedResponse(client)
+
+
 def test_headers_have_one_deadline_however_they_drip(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[socket.socket, socket.socket], now: list[float]
 ) -> None:
     """Checks that interim responses and single bytes do not extend the time, by a clock of our own."""
-    client, server = pair
-    client.settimeout(5.0)
-    now = [100.0]
-    monkeypatch.setattr("mlcbuild.remotes.deadlines.time.monotonic", lambda: now[0])
-    response = deadlines.TimedResponse(client)
-    server.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 3 + b"HTTP/1.1 200 OK\r\n")
+    response = begun(pair[0])
+    pair[1].sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 3 + b"HTTP/1.1 200 OK\r\n")
     now[0] += 5.1
     with pytest.raises(TimeoutError):
         response.begin()
@@ -43,17 +53,13 @@ def test_headers_have_one_deadline_however_they_drip(
 
 
 def test_each_read_of_a_body_has_a_deadline_of_its_own(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[socket.socket, socket.socket], now: list[float]
 ) -> None:
-    client, server = pair
-    client.settimeout(5.0)
-    now = [100.0]
-    monkeypatch.setattr("mlcbuild.remotes.deadlines.time.monotonic", lambda: now[0])
-    response = deadlines.TimedResponse(client)
-    server.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nab")
+    response = begun(pair[0])
+    pair[1].sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nab")
     response.begin()
     for part in (b"", b"cd", b"ef"):
-        server.sendall(part)
+        pair[1].sendall(part)
         now[0] += 4.0
         assert response.read1(2) in (b"ab", b"cd", b"ef")
     response.close()
@@ -100,7 +106,7 @@ ENTRY = Entry("a", blake3(DATA).hexdigest(), len(DATA))
 def fetch(remote: Remote, part: Path, stop: threading.Event | None = None) -> tuple[bool, int]:
     """Returns (True if the remote has the blob, number of bytes that arrived)."""
     counts: list[int] = []
-    complete = download(remote, ENTRY, part, stop or threading.Event(), counts.append)  # type: ignore[arg-type]
+    complete = download(remote, ENTRY, part, stop or threading.Event(), counts.append)
     return complete, sum(counts)
 
 
@@ -140,7 +146,7 @@ def test_what_arrived_stays_when_a_download_is_cancelled(tmp_path: Path) -> None
         stop.set()
 
     with pytest.raises(CancelledError):
-        download(remote, ENTRY, tmp_path / "p", stop, count)  # type: ignore[arg-type]
+        download(remote, ENTRY, tmp_path / "p", stop, count)
     assert counts == [512] and (tmp_path / "p").read_bytes() == DATA[:512]
     assert fetch(Remote(b""), tmp_path / "q") == (False, 0) and not (tmp_path / "q").exists()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.devices.cpu import CpuExecutor
+from mlcbuild_runtime.engine import loop
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Request
@@ -82,6 +84,19 @@ def begin(
     executor = loading.load(bundle, pages=pages)
     options = EngineOptions(turns=turns or Turns())
     return Engine(wrap(executor), Tokenizer.load(bundle, executor.manifest.serving), options).start()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the time limit of bursts for a test, because decode steps are slow while other tests run."""
+    monkeypatch.setattr(loop, "BURST_SECONDS", 60.0)
+
+
+@pytest.fixture
+def engine(toy_bundle: Path) -> Iterator[Engine]:
+    running = begin(toy_bundle, Counted)
+    yield running
+    assert running.close()
 
 
 CONSTRAINTS = [

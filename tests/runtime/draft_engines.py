@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
@@ -51,3 +52,10 @@ _loaded: dict[Path, CpuExecutor] = {}
 
 
 TEXT = "one two three four five six seven. one two three four five six seven. one two three"
+
+
+@pytest.fixture(scope="module")
+def plain(toy_bundle: Path) -> Iterator[Engine]:
+    engine = start(toy_bundle, None)
+    yield engine
+    assert engine.close()

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 from mlcbuild_runtime.http import accept
+from mlcbuild_runtime.http.connection import Connection
 
 
-class Opened(accept.Connection):
+class Opened(Connection):
     """A connection whose idleness is given; `drop` removes it from its set."""
 
     def __init__(self, idle_since: float | None, others: set[Any]) -> None:

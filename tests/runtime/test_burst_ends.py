@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,33 +14,18 @@ import numpy as np
 import pytest
 from mlcbuild_format.errors import EngineError
 from mlcbuild_runtime.devices.cpu import CpuExecutor
-from mlcbuild_runtime.engine import loop
-from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.engine.threads import Turns
 from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import Executor, StepOutput
 from mlcbuild_runtime.executor.sampling_params import SamplingRow
 
-from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, greedy, settle, text
+from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
 
 from .test_engine import ask, drain, text_of, toy_bundle, wait_idle
 from .wrapped import Wrapped
 
-__all__ = ["toy_bundle"]  # the fixture of test_engine, with both devices
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the time limit of bursts for a test, because decode steps are slow while other tests run."""
-    monkeypatch.setattr(loop, "BURST_SECONDS", 60.0)
-
-
-@pytest.fixture
-def engine(toy_bundle: Path) -> Iterator[Engine]:
-    running = begin(toy_bundle, Counted)
-    yield running
-    assert running.close()
+__all__ = ["engine", "patience", "toy_bundle"]  # fixtures, with both devices
 
 
 class Interrupted(Counted):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,11 +21,11 @@ from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import SKIP, Sampling, SamplingRow
 
-from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, greedy, settle, text
+from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
 
 from .test_engine import EVERY, ask, drain, text_of, toy_bundle, wait_idle
 
-__all__ = ["toy_bundle"]  # the fixture of test_engine, with both devices
+__all__ = ["engine", "patience", "toy_bundle"]  # fixtures, with both devices
 
 
 SAMPLINGS = [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=9)]
@@ -40,19 +39,6 @@ Part = tuple[list[int], int, list[int]]
 def bundle(request: pytest.FixtureRequest) -> Path:
     actual: Path = request.getfixturevalue(request.param)
     return actual
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the time limit of bursts for a test, because decode steps are slow while other tests run."""
-    monkeypatch.setattr(loop, "BURST_SECONDS", 60.0)
-
-
-@pytest.fixture
-def engine(toy_bundle: Path) -> Iterator[Engine]:
-    running = begin(toy_bundle, Counted)
-    yield running
-    assert running.close()
 
 
 def single(executor: Executor, parts: list[Part], params: list[list[SamplingRow]]) -> list[list[int]]:

@@ -29,6 +29,13 @@ def talk(bundle: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     return shared.run("-c", PROGRAM, str(bundle), stdin="".join(f"{line}\n" for line in lines))
 
 
+def piped(bundle: Path) -> subprocess.Popen[bytes]:
+    """Starts a chat whose three streams are pipes."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", PROGRAM, str(bundle)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=shared.environment())
+
+
 def test_a_conversation_by_pipe(tiny_bundle: Path) -> None:
     result = talk(
         tiny_bundle, "/set temperature=0", "What is 2 + 3?", "/reset", "", "What is 2 + 3?", "/exit", "never"
@@ -121,14 +128,7 @@ def test_a_bundle_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_fault(toy_bundle: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(toy_bundle)]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=shared.environment(),
-    ) as process:
+    with piped(toy_bundle) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stdin.write(b"hi\nhi\n")
@@ -198,14 +198,7 @@ def test_control_c_interrupts_an_answer_and_not_the_program(toy_bundle: Path) ->
 
 
 def test_a_signal_ends_a_piped_chat(toy_bundle: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(toy_bundle)]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=shared.environment(),
-    ) as process:
+    with piped(toy_bundle) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(b"/set max_tokens=1\n")
         process.stdin.flush()

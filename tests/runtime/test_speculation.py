@@ -23,12 +23,14 @@ from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.sampling_params import Sampling
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
-from tests.runtime.draft_engines import TEXT, Guess, _loaded, start
+from tests.runtime.draft_engines import TEXT, Guess, _loaded, plain, start
 
 from . import toy
 from .grammars import allowed_by
 from .test_engine import GREEDY, ask, drain, greedy, held, tokens_of, wait_idle
 from .test_sampling import chi_squared
+
+__all__ = ["plain"]  # a fixture
 
 
 def perfect(sequence: Sequence, count: int) -> list[int]:
@@ -55,13 +57,6 @@ GUESSES = [perfect, garbage, partly]
 @pytest.fixture(scope="module", params=GUESSES)
 def drafting(request: pytest.FixtureRequest, toy_bundle: Path) -> Iterator[Engine]:
     engine = start(toy_bundle, request.param)
-    yield engine
-    assert engine.close()
-
-
-@pytest.fixture(scope="module")
-def plain(toy_bundle: Path) -> Iterator[Engine]:
-    engine = start(toy_bundle, None)
     yield engine
     assert engine.close()
 

@@ -24,10 +24,12 @@ from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import Sampling
 
 from . import toy
-from .draft_engines import TEXT, start
+from .draft_engines import TEXT, plain, start
 from .test_engine import GREEDY, ask, drain, greedy, held, tokens_of, wait_idle
 from .test_speculation import SAMPLINGS, jobs
 from .wrapped import Stepwise
+
+__all__ = ["plain"]  # a fixture
 
 PAGE = 16
 
@@ -142,13 +144,6 @@ def grow(bundle: Path, **options: Any) -> tuple[Engine, Growing]:
 @pytest.fixture(scope="module")
 def growing(toy_bundle: Path) -> Iterator[Engine]:
     engine, _ = grow(toy_bundle)
-    yield engine
-    assert engine.close()
-
-
-@pytest.fixture(scope="module")
-def plain(toy_bundle: Path) -> Iterator[Engine]:
-    engine = start(toy_bundle, None)
     yield engine
     assert engine.close()
 
