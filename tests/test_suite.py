@@ -155,7 +155,6 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.compiler.cpu.parts": "compiler/test_decoder.py",
     "mlcbuild.compiler.program.functions": "compiler/test_decoder.py",
     "mlcbuild.models.family": "models/test_type_names.py",
-    "mlcbuild.models.rope": "models/test_models.py",
     "mlcbuild.prospect": "test_pipeline.py",
     "mlcbuild_format.program_json": "test_program.py",
     "mlcbuild_runtime.chat.conversation": "runtime/test_chat.py",
