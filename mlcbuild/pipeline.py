@@ -5,6 +5,7 @@ config/<model>                             config.json, normalised
 tokenizer/<model>                          tokenizer, template, serving defaults
 reference/<model>                          logits of the prompts, in NumPy
 formats/<model>/<quantization>             the formats of `as-is`, for a model that is downloaded
+calibrate/<model>                          how much each column of a matrix counts, in the recipe's prompts
 sensitivity/<model>                        the loss of each matrix in each format of a budget
 budget/<model>/<quantization>              the formats that a budget chooses
 weights/<model>/<scheme>/<layout>          packed weights
@@ -18,36 +19,35 @@ bench/<variant>                            the speed of the bundle on this kind 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from mlcbuild import machine, quant
+from mlcbuild import quant
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step, StepDisplay
 from mlcbuild.bundles import assemble as bundle
 from mlcbuild.bundles.reference_logits import PROMPTS
-from mlcbuild.bundles.verify import THRESHOLDS
 from mlcbuild.canon import Json, digest
+from mlcbuild.check_steps import bench_step, verify_step
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import SetupError
 from mlcbuild.models import ModelConfig
 from mlcbuild.models.parsing import family_module
-from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint, examined, with_formats
+from mlcbuild.prospect import Checkpoint, examined, with_formats
+from mlcbuild.quant import importance
 from mlcbuild.quant.format import format_module
-from mlcbuild.recipe import Bench, Recipe, Variant, Verify, expand
-from mlcbuild.scheme_fit import most_stored_bytes
+from mlcbuild.recipe import Bench, Recipe, Variant, expand
 from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 from mlcbuild.weight_steps import (
     BUDGET_FILES,
-    MANY_CORES,
     budget_step,
-    checkpoint_inputs,
     choice_input,
+    exact_step,
     formats_step,
     labels_of,
     scheme_params,
@@ -196,17 +196,18 @@ class _Assembly:
         )
         budget = self._budget(variant, checkpoint, config, tokenizer)
         chosen = choice_input(budget[-1]) if budget else {}
-        weights = self._keep_apart(weights_step(variant, checkpoint, config, chosen))
+        calibrated = self._calibration(variant, checkpoint, config, tokenizer)
+        weights = self._keep_apart(weights_step(variant, checkpoint, config, chosen, calibrated))
         library = self._library(variant, checkpoint, config, chosen)
         parts = {"library": library, "weights": weights, "tokenizer": tokenizer}
-        bundle = self._bundle(variant, parts, budget[-1] if budget else None)
-        steps = (config, tokenizer, *budget, weights, library, bundle)
+        bundle = self._bundle(variant, parts, budget[-1] if budget else None, calibrated)
+        steps = (config, tokenizer, *budget, *calibrated, weights, library, bundle)
         why_not = backend(variant.target).can_run(variant.target, presets.resolve(presets.HOST))
         if why_not is not None:
             return Product(variant, steps, library, bundle, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
-        verify = self._keep(_verify(variant, checkpoint, bundle, reference))
-        bench = None if self.bench is None else self._keep(_bench(variant, self.bench, bundle))
+        verify = self._keep(verify_step(variant, checkpoint, bundle, reference))
+        bench = None if self.bench is None else self._keep(bench_step(variant, self.bench, bundle))
         return Product(
             variant, (*dict.fromkeys((*steps, reference, verify)),), library, bundle, verify, bench=bench
         )
@@ -286,11 +287,15 @@ class _Assembly:
                 self.tools[target] = {"linker": "none"}
         return self.tools[target]
 
-    def _bundle(self, variant: Variant, steps: Mapping[str, str], budget: str | None) -> str:
+    def _bundle(
+        self, variant: Variant, steps: Mapping[str, str], budget: str | None, calibrated: Sequence[str]
+    ) -> str:
         """Returns the name of the step that assembles a bundle. steps: argument -> step; budget: the step
-        that chose the bundle's scheme, or None.
+        that chose the bundle's scheme, or None; calibrated: the step that measured activations, or ().
         """
         inputs = {argument: Input(step) for argument, step in steps.items()}
+        if calibrated:
+            inputs[importance.INPUT] = Input(calibrated[0], (importance.REPORT,))
         if variant.scheme.budget is not None and budget is not None:
             inputs["budget"] = Input(budget, BUDGET_FILES)
         runtime = _runtime_library(variant.target)
@@ -312,72 +317,36 @@ class _Assembly:
         )
 
     def _reference(self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str) -> str:
-        inputs = {
-            "config": Input(config),
-            "tokenizer": Input(tokenizer),
-            **checkpoint_inputs(checkpoint),
-        }
         prompts = variant.verify.prompts if variant.verify is not None else PROMPTS
+        inputs = {"config": config, "tokenizer": tokenizer}
+        action = "mlcbuild.bundles.reference_logits:reference"
+        return self._evaluated(f"reference/{checkpoint.name}", action, variant, checkpoint, inputs, prompts)
+
+    def _calibration(
+        self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
+    ) -> tuple[str, ...]:
+        """Returns the name of the step that measures the importance of columns; () for no calibration."""
+        if (prompts := variant.scheme.calibration) is None:
+            return ()
+        steps = {"config": config, "tokenizer": tokenizer}
+        name, action = f"calibrate/{checkpoint.name}", "mlcbuild.bundles.calibration:calibrate"
+        return (self._evaluated(name, action, variant, checkpoint, steps, prompts),)
+
+    def _evaluated(
+        self,
+        name: str,
+        action: str,
+        variant: Variant,
+        checkpoint: Checkpoint,
+        steps: Mapping[str, str],
+        prompts: Path | tuple[str, ...],
+    ) -> str:
+        """Adds a step that evaluates exact weights on prompts. steps: argument -> step that it reads."""
+        inputs = {argument: Input(step) for argument, step in steps.items()}
         if isinstance(prompts, Path):
-            name = f"prompts/{Path(os.path.relpath(prompts, self.directory)).as_posix()}"
-            inputs["prompts"] = Input(self._keep(Source(name, prompts.parent, (prompts.name,))))
-        return self._keep_apart(
-            Step(
-                f"reference/{checkpoint.name}",
-                "mlcbuild.bundles.reference_logits:reference",
-                {
-                    "prompts": prompts.name if isinstance(prompts, Path) else list(prompts),
-                    "context_window": variant.limits.context_window,
-                    **checkpoint.weights_params,
-                },
-                inputs,
-                code=checkpoint.code,
-                cores=MANY_CORES,
-                memory=checkpoint.largest * 3 + (1 << 30),
-            )
-        )
-
-
-def _verify(variant: Variant, checkpoint: Checkpoint, bundle: str, reference: str) -> Step:
-    limits = variant.verify or Verify(())
-    config = checkpoint.config
-    size = (
-        checkpoint.most
-        if config is None
-        else most_stored_bytes(variant.scheme, backend(variant.target), config)
-    )
-    return Step(
-        f"verify/{variant.name}",
-        "mlcbuild.bundles.verify:verify",
-        {name: None if (value := getattr(limits, name)) is None else repr(value) for name in THRESHOLDS},
-        {"bundle": Input(bundle), "reference": Input(reference)},
-        code=backend(variant.target).executor,
-        cores=MANY_CORES,
-        memory=size + PROCESS_MEMORY,
-        needs=backend(variant.target).labels(variant.target),
-    )
-
-
-def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
-    """Returns the step that measures a bundle's speed. The result depends on the kind of machine, which is
-    therefore in the key. bundle: name of the step that assembles the bundle.
-    """
-    machine_kind = machine.kind()
-    return Step(
-        f"bench/{variant.name}",
-        "mlcbuild.bench.speed:bench",
-        {
-            "prompt_tokens": bench.prompt_tokens,
-            "generate_tokens": bench.generate_tokens,
-            "machine": machine_kind,
-        },
-        {"bundle": Input(bundle)},
-        code=backend(variant.target).executor,
-        cores=MANY_CORES,
-        needs=(*backend(variant.target).labels(variant.target), machine.label(machine_kind)),
-        shared=False,
-        alone=True,
-    )
+            source = f"prompts/{Path(os.path.relpath(prompts, self.directory)).as_posix()}"
+            inputs["prompts"] = Input(self._keep(Source(source, prompts.parent, (prompts.name,))))
+        return self._keep_apart(exact_step(name, action, variant, checkpoint, inputs, prompts))
 
 
 @cache

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 from mlcbuild import quant
 from mlcbuild.build.graph import Input, Step, StepDisplay
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints.checkpoint_kinds import adapter_argument
 from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint
-from mlcbuild.quant import choice
+from mlcbuild.quant import choice, importance
 from mlcbuild.quant.format import format_module
 from mlcbuild.recipe import Variant
 from mlcbuild.targets import target as targets
@@ -61,15 +62,25 @@ def scheme_params(scheme: quant.Storage) -> dict[str, Json]:
     return {"scheme": quant.to_json(scheme)}
 
 
-def weights_step(variant: Variant, checkpoint: Checkpoint, config: str, chosen: Mapping[str, Input]) -> Step:
+def weights_step(
+    variant: Variant,
+    checkpoint: Checkpoint,
+    config: str,
+    chosen: Mapping[str, Input],
+    calibrated: Sequence[str] = (),
+) -> Step:
     """Returns the step that quantizes and writes a checkpoint's weights. config: name of the config step;
-    chosen: {"budget": input from the step that chose a format for each matrix}, or {} without a budget."""
+    chosen: {"budget": input from the step that chose a format for each matrix}, or {} without a budget;
+    calibrated: name of the step that measured the importance of columns, or (). The report of that step does
+    not enter the key.
+    """
+    measured = {importance.INPUT: Input(calibrated[0], (importance.IMPORTANCE,))} if calibrated else {}
     scheme = storage_of(variant)
     return Step(
         f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",
         "mlcbuild.checkpoints.conversion:convert",
         {**scheme_params(scheme), **checkpoint.weights_params},
-        {"config": Input(config), **checkpoint_inputs(checkpoint), **chosen},
+        {"config": Input(config), **checkpoint_inputs(checkpoint), **chosen, **measured},
         code=(*map(format_module, scheme.formats), *checkpoint.code),
         display=StepDisplay(labels_of(variant)),
         cores=MANY_CORES,
@@ -97,6 +108,32 @@ def formats_step(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
         {"config": Input(config), **checkpoint_inputs(checkpoint)},
         code=(*map(format_module, scheme.formats), *checkpoint.code),
         memory=PROCESS_MEMORY,
+    )
+
+
+def exact_step(
+    name: str,
+    action: str,
+    variant: Variant,
+    checkpoint: Checkpoint,
+    inputs: Mapping[str, Input],
+    prompts: Path | tuple[str, ...],
+) -> Step:
+    """Returns a step that evaluates a model's exact weights on prompts. inputs: argument of the action -> its
+    input, without the checkpoint's.
+    """
+    return Step(
+        name,
+        action,
+        {
+            "prompts": prompts.name if isinstance(prompts, Path) else list(prompts),
+            "context_window": variant.limits.context_window,
+            **checkpoint.weights_params,
+        },
+        {**inputs, **checkpoint_inputs(checkpoint)},
+        code=checkpoint.code,
+        cores=MANY_CORES,
+        memory=checkpoint.largest * 3 + (1 << 30),
     )
 
 

@@ -53,9 +53,8 @@ BUILDER_TABLE: Mapping[str, str] = {
     "scheme_fit": "models quant targets",
     "prospect": "build checkpoints models quant recipe scheme_fit targets",
     "weight_steps": "build checkpoints prospect quant recipe targets",
-    "pipeline": (
-        "build bundles checkpoints machine models prospect quant recipe scheme_fit targets weight_steps"
-    ),
+    "check_steps": "build bundles machine prospect recipe scheme_fit targets weight_steps",
+    "pipeline": ("build bundles check_steps checkpoints models prospect quant recipe targets weight_steps"),
     "emit": "build bundles keyfile pipeline store",
     "outcomes": "build bundles emit keyfile models pipeline quant reports scheme_fit store targets",
     "locking": "checkpoints pipeline prospect recipe",

@@ -41,9 +41,11 @@ bench: {prompt_tokens: 16, generate_tokens: 8}
 """
 GPU = "webgpu"
 ALL_KINDS = RECIPE.replace("targets: [", f"targets: [{GPU}, ").replace(
-    "[q4f16_1]", "{q4f16_1: q4f16_1, small: {target_bits: 8, candidates: [q4f16_1, q8f16_1]}}"
+    "[q4f16_1]",
+    "{q4f16_1: q4f16_1, small: {target_bits: 8, candidates: [q4f16_1, q8f16_1]}, "
+    "fine: {scheme: q4a8_2, calibrate: [copy abc]}}",
 )
-"""A recipe that has every kind of step. The first quantization is a scheme, the second one a budget."""
+"""A recipe that has every kind of step. The quantizations are a scheme, a budget and a calibrated scheme."""
 
 
 def closures(recipe: Path) -> dict[str, list[str]]:
@@ -186,6 +188,7 @@ RUNS_NOTHING = (
     "mlcbuild/bundles/sensitivity.py",
     "mlcbuild/checkpoints/quantized/gptq_reader.py",
     "mlcbuild/ci/job_matrix.py",
+    "mlcbuild/check_steps.py",
     "mlcbuild/cli/build.py",
     "mlcbuild/compiler/cpu/formats/q8f16_kernel.py",
     "mlcbuild/compiler/gpu/gpu_action.py",

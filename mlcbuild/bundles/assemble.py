@@ -105,7 +105,8 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
     params: name, model, scheme and target for display (a null scheme means the library's, which another
     step chose), and the limits from context_window to max_batch. inputs: library, weights, tokenizer,
-    `runtime` (libtvm_runtime) if the target is this system, and `budget` with the files of a budget step.
+    `runtime` (libtvm_runtime) if the target is this system, and `budget` and `calibration` with the files for
+    bundles of a budget step and of a calibration.
     """
     from mlcbuild_format import bundle as form
 
@@ -140,14 +141,16 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
 
 def _place_other_files(inputs: Mapping[str, Path], weights: Sequence[str], out: Path) -> None:
-    """Places weights, tokenizer, the report of a budget and runtime libraries in a bundle's directory."""
+    """Places weights, tokenizer, the reports of a budget and of a calibration, and runtime libraries in a
+    bundle's directory.
+    """
     for name in weights:
         _place(inputs["weights"] / name, out / name)
     for path in sorted(inputs["tokenizer"].iterdir()):
         if path.name != SERVING:
             _place(path, out / path.name)
-    if "budget" in inputs:
-        for path in sorted(inputs["budget"].iterdir()):
+    for report in (inputs[name] for name in ("budget", "calibration") if name in inputs):
+        for path in sorted(report.iterdir()):
             _place(path, out / path.name)
     for path in sorted(inputs["runtime"].glob("libtvm_runtime.*")) if "runtime" in inputs else ():
         (out / "lib").mkdir(exist_ok=True)

@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mlcbuild import progress
 from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError
+
+if TYPE_CHECKING:
+    from mlcbuild.checkpoints.exact_weights import Weight
+    from mlcbuild.models import ModelConfig
 
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -36,26 +40,11 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     tokens.json, and logits-<i>.npy as float32 [n, vocab]. Raises UsageError when no prompt is left.
     """
     import numpy as np
-    from mlcbuild_runtime.text.tokenizer import Tokenizer
 
-    from mlcbuild import models
     from mlcbuild.bundles.reference import logits
-    from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
-    from mlcbuild.checkpoints.checkpoint_views import views_of
-    from mlcbuild.checkpoints.exact_weights import checkpoint, read_tensor_names
 
-    config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
-    tokenizer = Tokenizer.load(inputs["tokenizer"])
-    window = models.context_window(config, cast("int | None", params["context_window"]))
-    limit = min(window, MAX_TOKENS)
-    sequences = [list(tokenizer.encode(text))[:limit] for text in _prompts(params, inputs)]
-    sequences = [tokens for tokens in sequences if len(tokens) > 1]
-    if not sequences:
-        raise UsageError("verify.prompts: no prompt has more than one token; give at least one line of text")
-    names = read_tensor_names(inputs["config"])
-    parameters = checkpoint(checkpoint_path(params, inputs), config, names, views_of(params, inputs))
-
-    note = _Progress(sum(map(len, sequences)), len(config.layers))
+    config, parameters, window, sequences = opened_prompts(params, inputs, "verify.prompts")
+    note = TokenProgress(sum(map(len, sequences)), len(config.layers))
 
     def compute(item: tuple[int, list[int]]) -> None:
         i, tokens = item
@@ -69,7 +58,34 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     (out / "tokens.json").write_text(json.dumps(sequences) + "\n", encoding="utf-8")
 
 
-class _Progress:
+def opened_prompts(
+    params: Mapping[str, Json], inputs: Mapping[str, Path], section: str
+) -> tuple[ModelConfig, Mapping[str, Weight], int, list[list[int]]]:
+    """Returns (config, exact weights, context window in tokens, token ids of each prompt) of a step that
+    evaluates the exact model on prompts. section: place of the prompts in a recipe, for messages. Raises
+    UsageError when no prompt has two tokens.
+    """
+    from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+    from mlcbuild import models
+    from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
+    from mlcbuild.checkpoints.checkpoint_views import views_of
+    from mlcbuild.checkpoints.exact_weights import checkpoint, read_tensor_names
+
+    config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
+    tokenizer = Tokenizer.load(inputs["tokenizer"])
+    window = models.context_window(config, cast("int | None", params["context_window"]))
+    limit = min(window, MAX_TOKENS)
+    sequences = [list(tokenizer.encode(text))[:limit] for text in _prompts(params, inputs)]
+    sequences = [tokens for tokens in sequences if len(tokens) > 1]
+    if not sequences:
+        raise UsageError(f"{section}: no prompt has more than one token; give at least one line of text")
+    names = read_tensor_names(inputs["config"])
+    weights = checkpoint(checkpoint_path(params, inputs), config, names, views_of(params, inputs))
+    return config, weights, window, sequences
+
+
+class TokenProgress:
     """Reports how many tokens of the prompts have reference logits so far. Each finished layer counts as a
     fraction of its tokens.
     """

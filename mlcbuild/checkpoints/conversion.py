@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from mlcbuild_format.safetensors import ALIGNMENT, NUMPY, Tensor
@@ -47,6 +48,7 @@ from mlcbuild.quant import (
 )
 from mlcbuild.quant.choice import scheme_of
 from mlcbuild.quant.floats import Array, Scratch, narrow
+from mlcbuild.quant.importance import importance_of
 from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
@@ -78,13 +80,20 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
     path, names = checkpoint_path(params, inputs), read_tensor_names(inputs["config"])
     sources = locate(path, config, names, views_of(params, inputs), remark=True)
     cores = int(os.environ.get("MLCBUILD_CORES") or os.cpu_count() or 1)
-    write(sources, scheme, out, cores)
+    write(sources, scheme, out, cores, importance_of(inputs))
 
 
-def write(sources: Sequence[ParameterSource], scheme: Storage, out: Path, cores: int = 1) -> None:
+def write(
+    sources: Sequence[ParameterSource],
+    scheme: Storage,
+    out: Path,
+    cores: int = 1,
+    importance: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+) -> None:
     """Quantizes every parameter to a scheme, and writes the weights files weights-0000i-of-0000N.safetensors
-    to `out`. cores: number of threads. Raises CheckpointError with all problems, UsageError for a layout that
-    the scheme's format lacks, and StepError when the disk is full."""
+    to `out`. cores: number of threads; importance: name of a matrix -> importance of its columns. Raises
+    CheckpointError with all problems, UsageError for a layout that the scheme's format lacks, and StepError
+    when the disk is full."""
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}
@@ -98,7 +107,7 @@ def write(sources: Sequence[ParameterSource], scheme: Storage, out: Path, cores:
             files = [_Blocks(stack.enter_context(FileIO(out / s.name, "wb")), s.file.size) for s in shards]
             for shard, file in zip(shards, files, strict=True):
                 file.put(0, np.frombuffer(shard.file.header, np.uint8))
-            _work(_Plan(tuple(sources), scheme, _places(tensors, shards, files)), cores)
+            _work(_Plan(tuple(sources), scheme, _places(tensors, shards, files), importance), cores)
     except OSError as error:
         size = sum(shard.file.size for shard in shards)
         raise StepError(
@@ -176,6 +185,8 @@ class _Plan:
     sources: tuple[ParameterSource, ...]
     scheme: Storage
     places: Mapping[str, _Place]
+    importance: Mapping[str, NDArray[np.float32]]
+    """Name of a matrix -> importance of its columns, for matrices that were calibrated."""
 
     def jobs(self) -> Iterator[_Job]:
         """Yields jobs that convert ranges of the parameter's rows of about CHUNK_BYTES. Each range starts
@@ -304,6 +315,9 @@ class _Worker:
         raw = self._scratch.array("raw", (job.stop - job.start, *job.source.row_shape), job.source.dtype)
         self._rows.read(job.source, job.start, raw)
         if param.matrix is not None:
+            calibrated, importance = scheme.definition.pack_calibrated, self._plan.importance.get(param.name)
+            if calibrated is not None and importance is not None:
+                return calibrated(raw, importance, str(job.source))
             return scheme.definition.pack(raw, self._scratch, str(job.source))
         return (narrow(raw, plain_dtype(param, scheme), self._scratch, str(job.source)),)
 

@@ -10,7 +10,7 @@ from mlcbuild_format import bundle as form
 from mlcbuild_format import sizes
 from mlcbuild_format.bundle import Manifest
 from mlcbuild_format.errors import BundleError
-from mlcbuild_format.fields import FieldError, Fields, Json, printable
+from mlcbuild_format.fields import MAX_INTEGER, FieldError, Fields, Json, printable
 from mlcbuild_format.files import read_json
 
 from mlcbuild.bundles.assemble import LIBRARY
@@ -18,6 +18,7 @@ from mlcbuild.bundles.provenance import check
 from mlcbuild.cli.listing import show, table
 from mlcbuild.errors import UsageError
 from mlcbuild.keyfile import is_public
+from mlcbuild.quant.importance import REPORT
 
 _LARGEST_LIBRARY_JSON = 16 << 20
 """Maximum size of a library's JSON file in bytes."""
@@ -31,7 +32,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     kernels, slow = (_chosen(path / LIBRARY, library, key) for key in ("kernels", "fallbacks"))
     document: dict[str, object] = {**manifest.to_json(), "kernels": kernels, "fallbacks": slow}
     reasons = [("slow", f"{use.removesuffix('.weight')}: {why}") for use, why in sorted(slow.items())]
-    lines = [printable(line) for line in table([*_facts(manifest), *_uses(kernels), *reasons])]
+    facts = [*_facts(manifest), *_calibration(path, manifest)]
+    lines = [printable(line) for line in table([*facts, *_uses(kernels), *reasons])]
     if arguments.measure:
         from mlcbuild.bundles.footprint import measure
 
@@ -82,6 +84,20 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
             f"{figures['tokens']} tokens",
         )
     ]
+
+
+def _calibration(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    """Returns a table row that states in how many tokens a bundle's weights were calibrated; [] if they were
+    not. Raises BundleError if the bundle's file about it is invalid.
+    """
+    if REPORT not in manifest.files:
+        return []
+    try:
+        report = Fields(read_json(path / REPORT, _LARGEST_LIBRARY_JSON))
+        tokens, prompts = (report.integer(name, 1, MAX_INTEGER) for name in ("tokens", "prompts"))
+        return [("calibrated", f"with {tokens} tokens, prompts: {prompts}")]
+    except FieldError as error:
+        raise BundleError(f"{path / REPORT}: {error}; build the bundle again") from None
 
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:

@@ -83,6 +83,11 @@ class Format:
     arrays of `tensors` without changing a value. Raises CheckpointError for infinite or NaN scales and
     minima. None: the format cannot store quantized rows.
     """
+    pack_calibrated: Callable[[Array, NDArray[np.float32], str], Sequence[Array]] | None = None
+    """Function of (rows of a matrix [N, K], the importance of each column, float32 [K], the parameter's name
+    for error messages) that packs rows as `pack` does, but counts the squared errors of a column by its
+    importance. None: the format's scales do not follow from squared errors.
+    """
 
 
 @cache

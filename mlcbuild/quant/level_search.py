@@ -23,26 +23,33 @@ _SIGNED_STARTS = (0.0, 0.2, 0.4, 0.6, 0.8, -0.2)
 starts from the scale with which the weight of largest magnitude is s - 4 steps. With the first number alone,
 the squared error of gaussian weights is 6 % larger. With 64 codes, the other numbers gain nothing.
 """
+_WEIGHED_SIGNED_STARTS = (*_SIGNED_STARTS, -0.5, -1.0, -1.5, -2.0, -3.0)
+"""The starting points if columns differ in importance: a large weight that counts little may then be far
+beyond the codes. Without the additional ones SmolLM2-135M loses 0.53 nats in 3 bits with calibration, with
+them 0.33.
+"""
 _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
 """The largest integer factors of scales and of minima, which are stored as int8 and as uint8."""
 
 
-def quantize(blocks: Blocks, weight: Array, name: str) -> list[BlockRows]:
+def quantize(blocks: Blocks, weight: Array, name: str, importance: Floats | None = None) -> list[BlockRows]:
     """Quantizes a matrix [N, K] with two-level scales, and returns its codes, scales and minima as a list of
     BlockRows, each with some consecutive rows.
 
     weight: float32, float16, or bfloat16 bits in uint16. Columns are padded with zeros to whole groups of 32.
+    importance: factor of each column's squared error, float32 [K], such as the mean square of the activations
+    that meet it; None: all columns count alike.
     Raises CheckpointError, with `name` in its message, for weights that are infinite or NaN, or need a scale
     beyond float16.
     """
     step = max(1, BLOCK // max(1, weight.shape[1]))
     return [
-        _rows(blocks, widened(np.ascontiguousarray(weight[start : start + step])), name)
+        _rows(blocks, widened(np.ascontiguousarray(weight[start : start + step])), name, importance)
         for start in range(0, weight.shape[0], step)
     ]
 
 
-def _rows(blocks: Blocks, weight: Floats, name: str) -> BlockRows:
+def _rows(blocks: Blocks, weight: Floats, name: str, importance: Floats | None) -> BlockRows:
     greatest = largest(weight)
     if not np.isfinite(greatest):
         raise not_finite(name)
@@ -53,7 +60,10 @@ def _rows(blocks: Blocks, weight: Floats, name: str) -> BlockRows:
     padded[:, :columns] = weight
     # The weights of a group lie along axis 0, so that every step is one call over long contiguous rows.
     planes = np.ascontiguousarray(padded.reshape(-1, blocks.group).T)
-    wide, least = _with_minimum(blocks, planes) if blocks.minimum else (_signed(blocks, planes), None)
+    shares = None if importance is None else _shares(blocks, importance, rows)
+    wide, least = (
+        _with_minimum(blocks, planes, shares) if blocks.minimum else (_signed(blocks, planes, shares), None)
+    )
     count = BLOCK_WEIGHTS // blocks.group
     scale, steps = _levels(wide.reshape(-1, count), _MOST_STEPS, name)
     minimum = minimum_steps = None
@@ -74,31 +84,51 @@ def _rows(blocks: Blocks, weight: Floats, name: str) -> BlockRows:
     )
 
 
-def _with_minimum(blocks: Blocks, planes: Floats) -> tuple[Floats, Floats]:
+def _shares(blocks: Blocks, importance: Floats, rows: int) -> Floats:
+    """Returns the factor of each weight's squared error, shaped like the planes of `rows` rows: [weights of a
+    group, groups]. importance: factors of the columns. A column without activations counts a millionth of the
+    greatest, so that sums stay above zero.
+    """
+    greatest = np.float32(max(float(importance.max(initial=0)), 1e-37))
+    padded = np.full(-(-importance.size // BLOCK_WEIGHTS) * BLOCK_WEIGHTS, 1e-6, np.float32)
+    padded[: importance.size] = np.maximum(importance / greatest, np.float32(1e-6))
+    return np.ascontiguousarray(np.tile(padded.reshape(-1, blocks.group).T, rows))
+
+
+def _weighted(values: Floats, shares: Floats | None) -> Floats:
+    """Returns `values` times the factors of the squared errors of weights; all are 1 without `shares`."""
+    return values if shares is None else values * shares
+
+
+def _with_minimum(blocks: Blocks, planes: Floats, shares: Floats | None) -> tuple[Floats, Floats]:
     """Returns (scales, minima) of least squared error for the groups in `planes`, each float32 [groups];
-    minima are at most 0. planes: the weights [weights of a group, groups].
+    minima are at most 0. planes: the weights [weights of a group, groups]; shares: factors of their squared
+    errors, shaped alike, or None.
 
     From each of several starts the codes are rounded; the best scale and minimum for these codes follow from
     two linear equations. Those of the start with the least error are returned.
     """
-    size, top = np.float32(blocks.group), (1 << blocks.bits) - 1
+    size = np.float32(blocks.group) if shares is None else shares.sum(axis=0)
+    top = (1 << blocks.bits) - 1
     low, high = np.minimum(planes.min(axis=0), 0), np.maximum(planes.max(axis=0), 0)
-    total = planes.sum(axis=0)
+    weights = _weighted(planes, shares)
+    total = weights.sum(axis=0)
     best: tuple[Floats, Floats] = (high, low)
     least = np.full(low.shape, np.inf, np.float32)
     for start in _STARTS:
         scale, minimum = (high - low) / np.float32(top + start), low
         codes = _codes(blocks, planes, scale, minimum)
-        ones, squares = codes.sum(axis=0), np.square(codes).sum(axis=0)
-        along = np.multiply(codes, planes).sum(axis=0)
+        ones, squares = (_weighted(values, shares).sum(axis=0) for values in (codes, np.square(codes)))
+        along = np.multiply(codes, weights).sum(axis=0)
         spread = size * squares - ones * ones
-        solvable = spread > 0
+        # Sums with factors are not exact: where all codes are equal, the difference is a rounding error.
+        solvable = spread > (0 if shares is None else 1e-5 * size * squares)
         spread = np.where(solvable, spread, 1)
         scale = np.where(solvable, (size * along - total * ones) / spread, scale)
         minimum = np.where(solvable, (squares * total - ones * along) / spread, minimum)
         # Stored minima are at most 0, so that zeros of a group stay near codes.
         above = minimum > 0
-        scale = np.where(above, along / np.maximum(squares, 1), scale)
+        scale = np.where(above, along / np.where(squares > 0, squares, 1), scale)
         minimum = np.where(above, 0, minimum)
         error = scale * (scale * squares + 2 * (minimum * ones - along)) + minimum * (
             size * minimum - 2 * total
@@ -109,22 +139,25 @@ def _with_minimum(blocks: Blocks, planes: Floats) -> tuple[Floats, Floats]:
     return best
 
 
-def _signed(blocks: Blocks, planes: Floats) -> Floats:
+def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
     """Returns the scale of each group of weights for signed codes, float32 [groups]. planes: the weights
-    [weights of a group, groups].
+    [weights of a group, groups]; shares: factors of their squared errors, shaped alike, or None.
 
     The weight of largest magnitude gets the lowest code or one near it; the other codes follow from it. Of
     several starts, the scale of least squared error for their codes is returned.
     """
     high, low = planes.max(axis=0), planes.min(axis=0)
     extreme = np.where(high >= -low, high, low)
+    weights = _weighted(planes, shares)
     best: Floats = extreme
     least = np.full(extreme.shape, np.inf, np.float32)
-    for start in _SIGNED_STARTS if blocks.bits == 3 else _SIGNED_STARTS[:1]:
+    starts = _SIGNED_STARTS if blocks.bits == 3 else _SIGNED_STARTS[:1]
+    for start in starts if shares is None else _WEIGHED_SIGNED_STARTS:
         scale = extreme / np.float32(start - blocks.zero)
         codes = _codes(blocks, planes, scale, None)
-        along, squares = np.multiply(codes, planes).sum(axis=0), np.square(codes).sum(axis=0)
-        scale = np.where(squares > 0, along / np.maximum(squares, 1), scale)
+        along = np.multiply(codes, weights).sum(axis=0)
+        squares = _weighted(np.square(codes), shares).sum(axis=0)
+        scale = np.where(squares > 0, along / np.where(squares > 0, squares, 1), scale)
         error = scale * (scale * squares - 2 * along)
         better = error < least
         least, best = np.where(better, error, least), np.where(better, scale, best)

@@ -16,6 +16,9 @@ from mlcbuild.quant.blocks import Blocks
 from mlcbuild.quant.format import Format, FormatTensor
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from mlcbuild.quant.floats import Array, Scratch
 
 
@@ -28,8 +31,13 @@ def both(blocks: Blocks) -> dict[str, Format]:
 
 
 def _quantizing(blocks: Blocks, form: Format) -> Format:
-    pack = partial(_quantize, blocks, form.tensors, form.rows_per_index)
-    return replace(form, pack=pack, pack_blocks=None)
+    stored = blocks, form.tensors, form.rows_per_index
+    return replace(
+        form,
+        pack=partial(_quantize, *stored),
+        pack_blocks=None,
+        pack_calibrated=partial(_calibrated, *stored),
+    )
 
 
 def _quantize(
@@ -40,9 +48,21 @@ def _quantize(
     scratch: Scratch,
     name: str,
 ) -> Sequence[Array]:
+    return _calibrated(blocks, tensors, rows_per_index, weight, None, name)
+
+
+def _calibrated(
+    blocks: Blocks,
+    tensors: Sequence[FormatTensor],
+    rows_per_index: int,
+    weight: Array,
+    importance: NDArray[np.float32] | None,
+    name: str,
+) -> Sequence[Array]:
+    """Quantizes rows of a matrix. importance: factor of each column's squared error; None: all are 1."""
     from mlcbuild.quant import block_packing, level_search
 
     pack = block_packing.pack_rows if rows_per_index == 1 else block_packing.pack
-    arrays = pack(blocks, level_search.quantize(blocks, weight, name), name)
+    arrays = pack(blocks, level_search.quantize(blocks, weight, name, importance), name)
     shapes = [tensor.shape(*weight.shape) for tensor in tensors]
     return [array.reshape(shape) for array, shape in zip(arrays, shapes, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from mlcbuild.canon import Json
@@ -50,6 +51,10 @@ class Scheme:
     choices: tuple[Scheme, ...] = ()
     """The schemes among which a build step chooses by the types of a checkpoint's tensors, for `as-is` of a
     checkpoint that is not downloaded; () for any other scheme.
+    """
+    calibration: Path | tuple[str, ...] | None = None
+    """The prompts in which a build step measures how much each column of a matrix counts: the absolute path
+    of a text file with one on each line, or the prompts themselves; None for no calibration.
     """
 
     @property

@@ -172,7 +172,9 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
     return tuple(variants)
 
 
-def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> dict[str, Path]:
+def _inputs(
+    models: Mapping[str, RecipeModel], schemes: Iterable[Scheme], settings: Iterable[Settings]
+) -> dict[str, Path]:
     """Returns {description for messages: path} of every file and directory that steps read and that bundles
     must not replace."""
     paths = {
@@ -184,6 +186,9 @@ def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> 
         for i, adapter in enumerate(model.adapters, 1):
             if isinstance(adapter.source, LocalSource):
                 paths[f"adapter {i} of the model '{name}'"] = adapter.source.path
+    for scheme in schemes:
+        if isinstance(scheme.calibration, Path):
+            paths[f"the prompts {scheme.calibration.name}"] = scheme.calibration
     for item in settings:
         if item.verify and isinstance(item.verify.prompts, Path):
             paths[f"the prompts {item.verify.prompts.name}"] = item.verify.prompts
@@ -204,7 +209,11 @@ def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
     destinations = read_destinations(reading, [cell.names for cell in cells])
     if template is None or lock is None:
         return None
-    protected = {"the recipe": path.absolute(), "the lock file": lock, **_inputs(models, settings.values())}
+    protected = {
+        "the recipe": path.absolute(),
+        "the lock file": lock,
+        **_inputs(models, schemes.values(), settings.values()),
+    }
     _check_sizes(reading, cells, schemes, settings)
     outputs.check(reading, template, [cell.names for cell in cells], protected)
     name = reading.text("name") or re.sub(r"[^A-Za-z0-9._-]|^\.", "-", path.stem)

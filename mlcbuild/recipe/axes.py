@@ -8,9 +8,11 @@ from mlcbuild.canon import digest
 from mlcbuild.documents.document import Where
 from mlcbuild.errors import SetupError, UsageError, did_you_mean
 from mlcbuild.quant import Scheme, as_is
+from mlcbuild.quant.format import layouts
 from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe.budgets import is_budget, listed_name, read_budget
 from mlcbuild.recipe.reading import Reading
+from mlcbuild.recipe.settings import prompts_fault, read_prompts
 from mlcbuild.targets import presets
 from mlcbuild.targets.target import Target
 
@@ -87,10 +89,29 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
         if match in [pattern for pattern, _ in overrides]:
             reading.report((*entry, "match"), f"'{match}' is in an earlier override, which has precedence")
         overrides.append((match, scheme))
-    if base is None or not overrides:
-        return base
-    content = [base.name, [[match, scheme.name] for match, scheme in overrides]]
-    return replace(base, name=f"{base.name}-{digest('scheme/1', content)[:8]}", overrides=tuple(overrides))
+    if base is None:
+        return None
+    if overrides:
+        content = [base.name, [[match, scheme.name] for match, scheme in overrides]]
+        name = f"{base.name}-{digest('scheme/1', content)[:8]}"
+        base = replace(base, name=name, overrides=tuple(overrides))
+    return _calibrated(reading, where, base)
+
+
+def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
+    """Returns a scheme with the prompts of the key `calibrate`, if a quantization states it. The scheme keeps
+    its name, since libraries do not depend on the calibration.
+    """
+    prompts = read_prompts(reading, (*where, "calibrate"), prompts_fault)
+    if prompts is None:
+        return scheme
+    parts = (scheme, *(other for _, other in scheme.overrides))
+    formats = {part.format for part in parts if not as_is.is_as_is(part)}
+    if not any(form.pack_calibrated for name in formats for form in layouts(name).values()):
+        names = ", ".join(name for name in SCHEMES if name.endswith("_2"))
+        message = f"no scheme of this quantization can be calibrated; those that can are {names}"
+        reading.report((*where, "calibrate"), message, on_key=True)
+    return replace(scheme, calibration=prompts)
 
 
 def read_targets(reading: Reading) -> dict[str, Target]:

@@ -40,6 +40,9 @@ def is_budget(reading: Reading, where: Where) -> bool:
         return False
     if not kinds:
         reading.report(where, f"'{where[-1]}' needs the key 'scheme', or a budget: {listed}")
+    elif "calibrate" in keys:
+        message = "a budget measures schemes without calibration; calibrate the fragment that it writes"
+        reading.report((*where, "calibrate"), message, on_key=True)
     _report_further(reading, where, kinds)
     return True
 
@@ -48,7 +51,7 @@ def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind
     """Returns True if an item of a list of quantizations states a budget; adds problems to `reading` for
     what only a quantization with a name of its own may state. kinds: the item's keys that are budgets.
     """
-    named = [key for key in ("scheme", "overrides") if key in reading.mapping(*where)]
+    named = [key for key in ("scheme", "overrides", "calibrate") if key in reading.mapping(*where)]
     for key in named:
         message = (
             f"'{key}' needs a name in place of the list: write quantizations as a mapping of names to schemes"

@@ -102,7 +102,7 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
     general settings: indices of the entries, in order -> settings. uses: the tuples of indices to compute; ()
     stands for the general settings alone. Invalid settings become problems of `reading`.
     """
-    look = cache(_prompts_fault)  # Many entries may name the same file.
+    look = cache(prompts_fault)  # Many entries may name the same file.
     base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
     entries = [_read_layer(reading, ("matrix", "include", index), look) for index in range(count)]
@@ -138,14 +138,16 @@ def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> 
         for key in _FIGURES
         if isinstance(value := reading.get(*section, key), int | float)
     }
-    prompts = _prompts(reading, (*section, "prompts"), look)
+    prompts = read_prompts(reading, (*section, "prompts"), look)
     if prompts is not None:
         verify["prompts"] = prompts, (*section, "prompts")
     return _Layer(where, limits, verify)
 
 
-def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Path | tuple[str, ...] | None:
-    """Returns the prompts of a `verify` or `bench` section: a path or texts; () for invalid ones, with a
+def read_prompts(
+    reading: Reading, where: Where, look: Callable[[Path], str]
+) -> Path | tuple[str, ...] | None:
+    """Returns the prompts that a key of a recipe states: a path or texts; () for invalid ones, with a
     problem added to `reading`; None if there are none. look: function from the path of a file of prompts to
     its problem, or "".
     """
@@ -167,7 +169,7 @@ def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Pat
     return path
 
 
-def _prompts_fault(path: Path) -> str:
+def prompts_fault(path: Path) -> str:
     """Returns the reason why a file of prompts is invalid, as the end of a sentence; "" if it is valid."""
     try:
         data = regular.read(path, LARGEST_PROMPTS)

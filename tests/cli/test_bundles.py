@@ -74,6 +74,16 @@ def _other_facts(text: str) -> Callable[[Path], None]:
     return damage
 
 
+def _calibration(bundle: Path) -> None:
+    """Adds a file about a calibration to a bundle that states no number of tokens."""
+    text = b'{"tokens": "many", "prompts": 3}'
+    (bundle / "calibration.json").write_bytes(text)
+    path = bundle / "bundle.json"
+    document = json.loads(path.read_bytes())
+    document["files"]["calibration.json"] = {"blake3": blake3(text).hexdigest(), "size": len(text)}
+    path.write_text(json.dumps(document))
+
+
 EVERY = ("inspect", "verify", "serve", "chat")
 REFUSED: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (_manifest, EVERY, "bundle.json: not valid JSON"),
@@ -103,6 +113,7 @@ REFUSED: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
         ("inspect",),
         "'kernels.a' must be a non-empty string",
     ),
+    (_calibration, ("inspect",), "calibration.json: 'tokens' must be an integer of at least 1"),
     (_other_facts('{"kernels": []}'), ("inspect",), "library.json: kernels must be an object"),
 ]
 

@@ -141,3 +141,43 @@ def test_scales_beyond_float16_are_refused(scheme: Storage) -> None:
     weight[3, 5] = 3e38
     with pytest.raises(CheckpointError, match="matrix: it holds weights that need a scale of"):
         pack(weight, scheme)
+
+
+def calibrated(scheme: Storage, weight: Floats, importance: Floats) -> Floats:
+    """Returns the values that are stored for a matrix whose columns count by their importance."""
+    pack_calibrated = scheme.definition.pack_calibrated
+    assert pack_calibrated is not None
+    return unpack(tuple(pack_calibrated(weight, importance, "matrix")), scheme, weight.shape)
+
+
+@EVERY
+@pytest.mark.parametrize("columns", [512, 330])
+def test_importance_lowers_the_error_that_it_weighs(scheme: Storage, columns: int) -> None:
+    weight = normal(32, columns)
+    importance = np.exp(2 * np.random.default_rng(4).standard_normal(columns)).astype(np.float32)
+
+    def weighed(values: Floats) -> float:
+        return float((np.square(values.astype(np.float64) - weight) * importance).sum())
+
+    plain = unpack(pack(weight, scheme), scheme, weight.shape)
+    # With 6 bits only the scale follows the importance, and codes are as fine as its steps.
+    bound = {3: 0.8, 4: 0.85, 5: 0.95, 6: 1.0}[scheme.bits]
+    assert weighed(calibrated(scheme, weight, importance)) < bound * weighed(plain)
+
+
+@EVERY
+def test_equal_importance_of_any_size_loses_no_more_than_no_calibration(scheme: Storage) -> None:
+    weight = normal(16, 512)
+    for size in (1e-20, 1.0, 1e20):
+        actual = calibrated(scheme, weight, np.full(512, size, np.float32))
+        squares = np.square(actual.astype(np.float64) - weight).sum() / np.square(weight).sum()
+        assert squares < 1.001 * error(scheme, weight)
+
+
+@EVERY
+def test_columns_without_activations_keep_values(scheme: Storage) -> None:
+    weight = normal(16, 512)
+    for importance in (np.zeros(512, np.float32), np.eye(1, 512, 7, np.float32)[0]):
+        actual = calibrated(scheme, weight, importance)
+        relative = np.square(actual - weight).sum() / np.square(weight).sum()
+        assert relative < 1.5 * error(scheme, weight) + 0.05

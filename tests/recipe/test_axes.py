@@ -40,14 +40,30 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         changed(quantizations="{a: {bits: 4, overrides: [{scheme: q0f32}, {match: ''}]}}"),
         [
             "3:20: 'a' needs the key 'scheme', the scheme of all other parameters",
-            "3:21: the key 'bits' is unknown in 'a'; known: candidates, max_kl, max_size, overrides, scheme, "
-            "target_bits",
+            "3:21: the key 'bits' is unknown in 'a'; known: calibrate, candidates, max_kl, max_size, "
+            "overrides, scheme, target_bits",
             "3:42: item 1 of 'overrides' lacks the key 'match': one or more shell patterns joined by '|', "
             "compared "
             "with the parameter's name with and without '.weight'",
             "3:59: item 2 of 'overrides' lacks the key 'scheme': the built-in scheme of the parameters "
             "that match",
             "3:67: 'match' must not be empty",
+        ],
+    ),
+    "calibration": (
+        changed(
+            quantizations="{a: {scheme: q4a8_1, calibrate: [x]}, b: {max_kl: 0.1, calibrate: [x]}, "
+            "c: {scheme: q4a8_2, calibrate: none.txt}, d: {scheme: as-is, calibrate: [x]}, "
+            "e: {scheme: q4a8_2, calibrate: []}}"
+        ),
+        [
+            "3:37: no scheme of this quantization can be calibrated; those that can are q3a8_2, q4a8_2, "
+            "q5a8_2, q6a8_2",
+            "3:71: a budget measures schemes without calibration; calibrate the fragment that it writes",
+            "3:119: the prompts 'none.txt' must be a text file: it does not exist",
+            "3:149: no scheme of this quantization can be calibrated; those that can are q3a8_2, q4a8_2, "
+            "q5a8_2, q6a8_2",
+            "3:197: 'calibrate' must not be empty",
         ],
     ),
     "overrides that cannot match": (

@@ -73,7 +73,7 @@ def test_every_example_of_the_readme_loads(project: Path, text: str) -> None:
 
 
 def test_every_recipe_of_the_readme_is_tried() -> None:
-    assert len(readme_recipes()) == 14
+    assert len(readme_recipes()) == 15
 
 
 def test_every_preset_example_of_the_targets_readme_is_right(project: Path) -> None:

@@ -1,0 +1,153 @@
+"""Measures the activations that each matrix of a model meets in prompts, as the step `calibrate/<model>`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from mlcbuild.canon import Json, file_digest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mlcbuild.bundles.reference import Reference
+    from mlcbuild.bundles.reference_logits import TokenProgress
+    from mlcbuild.checkpoints.exact_weights import Weight
+
+MOST_TOKENS = 8192
+"""Maximum number of tokens that are measured: with more, mean squares change by less than they are rounded,
+and the activations of all of them are in memory together.
+"""
+
+
+def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: writes the importance of each column of each matrix, as quant.importance reads it, and a report
+    of what was measured.
+
+    params and inputs: those of the step `reference`, whose prompts are shortened alike; only the first
+    MOST_TOKENS tokens count. Activations are those of the exact model; experts of a mixture are left out.
+    Raises UsageError when no prompt is left.
+    """
+    import numpy as np
+
+    from mlcbuild.bundles.reference import Reference
+    from mlcbuild.bundles.reference_logits import TokenProgress, opened_prompts
+    from mlcbuild.quant.importance import IMPORTANCE, REPORT
+
+    config, weights, window, prompts = opened_prompts(params, inputs, "calibrate")
+    sequences = _first(prompts, MOST_TOKENS)
+    count = sum(map(len, sequences))
+    model = Reference(config, weights, context_window=window)
+    sums = _sums_of_squares(model, sequences, TokenProgress(count, len(config.layers)))
+    means: dict[str, Any] = {name: _rounded(total / count) for name, total in sorted(sums.items())}
+    np.savez(out / IMPORTANCE, **means)
+    report: dict[str, Json] = {
+        "prompts": len(sequences),
+        "tokens": count,
+        "matrices": list[Json](sorted(sums)),
+        "blake3": file_digest(out / IMPORTANCE),
+    }
+    (out / REPORT).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _first(sequences: Sequence[list[int]], most: int) -> list[list[int]]:
+    """Returns the first sequences, with at most `most` tokens together; the last one may be shortened."""
+    chosen: list[list[int]] = []
+    for tokens in sequences:
+        if most <= 0:
+            break
+        chosen.append(tokens[:most])
+        most -= len(tokens)
+    return chosen
+
+
+def _sums_of_squares(
+    model: Reference, sequences: Sequence[list[int]], note: TokenProgress
+) -> dict[str, NDArray[np.float64]]:
+    """Returns name of a matrix -> sums, over the tokens of all prompts, of the squared activations that meet
+    each of its columns.
+
+    Layers are computed one after another, each for all prompts, so that weights are read once. Sums are added
+    in the order of the prompts, so that no result depends on the number of threads.
+    """
+    import numpy as np
+
+    from mlcbuild.bundles import reference
+    from mlcbuild.bundles.weight_losses import in_threads
+
+    sums: dict[str, NDArray[np.float64]] = {}
+    states = in_threads(lambda tokens: reference.embedded(model, tokens), sequences)
+    for index in range(len(model.config.layers)):
+        weights = _Held(model.weights)
+        results = in_threads(partial(_layer, replace(model, weights=weights), index, note), states)
+        states = [x for x, _ in results]
+        for name, squares in (item for _, measured in results for item in measured):
+            sums[name] = sums[name] + squares if name in sums else squares
+    head = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
+    sums[head] = reduce(np.add, (_squares(reference.normalized(model, x)) for x in states))
+    return sums
+
+
+def _layer(
+    model: Reference, index: int, note: TokenProgress, x: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], list[tuple[str, NDArray[np.float64]]]]:
+    """Computes a layer for one prompt; returns (residual stream after it, pairs of a matrix's name and the
+    sums of the squares of the activations that were multiplied with it). x: residual stream before it.
+    """
+    from mlcbuild.bundles import reference
+
+    measured: list[tuple[str, NDArray[np.float64]]] = []
+
+    def record(name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        measured.append((name, _squares(rows)))
+        return rows
+
+    after = reference.layer(replace(model, rounded=record), index, x)[0]
+    note.add(len(x))
+    return after, measured
+
+
+def _squares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Returns the sums of squares of each column, float64 [columns]. rows: activations [n, columns]."""
+    import numpy as np
+
+    summed: NDArray[np.float64] = np.square(rows, dtype=np.float64).sum(axis=0)
+    return summed
+
+
+class _Held(Mapping[str, "Weight"]):
+    """A mapping from parameter name to values that reads each value once and keeps it. Any thread may read
+    it.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        self._weights, self._held, self._lock = weights, dict[str, "Weight"](), Lock()
+
+    def __getitem__(self, name: str) -> Weight:
+        with self._lock:
+            if name not in self._held:
+                self._held[name] = self._weights[name]
+            return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _rounded(means: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Rounds to five significant bits, because further ones depend on the order of sums in the machine's
+    linear algebra.
+    """
+    import numpy as np
+
+    mantissas, exponents = np.frexp(means)
+    rounded: NDArray[np.float32] = np.ldexp(np.rint(mantissas * 32) / 32, exponents).astype(np.float32)
+    return rounded
