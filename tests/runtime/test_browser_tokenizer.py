@@ -152,6 +152,7 @@ def pieces_by_merging() -> tokenizers.Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     own.decoder = decoders.Sequence(steps)
     own.add_tokens([tokenizers.AddedToken("<|user|>", normalized=True)])
+    own.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
     return own
 
 
@@ -198,7 +199,7 @@ def compare(directory: Path, texts: Sequence[str]) -> None:
 def test_tokens_of_a_tokenizer_json_equal_the_runtimes(kind: str, tmp_path: Path) -> None:
     KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
-    compare(tmp_path, corpus(2, 120))
+    compare(tmp_path, [*corpus(2, 120), "a▁▁b"])
 
 
 def test_tokens_of_the_embedded_model_and_of_the_toy(tmp_path: Path) -> None:
@@ -232,12 +233,13 @@ def test_tokens_of_sentencepiece_equal_the_runtimes(
     (tmp_path / "tokenizer.model").write_bytes(buffer.getvalue())
     added = {
         "9998": {"content": "<|user|>", "special": True, "rstrip": True},
-        "9999": {"content": "<|end|>"},
+        "9999": {"content": "<|end|>▁"},
     }
     config = {"bos_token": "<s>", "eos_token": "</s>", "legacy": not fallback, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     stripped = [f"{text} \u3000\n<|user|> \t{text}" for text in TEXTS]
-    compare(tmp_path, [*stripped, *(text.replace("\0", "") for text in corpus(5, 120))])
+    plain = [text.replace("\0", "") for text in corpus(5, 120)]
+    compare(tmp_path, [*stripped, *plain, "a<|end|>▁"])
 
 
 def test_special_tokens_end_answers_and_begin_prompts() -> None:

@@ -181,6 +181,23 @@ def test_added_tokens_of_pieces(pieces: Path) -> None:
     assert tokenizer.vocabulary.token_id("no such piece") is None
 
 
+def test_spaces_of_added_tokens_are_decoded(pieces: Path, pieces_as_json: Path, tmp_path: Path) -> None:
+    """Gemma's tokenizer.json and tokenizer_config.json list the pieces of several spaces as added tokens."""
+    reference = tokenizers.Tokenizer.from_file(str(pieces_as_json / "tokenizer.json"))
+    reference.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
+    reference.save(str(tmp_path / "tokenizer.json"))
+    token = reference.token_to_id("▁▁")
+    x = reference.encode("x", add_special_tokens=False).ids
+    text = reference.decode([*x, token, *x])
+    assert "x  " in text
+    assert Tokenizer.load(tmp_path).decode([*x, token, *x]) == text
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes((pieces / "tokenizer.model").read_bytes())
+    added = {str(token): {"content": "▁▁", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    assert Tokenizer.load(tmp_path).decode([*x, token, *x]) == text
+
+
 def test_older_pieces_put_a_space_after_special_tokens(pieces: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes((pieces / "tokenizer.model").read_bytes())
     tokenizer, model = Tokenizer.load(tmp_path), processor(pieces)

@@ -271,7 +271,8 @@ export class JsonVocabulary {
   /** Returns the UTF-8 bytes of a token, which may be a part of a character; none for special tokens. */
   tokenBytes(token) {
     const added = this.added.get(token);
-    if (added) return encoder.encode(added.special ? "" : added.content);
+    if (added?.special) return new Uint8Array(0);
+    if (added && this.isByteLevel) return encoder.encode(added.content);
     const piece = this.names.get(token) ?? "";
     if (this.isByteLevel) {
       const bytes = Array.from(piece, (letter) => BYTES.get(letter));

@@ -207,7 +207,7 @@ export class PieceVocabulary {
 
   tokenBytes(token) {
     if (this.special.has(token)) return new Uint8Array(0);
-    if (this.added.has(token)) return encoder.encode(this.added.get(token).content);
+    if (this.added.has(token)) return pieceBytes(this.added.get(token).content, false);
     const piece = this.model.pieces[token];
     if (!piece) return new Uint8Array(0);
     if (piece.type === UNKNOWN) return encoder.encode(" \u2047 ");

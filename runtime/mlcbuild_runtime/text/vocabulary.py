@@ -118,16 +118,15 @@ class JsonVocabulary:
         return data
 
     def _find_bytes(self, token: int) -> bytes:
-        content, special = self._added.get(token, ("", False))
-        if special:
+        content, is_special = self._added.get(token, (None, False))
+        if is_special:
             return b""
         piece = self._tokenizer.id_to_token(token) or ""
         if self._word_piece is not None:
             return _word_piece(piece, self._word_piece)
-        if content:
-            return content.encode()
         if self._byte_level:
-            return _byte_level(piece)
+            return _byte_level(piece) if content is None else content.encode()
+        # Gemma adds its pieces for several spaces as tokens, so the decoder applies to added ones, too.
         return _piece_bytes(piece, self._fallback)
 
     def token_name(self, token: int) -> str:
@@ -267,7 +266,7 @@ class PieceVocabulary:
         if token in self._special:
             return b""
         if token in self._added:
-            return self._added[token][0].encode()
+            return _piece_bytes(self._added[token][0], fallback=False)
         if not 0 <= token < self._size:
             return b""
         if self._model.is_unknown(token):
