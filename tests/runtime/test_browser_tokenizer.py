@@ -202,6 +202,16 @@ def test_tokens_of_a_tokenizer_json_equal_the_runtimes(kind: str, tmp_path: Path
     compare(tmp_path, [*corpus(2, 120), "a▁▁b"])
 
 
+def test_tokens_of_a_large_vocabulary_equal_the_runtimes(tmp_path: Path) -> None:
+    """DeepSeek V3 has 128,000 tokens, and a call in JavaScript may have fewer arguments."""
+    document = json.loads(byte_level().to_str())
+    vocab = document["model"]["vocab"]
+    vocab |= {f"<{i}>": i for i in range(len(vocab), 128_000)}
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < 2]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    compare(tmp_path, corpus(6, 20))
+
+
 def test_tokens_of_the_embedded_model_and_of_the_toy(tmp_path: Path) -> None:
     compare(TINY, corpus(3, 80))
     write_tokenizer(tmp_path)

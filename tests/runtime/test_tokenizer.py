@@ -186,7 +186,7 @@ def test_spaces_of_added_tokens_are_decoded(pieces: Path, pieces_as_json: Path, 
     reference = tokenizers.Tokenizer.from_file(str(pieces_as_json / "tokenizer.json"))
     reference.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
     reference.save(str(tmp_path / "tokenizer.json"))
-    token = reference.token_to_id("▁▁")
+    token = reference.get_vocab()["▁▁"]
     x = reference.encode("x", add_special_tokens=False).ids
     text = reference.decode([*x, token, *x])
     assert "x  " in text

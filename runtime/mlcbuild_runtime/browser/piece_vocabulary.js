@@ -199,7 +199,7 @@ export class PieceVocabulary {
       const part = strips ? whole.replace(/^\p{White_Space}+/u, "") : whole;
       if (index % 2) tokens.push(this.names.get(part));
       // Newer tokenizers put no space before text that follows a special token.
-      else if (part) tokens.push(...(this.isLegacy || index === 0 ? model.encode(part) : model.encode(part, false)));
+      else if (part) for (const token of model.encode(part, this.isLegacy || index === 0 ? undefined : false)) tokens.push(token);
     });
     if (special && (config.add_eos_token ?? false) && model.eos >= 0) tokens.push(model.eos);
     return tokens;
