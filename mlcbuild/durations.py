@@ -1,4 +1,5 @@
-"""Formats durations for people. It imports nothing, since a run that ends by its receipt uses it."""
+"""Formats durations for people. This module imports nothing, so that a run that finds nothing to do and ends
+at once can use it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Finished:
     pipeline: Pipeline
     store: Store
     records: Mapping[str, Record]
-    """Name of a step -> the record of its result."""
+    """Name of a step -> the step record of its result."""
     signer: Signer | None = None
     """The key that signs provenance; None: provenance is not signed."""
 

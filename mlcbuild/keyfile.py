@@ -1,5 +1,5 @@
-"""Creates and reads the ed25519 keys that sign records and provenance. They are stored in PEM files and named
-by their public half.
+"""Creates and reads the ed25519 keys that sign step records and provenance. They are stored in PEM files and
+named by their public half.
 """
 
 from __future__ import annotations

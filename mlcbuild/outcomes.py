@@ -105,7 +105,7 @@ class Result:
     run: RunResult
     log: RunLog
     warned: bool = False
-    """True if the run reported damage in the store or problems of a remote."""
+    """True if the run reported damage in the store or problems of a remote cache."""
 
     @property
     def steps(self) -> tuple[StepResult, ...]:

@@ -79,8 +79,8 @@ class Product:
     unverified: str = ""
     """The reason why the variant is not verified, in words; "" if it is."""
     bench: str | None = None
-    """Name of the step that measures the bundle's speed, on which the bundle does not depend; None if there
-    is none.
+    """Name of the step that measures the bundle's speed; None if there is no such step. The bundle does not
+    depend on this step.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Copies records and their blobs between a store and remotes, outside of a run."""
+"""Copies step records and their blobs between a store and remote caches, outside of a run."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from mlcbuild.store.records import Record
 from mlcbuild.store.store import Store
 
 _TRANSFERS = 4
-"""Number of records (push) or files (pull) that are transferred at the same time."""
+"""Number of step records (push) or files (pull) that are transferred at the same time."""
 _WAITING = 256
-"""Maximum number of records that a push holds in memory."""
+"""Maximum number of step records that an upload of a store's results holds in memory."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """The outcome of sending records of a store to remotes."""
+    """The outcome of sending step records of a store to remote caches."""
 
     records: int
-    """Number of records that had to be sent."""
+    """Number of step records that had to be sent to remote caches."""
     missing: Mapping[str, int]
-    """Name of a remote -> number of records that it still lacks."""
+    """Name of a remote cache -> number of step results that it still lacks."""
     sent: Mapping[str, UploadCount] = field(default_factory=dict)
-    """Name of a remote -> numbers of uploaded records and bytes. The remote already had the other records."""
+    """Name of a remote cache -> numbers of uploaded step records and bytes. The remote already had the other
+    records."""
 
     @property
     def ok(self) -> bool:
@@ -46,20 +47,20 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The outcome of downloading the results of steps from remotes."""
+    """The outcome of downloading the results of steps from remote caches."""
 
     fetched: int
     present: int
     """Number of steps whose results the store had before."""
     absent: int
-    """Number of steps whose results no remote has."""
+    """Number of steps whose results no remote cache has."""
     warnings: tuple[str, ...]
-    """Messages about problems of remotes, none of which left a result missing."""
+    """Messages about problems of remote caches, none of which left a result missing."""
 
 
 def shareable(records: Iterable[Record]) -> Iterator[Record]:
-    """Yields the records that may be sent to other machines; leaves out damaged records, and results that
-    are valid on this machine only.
+    """Yields the step records that may be sent to other machines; leaves out damaged records, and results
+    that are valid on this machine only.
     """
     for record in records:
         with suppress(ValueError):  # The record is damaged in the part that states this.
@@ -68,15 +69,15 @@ def shareable(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def stored(store: Store) -> Iterator[Record]:
-    """Yields every record of a store that may be sent to other machines."""
+    """Yields every step record of a store that may be sent to other machines."""
     records = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
     return shareable(record for record in records if record is not None)
 
 
 def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
-    """Sends records with their blobs to remotes, and returns the number of records that were to be sent and,
-    for each remote, how many it lacks and how many it received. signer: signs the records; None: they are not
-    signed.
+    """Sends step records with their blobs to remote caches, and returns the number of records that were to be
+    sent and, for each remote, how many it lacks and how many it received. signer: signs the records; None:
+    they are not signed.
 
     Raises RemoteError with every warning of a remote, once each remote has everything that could be sent.
     """
@@ -99,8 +100,8 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
 
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
-    """Downloads the results of a plan's steps, as far as remotes have them, into a store. The plan must
-    have been computed with these remotes.
+    """Downloads the results of a plan's steps, as far as remote caches have them, into a store. The plan must
+    have been computed with these caches.
 
     warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
     warnings and a result is absent.
@@ -122,7 +123,7 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Downloads files from remotes in parallel. Returns digest of a file -> the reason why its download
+    """Downloads files from remote caches in parallel. Returns digest of a file -> the reason why its download
     failed, or "".
     """
     stop = threading.Event()
@@ -144,12 +145,12 @@ class CheckedStore:
 
     check: upkeep.Verified
     warnings: tuple[str, ...] = ()
-    """Messages about problems of remotes from which files were to be restored."""
+    """Messages about problems of remote caches from which files were to be restored."""
 
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
-    """Checks all bytes of a store, removes damaged files, and downloads damaged and missing files from
-    remotes.
+    """Checks all bytes of a store, removes damaged files, and downloads damaged and missing files from remote
+    caches.
 
     Raises StoreError when the store cannot be read.
     """

@@ -65,7 +65,8 @@ __all__ = [
 GraphFormat: TypeAlias = Literal["mermaid", "dot", "svg", "html"]
 
 _ATTEMPTS = 5
-"""Maximum attempts of a run that removes damaged files from the store; each attempt may meet others."""
+"""Maximum number of attempts of one run. After an attempt that met damaged files in the store and removed
+them, the next one rebuilds them; it may meet other damaged files."""
 
 
 def open(
@@ -86,7 +87,7 @@ def open(
     $MLCBUILD_KEY or the user's.
 
     Raises InputError with all problems of the recipe, the models and the lock; UsageError for sources that
-    are not locked, and for URLs that name no remote; StoreError for a store of another format.
+    are not locked, and for URLs that name no remote cache; StoreError for a store of another format.
     """
     read = read_recipe(recipe, settings, allow_outside)
     if remotes is not None:
@@ -96,7 +97,7 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns the remotes with the public keys that the recipe trusts. listed: URLs or remotes. Raises
+    """Returns the remote caches with the public keys that the recipe trusts. listed: URLs or remotes. Raises
     UsageError for invalid ones."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
@@ -125,14 +126,14 @@ class Session:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session on the same recipe with other remotes, as `open` accepts them. Raises
+        """Returns a session on the same recipe with other remote caches, as `open` accepts them. Raises
         UsageError for invalid ones."""
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
     def unverified(self) -> Session:
-        """Returns a session on the same recipe that does not compare bundles with their models, which takes
-        most of the time for a large model."""
+        """Returns a session on the same recipe that builds bundles without comparing them with their models.
+        For a large model, this comparison takes most of the time."""
         return replace(self, pipeline=self.pipeline.unverified())
 
     # Planning
@@ -314,7 +315,7 @@ class Session:
     # Sharing
 
     def records(self, selection: Selection = EVERYTHING) -> Iterator[Record]:
-        """Yields the records of the steps of `selection` that are in the store and may be sent to other
+        """Yields the step records of the steps of `selection` that are in the store and may be sent to other
         machines. Raises UsageError for unknown names, SourceError for an unreadable source, StoreError for
         the store."""
         from mlcbuild.replication import shareable
@@ -323,7 +324,7 @@ class Session:
         return shareable(step.record for step in steps if step.state == "hit" and step.record is not None)
 
     def push(self, selection: Selection = EVERYTHING) -> Pushed:
-        """Sends the store's results of the selected steps to the remotes that are written to.
+        """Sends the store's results of the selected steps to the remote caches that are written to.
 
         Raises UsageError for unknown names and if there is no such remote, RemoteError with every warning of
         a remote, SourceError for an unreadable source, StoreError for the store.
@@ -334,8 +335,8 @@ class Session:
         return replication.push(Store(self.store.root), self.records(selection), remotes, self._signer())
 
     def pull(self, selection: Selection = EVERYTHING) -> Pulled:
-        """Downloads all results of the selected steps that remotes have into this store, for runs without a
-        network.
+        """Downloads all results of the selected steps that remote caches have into this store, for runs
+        without a network.
 
         Raises UsageError for unknown names or if no remote is read, RemoteError if one failed or sent wrong
         data and a result is absent, SourceError for an unreadable source, StoreError for the store.
@@ -350,14 +351,14 @@ class Session:
     def verify_store(self) -> CheckedStore:
         """Checks all bytes of this store, removes damaged files, and downloads damaged and missing files.
 
-        Raises UsageError when no remote is read, StoreError when the store cannot be read.
+        Raises UsageError when no remote cache is read, StoreError when the store cannot be read.
         """
         from mlcbuild import replication
 
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the recipe's remotes that a run reads, or those that it writes to; UsageError if none."""
+        """Returns the remote caches that a run reads, or those that it writes to; UsageError if none."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]

@@ -192,7 +192,8 @@ async def _pieces(
 
 
 def _counted(came: int, size: int) -> int:
-    """Returns the size of a body with another piece. Raises ExchangeError if it is too large."""
+    """Returns the size in bytes of an HTTP body after one more piece has arrived. Raises ExchangeError if the
+    body is then too large."""
     if came + size > LARGEST_BODY:
         raise ExchangeError("malformed", f"the server sent a body of more than {LARGEST_BODY} bytes")
     return came + size

@@ -28,8 +28,8 @@ class Change:
     part.
     """
     by_value: bool
-    """True if `before` and `after` are readable values; False if they are digests, which messages leave
-    out.
+    """True if `before` and `after` are values that a message can show; False if they are digests, which
+    messages omit.
     """
 
     def __str__(self) -> str:

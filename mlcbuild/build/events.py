@@ -69,7 +69,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SourceRead:
-    """Event: a large source file is about to be hashed, because it is new or was changed."""
+    """Event of a run: a large source file is about to be hashed, because it is new or was changed."""
 
     path: Path
     size: int
@@ -78,14 +78,14 @@ class SourceRead:
 
 @dataclass(frozen=True)
 class RunStarted:
-    """Event: the plan is complete and the run begins."""
+    """Event of a run: the plan is complete and the run begins."""
 
     steps: int
     reused: int
     """Number of steps that do not run because the store or a remote has their results."""
     chains: Mapping[str, float] = field(default_factory=dict)
     """Name of a step to build -> seconds from its start to the end of the longest chain of steps after it,
-    estimated from earlier records.
+    estimated from earlier step records.
     """
     hits: frozenset[str] = frozenset()
     """Names of the steps whose results are reused. A step runs after all if its files cannot be
@@ -95,7 +95,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepStarted:
-    """Event: a step begins."""
+    """Event of a run: a step begins."""
 
     name: str
     reason: str
@@ -111,7 +111,7 @@ class StepStarted:
 
 @dataclass(frozen=True)
 class StepPlaced:
-    """Event: a cluster worker has started a step."""
+    """Event of a run: a cluster worker has started a step."""
 
     name: str
     worker: str
@@ -119,7 +119,7 @@ class StepPlaced:
 
 @dataclass(frozen=True)
 class StepWaiting:
-    """Event: a step waits because another process builds the same step."""
+    """Event of a run: a step waits because another process builds the same step."""
 
     name: str
     holder: str
@@ -130,42 +130,43 @@ class StepWaiting:
 
 @dataclass(frozen=True)
 class StepFetching:
-    """Event: files of a reused step are being downloaded from a remote."""
+    """Event of a run: files of a reused step are being downloaded from a remote cache."""
 
     name: str
     origin: str
     size: int
-    """Number of bytes that the download will transfer."""
+    """Number of bytes that the download of a result's files will transfer."""
 
 
 @dataclass(frozen=True)
 class StepFetched:
-    """Event: a download for a step has ended, successfully or not."""
+    """Event of a run: a download for a step has ended, successfully or not."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Uploading:
-    """Event: all steps are done, and results are still being uploaded to remotes."""
+    """Event of a run: all steps are done, and results are still being uploaded to remote caches."""
 
     results: int
 
 
 @dataclass(frozen=True)
 class StepProgress:
-    """Event: the progress of a running step, or of a download for it."""
+    """Event of a run: the progress of a running step, or of a download for it."""
 
     name: str
     done: int
     total: int
-    """The total amount of work, in the unit that the event names, such as bytes; 0 if it is unknown."""
+    """The total amount of work, in the unit that this progress report names, such as bytes; 0 if it is
+    unknown."""
     unit: str
 
 
 @dataclass(frozen=True)
 class StepFinished:
-    """Event: a step has ended, was reused, or was skipped; the event holds its result."""
+    """Event of a run: a step has ended, was reused, or was skipped; the event holds its result."""
 
     result: StepResult
     tail: str = ""
@@ -174,21 +175,22 @@ class StepFinished:
 
 @dataclass(frozen=True)
 class Warned:
-    """Event: a warning that fails no step, such as damage in the store or a step that is not reproducible."""
+    """Event of a run: a warning that fails no step, such as damage in the store or a step that is not
+    reproducible."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Event: a remark that a step made on a choice and its reason. It is not a warning."""
+    """Event of a run: a remark that a step made on a choice and its reason. It is not a warning."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """Event: the run has ended."""
+    """Event of a run: the run has ended."""
 
     result: RunResult
 

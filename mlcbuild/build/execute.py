@@ -40,7 +40,7 @@ from mlcbuild.store.store import Store
 __all__ = ["Options", "execute"]
 
 _TICK = 0.5
-"""Maximum seconds to wait for a message before the loop checks for dead workers."""
+"""Maximum seconds that the main loop of a run waits for a message before it checks for dead workers."""
 
 
 def execute(
@@ -53,12 +53,12 @@ def execute(
 ) -> RunResult:
     """Builds the steps of a graph that have no result yet, and returns the outcome of every step.
 
-    A failed step is part of the result, not an exception; so is an interruption by `cancel`, or by SIGINT
-    and SIGTERM when the options enable signal handling. After an interruption, running steps end at once,
-    published results are kept, and the next run continues from there. Steps whose results the remotes of
-    `sharing` have are not built, and new results are uploaded; a failing remote fails no step. An exception
-    raised by `report` ends the run and propagates. Raises UsageError for an unknown step name, SourceError
-    for an unreadable source, StoreError when the store cannot be used.
+    A failed step is part of the result, not an exception; so is an interruption by `cancel`, or by SIGINT and
+    SIGTERM when the options enable signal handling. After an interruption, running steps end at once,
+    published results are kept, and the next run continues from there. Steps whose results the remote caches
+    of `sharing` have are not built, and new results are uploaded; a failing remote fails no step. An
+    exception raised by `report` ends the run and propagates. Raises UsageError for an unknown step name,
+    SourceError for an unreadable source, StoreError when the store cannot be used.
     """
     options = options or Options()
     started = time.monotonic()
@@ -93,7 +93,7 @@ class _Run:
         """Name of a built step -> remotes to which the upload of its result failed."""
 
     def carry_out(self) -> None:
-        """Runs all steps of the plan that need to run. No worker process starts if there are none."""
+        """Runs all steps of the plan that need to run. If no step needs to run, no worker process starts."""
         self.warn()
         steps = self.tracker.steps.values()
         hits = frozenset(item.name for item in steps if item.state is StepState.DONE)
@@ -106,15 +106,15 @@ class _Run:
                 _Loop(self, stack).run()
 
     def warn(self) -> None:
-        """Reports damage in the store and problems of remotes as warnings, those that are new since the
+        """Reports damage in the store and problems of remote caches as warnings, those that are new since the
         last call.
         """
         for sentence in (*self.planner.store.take_warnings(), *self.planner.sharing.take_warnings()):
             self.report(Warned(sentence))
 
     def result(self, seconds: float) -> RunResult:
-        """Writes the keys of a finished run to the store, and returns the run's result. seconds: duration
-        of the run.
+        """Writes the keys of a finished run's steps to the store, and returns the run's result. seconds:
+        duration of the run.
         """
         results = self.tracker.results()
         self.notes.write(results)
@@ -333,8 +333,8 @@ class _Loop:
             self.tracker.settle(result)
 
     def _end_elsewhere(self, item: TrackedStep, result: StepResult, outcome: Outcome) -> None:
-        """Stores the result of a step that another machine built and whose files are on a remote. If this
-        machine needs the files, downloads them first.
+        """Stores the result of a step that another machine built and whose files are on a remote cache. If
+        this machine needs the files, downloads them first.
         """
         item.remote = Planned(item.name, "remote", result.key, result.reason, outcome.record, outcome.origin)
         if outcome.unsent:

@@ -28,7 +28,7 @@ class StepExecutor(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Returns the maximum number of jobs that run at once."""
+        """Returns the maximum number of jobs that this executor runs at the same time."""
 
     @property
     def cores(self) -> int:

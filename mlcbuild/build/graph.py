@@ -89,7 +89,7 @@ class Step:
     of the key.
     """
     shared: bool = True
-    """False if the result is valid on this machine only and is never sent to a remote."""
+    """False if the result is valid on this machine only and is never sent to a remote cache."""
     alone: bool = False
     """True for a step that measures time: no other step runs at the same time."""
     display: StepDisplay = field(default_factory=StepDisplay, compare=False)

@@ -1,4 +1,4 @@
-"""Downloads inputs of steps that only a remote has, and tracks which steps wait for which download."""
+"""Downloads inputs of steps that only a remote cache has, and tracks which steps wait for which download."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlcbuild.store.staging import StagingArea
 
 
 class InputFetcher:
-    """Downloads files of results on a remote when a step on this machine reads them, or when the user needs
-    them.
+    """Downloads files of results on a remote cache when a step on this machine reads them, or when the user
+    needs them.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class InputFetcher:
         )
 
     def missing_inputs(self, step: Step) -> dict[str, tuple[Entry, ...]]:
-        """Returns name of a step -> files of its result that `step` reads, that a remote has, and that this
-        store lacks.
+        """Returns name of a step -> files of its result that `step` reads, that a remote cache has, and that
+        this store lacks.
         """
         store = self._planner.store
         missing: dict[str, tuple[Entry, ...]] = {}
@@ -68,8 +68,8 @@ class InputFetcher:
         return missing
 
     def fetch(self, name: str, files: tuple[Entry, ...], user: str) -> StepFetching:
-        """Starts the download of `files`, results of the step `name`, from the remote that has them, and
-        returns the event that announces it. user: name of the step that waits for the files.
+        """Starts the download of `files`, results of the step `name`, from the remote cache that has them,
+        and returns the event that announces it. user: name of the step that waits for the files.
         """
         remote = self._steps[name].remote
         assert remote is not None
@@ -79,8 +79,8 @@ class InputFetcher:
         return StepFetching(name, remote.origin, sum(entry.size for entry in files))
 
     def fetch_all(self, name: str) -> StepFetching:
-        """Starts the download of all files of a step's result, which lie on a remote, and returns the event
-        that announces it. The step's state changes once the files have arrived.
+        """Starts the download of all files of a step's result, which lie on a remote cache, and returns the
+        event that announces it. The step's state changes once the files have arrived.
         """
         remote = self._steps[name].remote
         assert remote is not None and remote.record is not None

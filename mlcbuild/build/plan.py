@@ -34,7 +34,7 @@ from mlcbuild.store.store import Store
 State: TypeAlias = Literal["hit", "remote", "run", "pending"]
 
 _LARGE = 256 << 20
-"""Size in bytes from which on the hashing of a source file is reported as an event."""
+"""Size in bytes from which on the hashing of a source file is reported to the user."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Planned:
     store.
     """
     record: Record | None = None
-    """The record of the step's result in the store or on a remote; for a step that must run, the latest
-    record under its name, for estimates."""
+    """The record of the step's result in the store or on a remote cache; for a step that must run, the latest
+    record of a step with this name, for estimates."""
     origin: str = ""
-    """Name of the remote that has the record, if the result is on a remote. Its files are downloaded only
-    when something reads them.
+    """Name of the remote cache that has the step record, if the result is on a remote. Its files are
+    downloaded only when something reads them.
     """
 
 
@@ -89,7 +89,7 @@ def plan(
     force: names or globs of steps to run in any case; only: those of the steps to build. Reads sources
     (through the stat cache) and records, and writes nothing but the stat cache. Raises UsageError for a name
     that matches no step, SourceError for an unreadable source, and StoreError when the store cannot be read.
-    Problems of remotes are reported as warnings.
+    Problems of remote caches are reported as warnings.
     """
     forced, selected_steps = graph.match(force), graph.match(only)
     planner = Planner(graph, store, force=forced, only=selected_steps, sharing=sharing, report=report)
@@ -156,8 +156,8 @@ class Planner:
         return (plans[step.name] for step in self.steps)
 
     def _waves(self) -> list[list[Step]]:
-        """Returns the steps grouped by depth, which is the length of the longest chain of steps before
-        them, so that remotes can be queried for all records of a group at once.
+        """Returns the steps grouped by depth, which is the length of the longest chain of steps before them,
+        so that remote caches can be queried for all step records of a group at once.
         """
         depths: dict[str, int] = {}
         waves: list[list[Step]] = []
@@ -170,7 +170,8 @@ class Planner:
         return waves
 
     def _unknown(self, steps: Iterable[Step]) -> Iterator[str]:
-        """Yields the keys of those steps whose records are not in the store and may be on a remote."""
+        """Yields the keys of those steps whose step records are not in the store and may be on a remote
+        cache."""
         for step in steps:
             if step.shared and all(need in self.results for need in self.graph.needs(step)):
                 key = self.key(step)

@@ -33,8 +33,8 @@ class Options:
     outputs: tuple[str, ...] = ()
     """Names or globs of steps whose files must be on this machine at the end.
 
-    () means those in `only`, or else the steps that no other step reads. Files of other steps stay on their
-    remote until a step on this machine reads them.
+    () means the steps that `only` names, or else the steps that no other step reads. Files of other steps
+    stay in the remote cache that has them until a step on this machine reads them.
     """
     executor: str = "pool"
     """Where steps run: "pool" in processes of this machine, "inline" in this process, "dask://host:port" on a
@@ -65,14 +65,15 @@ class LockWait:
 
     since: float = field(default_factory=time.monotonic)
     again: float = 0.0
-    """Monotonic time, in seconds, of the next attempt to acquire the lock."""
+    """Monotonic time, in seconds, of the next attempt to acquire the lock of a step that another process
+    builds."""
     is_reported: bool = False
 
     def postpone(self) -> bool:
         """Schedules the next attempt to acquire the lock. Returns True once, when the wait is long enough to
         be reported.
 
-        It is not reported at once, because a process that removes stale locks also holds them for a moment.
+        A short wait is not reported, because a process that removes stale locks also holds them for a moment.
         """
         now = time.monotonic()
         self.again = now + _POLL

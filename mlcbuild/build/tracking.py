@@ -60,8 +60,8 @@ class TrackedStep:
     missing: frozenset[str] = frozenset()
     """Names of the inputs that have no result yet, for a step that waits for them."""
     remote: Planned | None = None
-    """The step's plan if a remote has its result: it names the remote and the record. None if no remote has
-    it, so that the result's files must be in this store.
+    """The step's plan if a remote cache has its result: it names the remote and the record. None if no remote
+    has it, so that the result's files must be in this store.
     """
     requests: frozenset[int] = frozenset()
     """Identifiers of the running downloads for which the step waits."""
@@ -69,11 +69,12 @@ class TrackedStep:
     running: Running | None = None
     """The cores and memory that the step holds while it runs; None for a step that does not run."""
     built_elsewhere: StepResult | None = None
-    """The result from a worker with another store, kept until the files are on this machine."""
+    """The step's result from a cluster worker that has another store; kept until the result's files are on
+    this machine."""
     result: StepResult | None = None
     chain: float = inf
-    """Seconds from the step's start to the end of the longest chain of steps after it, estimated from
-    earlier records.
+    """Seconds from the step's start to the end of the longest chain of steps after it, estimated from earlier
+    step records.
     """
 
     @property
@@ -248,7 +249,7 @@ class Tracker:
     # Files of remotes
 
     def arrived(self, item: TrackedStep) -> None:
-        """Sets the result of a step whose files have been downloaded from a remote."""
+        """Sets the result of a step whose files have been downloaded from a remote cache."""
         if item.remote is not None and item.state is _ARRIVING:
             self.settle(item.built_elsewhere or _reused(item.remote))
 
@@ -278,7 +279,7 @@ class Tracker:
             self.enqueue(item)
 
     def _missing(self, item: TrackedStep) -> frozenset[str]:
-        """Returns the names of a step's inputs that have no record yet."""
+        """Returns the names of a step's inputs that have no step record yet."""
         needs = (self.steps.get(name) for name in self._planner.graph.needs(item.step))
         return frozenset(
             need.name

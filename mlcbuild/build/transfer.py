@@ -42,7 +42,7 @@ _Task: TypeAlias = Callable[[], None]
 
 @dataclass
 class _Request:
-    """A request to download some files of one step."""
+    """A request to download some files of one step's result."""
 
     number: int
     step: str
@@ -91,7 +91,7 @@ class Transfers:
         return request.number
 
     def upload(self, step: str, record: Record) -> None:
-        """Queues the upload of a result to all remotes that accept writes."""
+        """Queues the upload of a result to all remote caches that accept writes."""
         if not self._sharing.writers:
             return
         with self._guard:
@@ -100,8 +100,8 @@ class Transfers:
         self._start(self._uploads, _UPLOADS)
 
     def resume(self, results: Iterable[StepResult]) -> int:
-        """Queues uploads of earlier results that a remote may lack, because an upload was interrupted or the
-        remote is new, and returns their number.
+        """Queues uploads of earlier results that a remote cache may lack, because an upload was interrupted
+        or the remote is new, and returns their number.
         """
         by_key = {result.key: result for result in results if result.key is not None}
         count = 0

@@ -16,7 +16,7 @@ _TOUCH_SECONDS = USE_NOTED_NS / 1e9
 
 
 class Notes:
-    """Looks up records in the store and marks them as used. No garbage collection can run during a
+    """Looks up step records in the store and marks them as used. No garbage collection can run during a
     look-up.
     """
 
@@ -26,8 +26,8 @@ class Notes:
         self._saved = self._touched = time.monotonic()
 
     def plan(self) -> list[Planned]:
-        """Returns the plan of every step in the graph's order, and marks the records of reused results as
-        used.
+        """Returns the plan of every step in the graph's order, and marks the step records of reused results
+        as used.
         """
         with self._store.settled():
             plans = list(self._planner.all())
@@ -45,7 +45,7 @@ class Notes:
         return planned
 
     def find(self, key: str) -> Record | None:
-        """Returns the record of a key if all its files are in the store, and marks it as used."""
+        """Returns the step record of a key if all its files are in the store, and marks it as used."""
         with self._store.settled():
             record = self._store.find(key)
             if record is not None:
@@ -60,8 +60,8 @@ class Notes:
             self.write(results())
 
     def write(self, results: Mapping[str, StepResult]) -> None:
-        """Writes the keys of results to the store, and marks their records as used. results: step name ->
-        result.
+        """Writes the cache keys of steps to the store, and marks the steps' results as used, so that garbage
+        collection keeps them. results: step name -> result.
         """
         self._saved = time.monotonic()
         usable = {name: step for name, step in results.items() if step.record is not None and step.key}

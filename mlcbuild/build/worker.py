@@ -66,7 +66,7 @@ class Job:
     cores: int
     store: Path
     area: Path
-    """A new, empty directory of the run, which is deleted after the job."""
+    """A new, empty directory for one job of a run. It is deleted after the job."""
     log: Path
     shared: bool = True
     again: bool = False
@@ -75,21 +75,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job, which is one execution of a step: a record or an error."""
+    """The outcome of a job, which is one execution of a step: the record of its result, or an error."""
 
     name: str
     record: Record | None = None
     fault: str = ""
-    """A warning about the result, such as a second, different result for the key; "" if there is none."""
+    """A warning about the result, such as a second, different result for the same cache key; "" if there is
+    none."""
     error: MlcbuildError | None = None
     retire: bool = False
     """True if the worker process ends after this job, because it holds too much memory."""
     worker: str = ""
     """Name of the cluster machine that ran the job; "" for this machine."""
     origin: str = ""
-    """URL of the remote that has the files of the result; "" if they are in the store."""
+    """URL of the remote cache that has the files of the result; "" if they are in the store."""
     unsent: tuple[str, ...] = ()
-    """Names of the remotes to which the upload of the result failed."""
+    """Names of the remote caches to which the upload of the result failed."""
 
 
 def perform(job: Job) -> Outcome:

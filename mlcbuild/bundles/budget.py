@@ -61,8 +61,8 @@ class Ladder:
     smallest: Mapping[str, Option]
     """Name of a matrix -> the scheme that stores it in the fewest bytes."""
     upgrades: tuple[Upgrade, ...]
-    """All replacements of one matrix's scheme by a larger one, the one that saves the most loss per byte
-    first.
+    """All possible replacements of the scheme of one matrix by a larger scheme. The replacement that saves
+    the most loss per byte comes first.
     """
     rest: int
     """Bytes of the parameters that are not matrices, whose schemes do not change."""
@@ -204,9 +204,9 @@ class _Chooser:
         progress.report(self._done, 0, "prompts")
 
     def under(self, limit: float) -> Sequence[Upgrade]:
-        """Finds, by bisection, how many upgrades to larger schemes, the one that saves the most loss per byte
-        first, bring the measured loss of the model to at most `limit`, and returns these. Raises UsageError
-        if the loss is larger with all upgrades.
+        """Finds, by bisection, how many upgrades of matrices to larger schemes, applied in the order of loss
+        saved per byte, bring the measured loss of the model to at most `limit`, and returns these upgrades.
+        Raises UsageError if the loss is larger with all upgrades.
         """
         upgrades = self.ladder.upgrades
         low, high = 0, len(upgrades)

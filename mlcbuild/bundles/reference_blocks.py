@@ -70,8 +70,8 @@ class Inputs:
     """The rotary embeddings at the positions of the new tokens, one for each of the model's `ropes`."""
     state: State
     rounded: Callable[[str, Array], Array] = lambda name, rows: rows
-    """Function from (name of a matrix within the layer, rows that are multiplied with it) to these rows as
-    the product reads them, such as rounded to 8 bits.
+    """Function from (name of a matrix within the layer, rows that the layer multiplies with this matrix) to
+    these rows after the rounding that the product applies to its operands, such as rounding to 8 bits.
     """
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:

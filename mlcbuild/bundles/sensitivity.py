@@ -25,8 +25,8 @@ from mlcbuild.quant import Storage, from_json, stored_bytes
 
 SENSITIVITY = "sensitivity.json"
 MOST_TOKENS = 1024
-"""Maximum number of tokens with which each matrix is tried in each scheme, since every trial evaluates a
-part of the model. Further prompts only evaluate the chosen mixture as a whole.
+"""Maximum number of tokens with which each matrix is evaluated in each quantization scheme, since every trial
+evaluates a part of the model. Further prompts only evaluate the chosen mixture as a whole.
 """
 
 

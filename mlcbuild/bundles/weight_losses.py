@@ -64,8 +64,8 @@ class WeightTrial:
         return tuple(param for param in self.params.values() if param.matrix is not None)
 
     def within(self, most: int) -> WeightTrial:
-        """Returns the model with its first prompts only: as many as have at most `most` tokens together, but
-        at least one."""
+        """Returns a copy of this trial model that is evaluated on fewer prompts: on the first ones that have
+        at most `most` tokens together, but on at least one prompt."""
         count, total = 0, 0
         for prompt in self.prompts:
             total += len(prompt.tokens)

@@ -68,13 +68,13 @@ class Matrix:
     command: Command
     """The parts of the command line that all generated CI jobs share."""
     shards: int | None = None
-    """Number of CI jobs (shards) that share all work; None: one job for each variant."""
+    """Number of CI jobs (shards of the build) that share all work; None: one job for each variant."""
     labels: tuple[str, ...] = ()
     """Pairs TARGET=RUNNER of a recipe's target and the label of the CI runner for it; * stands for all
     targets.
     """
     all: bool = False
-    """True if variants that need no work are included."""
+    """True if the CI jobs include those of variants that need no work."""
 
 
 def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
@@ -104,8 +104,8 @@ def runner(target: Target, labels: Mapping[str, str]) -> str:
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Returns name of a step -> reason, for each step that needs work. The reason is that of the first step
-    before it that will run.
+    """Returns name of a step -> reason, for each step that needs work. A step that runs because of its inputs
+    gets the reason of the first step that it depends on and that will run.
     """
     reasons: dict[str, str] = {}
     for planned in plan.steps:

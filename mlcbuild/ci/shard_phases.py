@@ -22,12 +22,13 @@ def run(
     report: Reporter,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Executes the phases of a shard, one after the other, and returns one result for all. phases: for each
-    phase the names of its steps, or None for all steps.
+    """Executes the phases of one machine's share (shard) of a build, one after the other, and returns one
+    result for all. phases: for each phase the names of its steps, or None for all steps.
 
-    sharing: function that opens the store with its remotes, called for each phase, since other machines
-    write to them meanwhile. After a failure, a phase runs only with `options.keep_going`, and without the
-    steps that depend on the failed ones. Raises the same exceptions as `execute`.
+    sharing: function that opens the store with its remote caches; it is called for each phase, since other
+    machines add results to these caches meanwhile. After a failure, a phase runs only with
+    `options.keep_going`, and without the steps that depend on the failed ones. Raises the same exceptions as
+    `execute`.
     """
     total, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
@@ -64,9 +65,9 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """Returns the results of a shard's later phase. A step that it only reused, because an earlier phase of
-    the shard had built it, keeps the earlier result. first: name of a step -> result of an earlier phase;
-    steps of the later phase are removed from it.
+    """Returns the results of a later phase of a shard (one machine's share of a build). A step that it only
+    reused, because an earlier phase of the shard had built it, keeps the earlier result. first: name of a
+    step -> result of an earlier phase; steps of the later phase are removed from it.
     """
     results = []
     for step in steps:

@@ -42,13 +42,15 @@ WEIGHTS: Mapping[str, int] = {
 """First part of a step's name -> milliseconds that are assumed if no duration is recorded."""
 OTHER = 1_000
 TRIFLE = 2_000
-"""Milliseconds of work below which a shard repeats the work instead of waiting for another shard's result."""
+"""Milliseconds of work below which one machine's share (shard) of a build repeats the work instead of waiting
+until another machine has done it."""
 FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
 """Maximum size in bytes of a file of step durations."""
 _TRIED = 16
-"""Maximum number of step durations that are tried as thresholds: final steps that share a step at least as
-long are kept in one shard. Of more durations, evenly spaced ones are tried.
+"""Maximum number of thresholds that are tried. A threshold is a step duration: final steps that share a step
+of at least this duration are built by the same machine. If there are more different durations, evenly spaced
+ones are tried.
 """
 
 
@@ -57,20 +59,21 @@ class StepShard:
     """The part of a build that one machine (shard) runs."""
 
     steps: tuple[str, ...]
-    """Names of the steps that this shard must build, in the graph's order. Every step belongs to exactly one
-    shard.
+    """Names of the steps that this shard (one machine's share of a build) must build, in the graph's order.
+    Every step belongs to exactly one shard.
     """
     first: tuple[str, ...]
     """Names of the shard's steps that need few results of other shards. They run first, while the other
     shards produce results.
     """
     milliseconds: int
-    """Expected milliseconds of work of this shard if no store holds any result."""
+    """Expected milliseconds of work of this shard (one machine's share of a build) if no store holds any
+    result."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The division of a build into shards."""
+    """The division of a build into shards, each of which one machine builds."""
 
     shards: tuple[StepShard, ...]
     identity: str
@@ -80,7 +83,8 @@ class Split:
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Parses a shard such as "2/3" into (2, 3). Raises UsageError for any other text."""
+    """Parses the number of one machine's share (shard) of a build, such as "2/3" into (2, 3). Raises
+    UsageError for any other text."""
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--shard {text}: write i/n with 1 <= i <= n, for example 1/3")
@@ -132,12 +136,14 @@ def _early(
 
 @dataclass
 class _Dealt:
-    """One possible assignment to shards of the final steps, those on which no other step depends."""
+    """One possible assignment of final steps to the machines (shards) that share a build. Final steps are the
+    steps on which no other step depends."""
 
     held: list[set[str]]
     """For each shard, the names of the steps that it would run if no store held any result."""
     loads: list[int]
-    """For each shard, the sum of the durations of its steps in milliseconds."""
+    """For each shard (one machine's share of a build), the sum of the durations of its steps in milliseconds.
+    """
 
 
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
@@ -167,8 +173,8 @@ def _kind(name: str) -> str:
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
     """Returns thresholds in milliseconds, ascending: final steps that share a step at least as long as the
-    threshold are kept in one shard. They are the costs of steps, and one above all of them, with which none
-    are kept together.
+    threshold are built by the same machine. The thresholds are the durations of steps, and one number above
+    all of these, with which no final steps are kept together.
     """
     levels = sorted(set(costs.values()))
     if len(levels) > _TRIED:
@@ -220,8 +226,8 @@ def _deal(
 
 
 def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """Returns step name -> shard that builds it: of the shards that need it, the one that needs it for the
-    most steps.
+    """Returns step name -> index of the shard (one machine's share of the build) that builds the step: the
+    shard in which most other steps need it.
     """
     uses: dict[str, list[int]] = {}
     for index, remote_names in enumerate(dealt.held):
@@ -268,7 +274,7 @@ _AGAIN = "write it anew with `mlcbuild shard RECIPE --record`"
 
 
 def recorded(graph: Graph, store: Store) -> dict[str, int]:
-    """Returns step name -> milliseconds according to the store's latest record of each step."""
+    """Returns step name -> milliseconds according to the store's latest step record of each step."""
     durations = {}
     for step in graph.steps():
         for key in store.cache.keys(step.name):

@@ -211,8 +211,8 @@ def _places(result: Result) -> str:
 
 
 def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Result, began: int) -> None:
-    """Writes a receipt, so that the same command line ends at once next time if there is nothing to do.
-    began: start of the run, in ns since 1970.
+    """Writes a receipt (the list of everything on which a finished run depended), so that the same command
+    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970.
     """
     from mlcbuild.cli import receipts, summaries
 

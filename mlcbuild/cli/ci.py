@@ -30,8 +30,8 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 
 def shard(arguments: argparse.Namespace) -> int:
-    """Prints the shards into which `run --shard` splits a build, and for each one the work for which this
-    store has no result. With --record, writes new durations first.
+    """Prints the shards (one machine's share of the work each) into which `run --shard` splits a build, and
+    for each one the work for which this store has no result. With --record, writes new durations first.
     """
     session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:

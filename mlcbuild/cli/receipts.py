@@ -1,5 +1,5 @@
-"""Writes the receipt of a successful run: everything that the run read, and everything on which its result
-depends.
+"""Writes the receipt of a successful run, a list by which a later run sees that nothing has changed:
+everything that the run read, and everything on which its result depends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mlcbuild.targets import presets
 
 @dataclass(frozen=True)
 class Printed:
-    """The texts that a later run prints if nothing has changed and it has no work."""
+    """The texts that a later run prints if nothing has changed, so that this run has no work."""
 
     lines: tuple[str, ...]
     places: str
@@ -96,9 +96,9 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields those directories, of bundles and around them, whose stat will change with any later change of
-    the names in them. The contents of all other directories are added to `listed`, and the bundles' files to
-    `blobs`. looked: time of the run, in ns since 1970.
+    """Yields those of the bundles' directories and their parent directories whose stat will change with any
+    later change of the names in them. The contents of all other directories are added to `listed`, and the
+    bundles' files to `blobs`. looked: time of the run, in ns since 1970.
     """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
@@ -159,7 +159,8 @@ class _Blobs:
     blobs: dict[str, int] = field(default_factory=dict)
     """Path of a blob relative to the store's directory cas/ -> its size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
-    """Absolute path -> size in bytes, for files in bundles that are not blobs of records."""
+    """Absolute path -> size in bytes, for files in bundles that are not among the stored files of any step's
+    result."""
     places: set[tuple[int, int]] = field(default_factory=set)
     """(device, inode) of each file recorded so far. Another path with the same pair is a hard link to a
     recorded file."""
@@ -210,8 +211,8 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 
 
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
-    """Returns directory of the store's records -> its stat, or zeros if its mtime is too recent to detect a
-    later change. looked: time of the run, in ns since 1970.
+    """Returns directory of the store's step records -> its stat, or zeros if its mtime is too recent to
+    detect a later change. looked: time of the run, in ns since 1970.
     """
     stats = {}
     directories: set[str] = set()

@@ -57,8 +57,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def ago(seconds: float) -> str:
-    """Formats a time since something was used in its largest unit, such as "3 days ago". seconds: that
-    time.
+    """Formats the time since the last use of something in the largest suitable unit, such as "3 days ago".
+    seconds: this time.
     """
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if (count := int(seconds // length)) >= 1:

@@ -22,8 +22,8 @@ from mlcbuild.store import upkeep
 
 
 def keys(arguments: argparse.Namespace) -> int:
-    """Runs the verb `keys`: `keys new` creates the key with which records are signed, `keys show` prints its
-    public half.
+    """Runs the verb `keys`: `keys new` creates the key with which step records are signed, `keys show` prints
+    its public half.
     """
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
@@ -56,8 +56,8 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Runs `cache push`: sends results of a recipe, or of the whole store, to remotes. The exit code is 1
-    if any could not be sent.
+    """Runs `cache push`: sends results of a recipe, or of the whole store, to remote caches. The exit code is
+    1 if any could not be sent.
     """
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
@@ -76,7 +76,7 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Runs `cache pull`: downloads all results that remotes have for a recipe, for later runs without a
+    """Runs `cache pull`: downloads all results that remote caches have for a recipe, for later runs without a
     network.
 
     The exit code is 1 if a remote failed or sent wrong data, and something is missing.
@@ -182,8 +182,8 @@ def _operands(
 
 
 def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]:
-    """Returns the remotes that the command line names, with the keys of --trust. Raises UsageError for an
-    invalid address or key.
+    """Returns the remote caches that the command line names, with the keys of --trust. Raises UsageError for
+    an invalid address or key.
     """
     for url in urls:
         if problem := fault(url):

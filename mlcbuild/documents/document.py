@@ -80,7 +80,7 @@ class Document:
     texts: Mapping[Where, str]
     """Path of a number or boolean in a YAML document -> its text as it is written in the file."""
     problems: tuple[Problem, ...] = ()
-    """Problems with which the file can still be read, such as a duplicate key."""
+    """Problems that do not prevent reading the YAML file, such as a duplicate key."""
 
     def place(self, where: Where) -> Place:
         """Returns the position of a value; if it is not in the file, that of the nearest enclosing value."""
@@ -254,7 +254,7 @@ class _Frame:
     key: str | None = None
     """The key, in the YAML mapping that is being read, of the value that follows; None in a list."""
     drop: bool = False
-    """True if the next value of the mapping is discarded, because its key is a duplicate."""
+    """True if the YAML value that is read next is discarded, because its key occurs twice in the mapping."""
     is_key: bool = False
     """True for a mapping or list in the position of a key, which is read and discarded."""
 

@@ -82,7 +82,8 @@ class InstalledModel:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True if the bundle exists and its local source has not changed."""
+        """Returns True if the bundle of this installed model exists, and the local checkpoint from which it
+        was built has not changed."""
         return (self.bundle / MANIFEST).is_file() and all(
             _stat(Path(self.source), name) == tuple(stat) for name, stat in self.files.items()
         )

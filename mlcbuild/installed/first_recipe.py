@@ -32,7 +32,7 @@ class FirstRecipe:
 
     path: Path
     checkpoint: Path | None
-    """The directory where the checkpoint is still missing; None if the model exists."""
+    """The directory to which the user must still add the model's checkpoint; None if the model exists."""
     commands: tuple[str, ...]
     """The commands, as a user types them, that build the recipe."""
 

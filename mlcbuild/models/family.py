@@ -197,8 +197,8 @@ class TensorRules:
     """
 
     def own_names(self, config: ModelConfig) -> Names:
-        """Returns the tensor names that differ from Llama's in a model with this config: `names`, or what
-        it returns if it is a function."""
+        """Returns the tensor names that differ from Llama's in a model with this config: `names` itself or,
+        if `names` is a function, its result for the config."""
         return self.names(config) if callable(self.names) else self.names
 
 

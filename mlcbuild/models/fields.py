@@ -155,8 +155,8 @@ class Fields:
         return values[value]
 
     def switches(self, name: str, default: Sequence[bool]) -> list[bool]:
-        """Returns a list of 0 and 1 in a field as booleans. default: the list if the field is absent, which
-        must have as many entries.
+        """Returns a list of 0 and 1 in a field of config.json as booleans. The list must have as many entries
+        as `default`, which is returned if the field is absent; otherwise a problem is recorded.
         """
         value = self.get(name)
         if value is None or value is ABSENT:

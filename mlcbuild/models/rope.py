@@ -36,7 +36,8 @@ class RopeRules:
     """The rules of one model family for reading rotary embeddings from config.json."""
 
     partial: float | None = None
-    """The value of partial_rotary_factor if config.json does not state it; None: it must be 1."""
+    """Value of partial_rotary_factor that is used if config.json does not state this field. None: there is no
+    such value; if config.json states the field, it must be 1."""
     rotary_dim: bool = False
     """True if the field rotary_dim gives the number of rotated dimensions of a head."""
     interleaved: bool = False
@@ -61,7 +62,8 @@ class RopeRules:
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
     aliases: Mapping[str, str] | None = None
     original_max_position: int | None = None
-    """Value that replaces an absent original_max_position_embeddings; None: max_position_embeddings does."""
+    """Value that replaces an absent original_max_position_embeddings; None: the value of
+    max_position_embeddings replaces it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads the `cache` section: the remotes through which results are shared."""
+"""Reads the `cache` section: the remote caches through which results are shared."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class Expansion:
 
     cells: tuple[Cell, ...]
     idle: tuple[int, ...]
-    """Indices of exclude entries that match no combination of the axes."""
+    """Indices of exclude entries that match no combination of the recipe's models, quantizations and targets.
+    """
     loose: tuple[int, ...]
     """Indices of include entries that match no combination and cannot add one, because they do not name
     model, quantization and target.
@@ -63,8 +64,8 @@ class Expansion:
     repeated: tuple[int, ...]
     """Indices of include entries that add a combination which an earlier include entry already added."""
     crowded: int | None = None
-    """Index of the include entry with which the number of pairs (combination, include entry) exceeds its
-    limit; the other fields are then empty. None if it does not.
+    """Index of the `include` entry at which the number of pairs (combination, `include` entry) exceeds the
+    maximum; the other fields of this result are then empty. None if the maximum is not exceeded.
     """
 
 

@@ -39,7 +39,8 @@ class Reading:
     """
     allow_outside: bool
     bad: frozenset[Where]
-    """Paths of the values that the schema rejected, which are therefore absent."""
+    """Paths of the values in a recipe that the JSON schema rejected. The data of the recipe omits these
+    values."""
     bad_keys: frozenset[Where]
     """Paths of the mapping entries whose keys are not valid names."""
     origins: Mapping[Where, str]

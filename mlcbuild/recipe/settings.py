@@ -89,7 +89,8 @@ file)."""
 
 @dataclass(frozen=True)
 class _Layer:
-    """The settings that one part of a recipe states: its top-level sections, or one include entry."""
+    """The settings that one place in a recipe states: either the top-level sections, or one `include` entry
+    of the matrix."""
 
     where: Where
     compile: _Written

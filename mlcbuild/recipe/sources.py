@@ -57,7 +57,8 @@ class RecipeModel:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Returns the sources of the checkpoint and of its adapters."""
+        """Returns the sources (directory, file or address) of a model's checkpoint and of the adapters that
+        are merged into it."""
         return self.source, *(adapter.source for adapter in self.adapters)
 
 

@@ -20,11 +20,12 @@ _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a recipe, and the value that replaces its references."""
+    """A variable of a recipe, and the value by which references to the variable are replaced."""
 
     value: Scalar
     text: str
-    """The variable's value as it is written in the file, which replaces references inside a longer text."""
+    """The variable's value as it is written in the file, as which it is inserted where a longer text refers
+    to the variable."""
 
 
 @dataclass

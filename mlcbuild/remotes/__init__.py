@@ -1,8 +1,9 @@
-"""Remote caches: copies of records and blobs in a directory, on a web server, in a bucket or in a registry.
+"""Remote caches: copies of step records and blobs in a directory, on a web server, in a bucket or in a
+registry.
 
-A remote holds `ac/<key>` and `cas/<digest>` and runs no program of mlcbuild. It is never trusted: before any
-use, a record's key is recomputed from its pre-image (and a trusted signature is checked where one is
-required), and a blob's digest is checked. A faulty remote can therefore cost time only.
+A remote cache holds `ac/<key>` and `cas/<digest>` and runs no program of mlcbuild. It is never trusted:
+before any use, a record's key is recomputed from its pre-image (and a trusted signature is checked where one
+is required), and a blob's digest is checked. A faulty remote can therefore cost time only.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ class Remote:
     """A remote cache as a recipe or the command line names it."""
 
     url: str
-    """Address of the cache, below which its records and blobs are: file:///directory, https://host/path,
+    """Address of the cache, below which its step records and blobs are: file:///directory, https://host/path,
     s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
-    """True for a remote to which results are uploaded only if the environment variable CI is set."""
+    """True for a remote cache to which results are uploaded only if the environment variable CI is set."""
     trust: tuple[str, ...] = ()
-    """Public keys, `ed25519:...`: records must be signed by one of them; () accepts every record."""
+    """Public keys, `ed25519:...`: step records must be signed by one of them; () accepts every record."""
 
     @property
     def reads(self) -> bool:

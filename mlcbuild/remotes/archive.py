@@ -55,7 +55,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Moved:
-    """The numbers of records, blobs and bytes that were written to or read from an archive."""
+    """The numbers of step records, blobs and bytes that were written to or read from an archive."""
 
     records: int
     blobs: int
@@ -63,7 +63,7 @@ class Moved:
 
 
 def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
-    """Writes an archive of records and their blobs, and returns the numbers of both. The file `path`
+    """Writes an archive of step records and their blobs, and returns the numbers of both. The file `path`
     appears once it is complete.
 
     signer: signs the records; None: they are not signed. Raises StoreError when a record's files are
@@ -127,7 +127,7 @@ class _Hashed(io.RawIOBase):
 
 
 def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
-    """Imports an archive into a store: blobs with the right bytes, and records that are consistent and
+    """Imports an archive into a store: blobs with the right bytes, and step records that are consistent and
     complete. Returns their numbers.
 
     trust: public keys; if there are any, one of them must have signed each record. Nothing is written

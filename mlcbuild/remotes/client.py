@@ -120,7 +120,7 @@ class Client:
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
         """Returns a stream of an HTTP response's body, for a request for an object's bytes from `start` on.
-        Raises RemoteError if the remote sends another range, or is too slow.
+        Raises RemoteError if the remote cache sends another range, or is too slow.
 
         share: number of concurrent transfers that together must not be slower than SLOWEST.
         """

@@ -1,4 +1,4 @@
-"""A transport for a remote in a directory that several machines share, for example over NFS.
+"""A transport for a remote cache in a directory that several machines share, for example over NFS.
 
     ac/<key>  cas/<digest>  tmp/<random>
 
@@ -23,15 +23,15 @@ from mlcbuild.remotes.background import Result, within
 from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowError
 
 _ABANDONED = 86_400
-"""Seconds after which an unfinished upload in a remote directory is removed."""
+"""Seconds after which an unfinished upload in the directory of a remote cache is removed."""
 _NAME_BYTES = 16
 """Number of random bytes in the name of an upload."""
 _is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch
 
 
 class Directory:
-    """The transport for a remote in a directory. The directory must exist: an empty mount point must not be
-    mistaken for the cache.
+    """The transport for a remote cache in a directory. The directory must exist: an empty mount point must
+    not be mistaken for the cache.
     """
 
     def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
@@ -92,8 +92,8 @@ class Directory:
         of this process; does nothing when called again.
 
         Their age is measured by the file server's clock. Files with other names are left alone: whoever may
-        write to the remote could have put a link to a directory of this user in place of its directory of
-        uploads.
+        write to the remote cache could have put a link to a directory of this user in place of its directory
+        of uploads.
         """
         if self._swept:
             return

@@ -1,4 +1,4 @@
-"""Downloads a blob from a remote into a file, resuming an earlier attempt and hashing the bytes as they
+"""Downloads a blob from a remote cache into a file, resuming an earlier attempt and hashing the bytes as they
 arrive."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def download(
     on_bytes: Callable[[int], None],
 ) -> bool:
     """Completes a partial download of a blob in the file `part` and verifies it. Returns False if the remote
-    does not have the blob.
+    cache does not have the blob.
 
     Bytes that are already in `part` are kept if the whole file then has the right digest. on_bytes: called
     with the number of new bytes. Raises DamagedError, after which `part` is gone; RemoteError and
@@ -54,8 +54,8 @@ def download(
 def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Requests the rest of a remote object until all of its bytes are in the file `target`, and returns
-    True; returns False if the remote does not have the object.
+    """Requests the rest of a remote object until all of its bytes are in the file `target`, and returns True;
+    returns False if the remote cache does not have the object.
     """
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
@@ -110,8 +110,8 @@ class _Part:
             self.restart()
 
     def add(self, data: Buffer) -> None:
-        """Appends downloaded bytes to the file and to its digest. Bytes beyond the expected size are only
-        counted.
+        """Appends downloaded bytes to the file that is being downloaded, and updates the file's digest. Bytes
+        beyond the expected size are only counted.
         """
         left = memoryview(data)[: max(0, self.size - self.have)]
         self._hasher.update(left)

@@ -1,4 +1,5 @@
-"""The kinds of remotes by URL scheme. A new kind needs one module with a transport, and one line in `KINDS`.
+"""The kinds of remote caches by URL scheme. A new kind needs one module with a transport, and one line in
+`KINDS`.
 
 The functions of a kind import their modules when they are called, so that a recipe's URLs are checked without
 loading any client.
@@ -42,13 +43,13 @@ class Destination:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of remote: the form of its URLs, and the functions that check and open them."""
+    """One kind of remote cache, such as S3: the form of its URLs, and functions that check and open it."""
 
     form: str
-    """The beginning of the URLs of this kind of remote, for messages."""
+    """The beginning of the URLs of this kind of remote cache, for messages."""
     fault: Callable[[str], str] | None = None
-    """Function of a URL that returns the reason why it is not accepted as a cache, or "". None if URLs with
-    this scheme are only for publishing bundles."""
+    """Function that returns the reason why a URL is not accepted as the address of a remote cache, or "".
+    None instead of a function if URLs with this scheme only serve for publishing bundles."""
     connect: Callable[[str, float], Transport] | None = None
     """Function of (URL, timeout in seconds) that returns the client object with which a remote cache is read
     and written. It raises RemoteError if the remote cannot be opened."""
@@ -159,16 +160,16 @@ def scheme(url: str) -> str:
 
 
 def normal(url: str) -> str:
-    """Returns the normal form of a remote's URL, in which equal addresses are equal texts: scheme in small
-    letters, no slashes at the end. `fault` must accept the URL.
+    """Returns the normal form of a remote cache's URL, in which equal addresses are equal texts: scheme in
+    small letters, no slashes at the end. `fault` must accept the URL.
     """
     kind, separator, rest = url.partition("://")
     return f"{kind.lower()}{separator}{rest.rstrip('/')}"
 
 
 def fault(url: str) -> str:
-    """Returns the reason why a remote's URL is invalid, as a sentence that never repeats a password; "" if it
-    is valid.
+    """Returns the reason why a remote cache's URL is invalid, as a sentence that never repeats a password; ""
+    if it is valid.
     """
     try:
         parts = urlsplit(url)
@@ -190,8 +191,8 @@ def fault(url: str) -> str:
 
 
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
-    """Opens the remote with a URL that `fault` accepts, and returns its transport. timeout: seconds to wait
-    for a response. Raises RemoteError if it cannot be opened.
+    """Opens the remote cache with a URL that `fault` accepts, and returns its transport. timeout: seconds to
+    wait for a response. Raises RemoteError if it cannot be opened.
     """
     kind = KINDS[urlsplit(url).scheme]
     assert kind.connect is not None  # `fault` refuses any other URL.

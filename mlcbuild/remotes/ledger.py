@@ -1,4 +1,4 @@
-"""Stores which results of a store each remote has received, so that the next run fills a new remote.
+"""Stores which results of a store each remote cache has received, so that the next run fills a new remote.
 
 The file `sent/<digest of the remote's URL>` of a store has one key per line. It only saves requests: without
 it, uploads query the remote for every file. A remote that was emptied is filled by `mlcbuild cache push`.
@@ -16,15 +16,16 @@ from mlcbuild_format import regular
 from mlcbuild.canon import bytes_digest
 
 DIRECTORY = "sent"
-"""Name of the directory in a store whose files list, for each remote, the keys of the results that it has
-received."""
+"""Name of the directory in a store whose files list, for each remote cache, the keys of the results that it
+has received."""
 _LARGEST = 64 << 20
-"""Largest size in bytes that is read of a file with the keys that a remote has received, which suffices for a
-million keys."""
+"""Largest size in bytes that is read of a file with the keys that a remote cache has received, which suffices
+for a million keys."""
 
 
 class Ledger:
-    """The keys of those results of a store that one remote has received. `add` is thread-safe."""
+    """The keys of those step results of a store that one remote cache has already received. `add` is
+    thread-safe."""
 
     def __init__(self, store: Path, remote: str) -> None:
         self._path = store / DIRECTORY / bytes_digest(remote.encode())[:32]
@@ -32,15 +33,16 @@ class Ledger:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """Returns the keys of the results that a remote had received when the store's list of them was first
-        read; an unreadable list counts as empty."""
+        """Returns the keys of the results that a remote cache had received when the store's list of them was
+        first read; an unreadable list counts as empty."""
         try:
             return frozenset(regular.read(self._path, _LARGEST, follow_link=False).decode().split("\n"))
         except (OSError, ValueError):
             return frozenset()
 
     def add(self, key: str) -> None:
-        """Adds the key of a result that the remote has; does nothing in a store that cannot be written."""
+        """Adds the key of a step's result that the remote cache has received; does nothing in a store that
+        cannot be written."""
         if key in self._added or key in self.keys:
             return
         self._added.add(key)

@@ -1,4 +1,4 @@
-"""The connection to one remote during one run: reports its failure once and stops using it."""
+"""The connection to one remote cache during one run: reports its failure once and stops using it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
 _MAX_DAMAGED = 3
-"""Number of damaged objects after which a remote is no longer used in this run."""
+"""Number of damaged objects after which a remote cache is no longer used in this run."""
 
 
 class SpoiltError(Exception):
@@ -32,14 +32,14 @@ class SpoiltError(Exception):
 
 @dataclass
 class UploadCount:
-    """The numbers of records, and of bytes of files, that were uploaded to a remote."""
+    """The numbers of step records, and of bytes of files, that were uploaded to a remote cache."""
 
     records: int = 0
     bytes: int = 0
 
 
 class Link:
-    """The connection to one remote, and the remote's state in this run. Thread-safe.
+    """The connection to one remote cache, and the remote's state in this run. Thread-safe.
 
     No method raises RemoteError: failures set `unread` or `unwritten` and add a warning.
     """
@@ -66,7 +66,7 @@ class Link:
             self._fail(error, writing=False)
 
     def record(self, key: str) -> Record | None:
-        """Downloads and checks the record of a key; returns None if the remote has no valid one."""
+        """Downloads and checks the step record of a key; returns None without a valid one."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -80,9 +80,9 @@ class Link:
         return None
 
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
-        """Downloads a blob of the remote into the file `part`, verifies it and returns True; returns False
-        on failure. stop: event that cancels the download; on_bytes: called with the number of new bytes.
-        Raises CancelledError if `stop` is set, OSError if the file cannot be written.
+        """Downloads a blob of the remote cache into the file `part`, verifies it and returns True; returns
+        False on failure. stop: event that cancels the download; on_bytes: called with the number of new
+        bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be written.
         """
         if self.unread:
             return False
@@ -96,8 +96,8 @@ class Link:
         return False
 
     def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
-        """Uploads a record and its blobs, the record last, and returns True if the remote has all of them
-        afterwards.
+        """Uploads a step record and its blobs, the record last, and returns True if the remote cache has all
+        of them afterwards.
 
         Objects that the remote has are not sent again, unless they or many others there were damaged. stop:
         event that cancels the upload. Raises CancelledError if `stop` is set.
@@ -115,8 +115,8 @@ class Link:
         return True
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` to the remote as the blob `entry`, and returns True if the remote has
-        the blob afterwards. Raises CancelledError if `stop` is set.
+        """Uploads the file `place` to the remote cache as the blob that `entry` describes, and returns True
+        if the remote has the blob afterwards. Raises CancelledError if `stop` is set.
         """
         if self.unwritten:
             return False
@@ -199,7 +199,7 @@ class Link:
             self.sent.records += 1
 
     def _size(self, name: str) -> int | None:
-        """Returns the size in bytes of an object on the remote; None if it does not exist, -1 if it is
+        """Returns the size in bytes of an object on the remote cache; None if it does not exist, -1 if it is
         damaged and must be replaced.
         """
         try:
@@ -208,13 +208,14 @@ class Link:
             return -1
 
     def _is_suspect(self) -> bool:
-        """Returns True if the remote holds so many damaged objects that a blob of the right size cannot be
-        trusted.
+        """Returns True if the remote cache holds so many damaged objects that a blob of the right size cannot
+        be trusted.
         """
         return len(self._damaged) >= _MAX_DAMAGED
 
     def _is_wrong(self, key: str) -> bool:
-        """Returns True if the remote's record of a key is missing or damaged. No signature is required."""
+        """Returns True if the record (description of a step's result) that a remote cache has under a key is
+        missing or damaged. No signature is required."""
         try:
             data = self._small(f"ac/{key}")
             if data is not None:
@@ -243,8 +244,8 @@ class Link:
 
 
 class _Watched:
-    """A file that is being uploaded to a remote. Reading it raises CancelledError after the run was ended,
-    and SlowError (a RemoteError) when the upload is too slow."""
+    """A file that is being uploaded to a remote cache. Reading it raises CancelledError after the run was
+    ended, and SlowError (a RemoteError) when the upload is too slow."""
 
     def __init__(self, file: BinaryIO, stop: threading.Event, timeout: float) -> None:
         self._file = file

@@ -334,8 +334,8 @@ class _Piece:
         self._left = self._size = end - begin
 
     def seek(self, offset: int) -> int:
-        """Moves the stream back to its beginning, as HTTP clients do before they retry a request. offset:
-        must be that beginning.
+        """Moves the stream of a request's body back to its beginning, as HTTP clients do before they retry a
+        request. offset: must be that beginning.
         """
         self.hasher = self._before.copy()
         self._source.seek(self._start)

@@ -223,7 +223,7 @@ class S3:
 
 
 class _Tasks:
-    """The running calls of obstore. Closing the transport cancels them."""
+    """The running calls of obstore, the client library for S3. Closing the transport cancels them."""
 
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
@@ -365,7 +365,8 @@ _WORDS = {
     "timed out": "it does not answer",
     "TimedOut": "it does not answer",
 }
-"""Text in obstore's error messages -> its meaning, as the end of a sentence."""
+"""Text in the error messages of obstore (the library that accesses S3 buckets) -> its meaning, as the end of
+a sentence."""
 
 
 def _explained(error: Exception) -> RemoteError:

@@ -1,4 +1,4 @@
-"""Combines the remotes of a run with one store: looks up records, downloads blobs, uploads results.
+"""Combines the remote caches of a run with one store: looks up records, downloads blobs, uploads results.
 
 A record suffices to know a step's result, and so the keys of the steps that depend on it. Its blobs are
 downloaded only when a step on this machine reads them. A record that was used without all its blobs is stored
@@ -33,23 +33,24 @@ if TYPE_CHECKING:
     from mlcbuild.remotes.link import Link
 
 _CONCURRENT_LOOKUPS = 16
-"""Number of records that are requested from a remote at the same time."""
+"""Number of step records that are requested from a remote cache at the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
-"""Maximum length in bytes of the line that names a record's remote."""
+"""Maximum length in bytes of the line that names the remote cache from which a step's record was read."""
 
 
 @dataclass(frozen=True)
 class RemoteRecord:
-    """A record that a remote has. Its files need not be in the store."""
+    """A step's record (the description of its result: key, files, inputs) in a remote cache. The files of the
+    result need not be in the store of this machine."""
 
     record: Record
     origin: str
-    """URL of the remote that has the record."""
+    """URL of the remote cache that has this step record."""
 
 
 class Sharing:
-    """The remotes that a run uses, with the run's store. Thread-safe except for `look_up`."""
+    """The remote caches that a run uses, with the run's store. Thread-safe except for `look_up`."""
 
     def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
         self.store = store
@@ -63,36 +64,37 @@ class Sharing:
 
     @property
     def empty(self) -> bool:
-        """Returns True if the run has no remote from which it could read a record."""
+        """Returns True if the run has no remote cache from which it could read a step record."""
         return not self.links and not self._known.is_dir()
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """Returns the names of the remotes to which the run uploads results."""
+        """Returns the names of the remote caches to which the run uploads results."""
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
-        """Requests the records of many keys from the remotes in parallel, and caches them for `find`."""
+        """Requests the step records of many keys from the remote caches in parallel, and caches them for
+        `find`."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
             self._ask([key for key in asked if self._found[key] is None])
 
     def find(self, key: str) -> RemoteRecord | None:
-        """Returns the record of a key that an earlier run stored or that a remote has; None if there is
-        none.
+        """Returns the step record of a key that an earlier run stored or that a remote cache has; None if
+        there is none.
         """
         if key not in self._found:
             self.look_up([key])
         return self._found[key]
 
     def interrupt(self) -> None:
-        """Makes searches for records on remotes (`find`, `look_up`) end at once from now on. Safe in a signal
-        handler, as it takes no locks."""
+        """Makes searches for step records on remote caches (`find`, `look_up`) end at once from now on. Safe
+        in a signal handler, as it takes no locks."""
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Drops the record of a key whose files cannot be downloaded, so that the run builds the step
+        """Drops the step record of a key whose files cannot be downloaded, so that the run builds the step
         again.
         """
         self._found[key] = None
@@ -100,7 +102,8 @@ class Sharing:
             self._place(key).unlink()
 
     def keep(self, remote: RemoteRecord) -> None:
-        """Stores a record of a remote on this machine, so that later runs know it without the remote."""
+        """Stores a step record of a remote cache on this machine, so that later runs know it without the
+        remote."""
         if remote.origin in self._ledgers:
             self._ledgers[remote.origin].add(remote.record.key)
         place = self._place(remote.record.key)
@@ -143,7 +146,7 @@ class Sharing:
                 (self._unsent / key).touch()
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
-        """Returns those of `keys` whose results have not been uploaded to all writable remotes yet."""
+        """Returns those of `keys` whose results have not been uploaded to all writable remote caches yet."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
@@ -158,8 +161,9 @@ class Sharing:
             (self._unsent / key).unlink(missing_ok=True)
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
-        """Uploads a record with its blobs to every writable remote, and returns the names of the remotes that
-        lack it afterwards. stop: event that cancels the upload. Raises CancelledError if `stop` is set.
+        """Uploads a step record with its blobs to every writable remote cache, and returns the names of the
+        remotes that lack it afterwards. stop: event that cancels the upload. Raises CancelledError if `stop`
+        is set.
         """
         missing = []
         for link in self.links:
@@ -173,8 +177,9 @@ class Sharing:
         return tuple(missing)
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` as the blob `entry` to a remote from which the run also reads, and
-        returns True if such a remote has it afterwards. Raises CancelledError if `stop` is set.
+        """Uploads the file `place` as the blob that `entry` describes to a remote cache from which the run
+        also reads, and returns True if such a remote has it afterwards. Raises CancelledError if `stop` is
+        set.
         """
         chosen = [link for link in self.links if link.remote.writes() and link.remote.reads]
         return any(link.offer(entry, place, stop) for link in chosen)
@@ -198,8 +203,8 @@ class Sharing:
         return f"no remote gives {entry.path}"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Requests records of many keys from a remote in other threads, so that this thread can react to an
-        interrupt meanwhile.
+        """Requests step records of many keys from a remote cache in other threads, so that this thread can
+        react to an interrupt meanwhile.
         """
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
@@ -215,8 +220,8 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> RemoteRecord | None:
-        """Returns the record, of the step with this key, that an earlier run read from a remote and `keep`
-        stored on this machine; None if it is missing or damaged."""
+        """Returns the step record, of the step with this key, that an earlier run read from a remote cache
+        and `keep` stored on this machine; None if it is missing or damaged."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")

@@ -1,4 +1,4 @@
-"""Signs records and checks signatures, in the form that remotes and archives hold.
+"""Signs step records and checks signatures, in the form that remote caches and archives hold.
 
 The two lines of a record are followed by one line for each signature:
 
@@ -24,11 +24,12 @@ _TAG = b"mlcbuild-record/1\0"
 
 
 class RefusedError(ValueError):
-    """The error for a record that must not be used. The message is the reason, as the end of a sentence."""
+    """The error for a step record that must not be used. Its message ends a sentence with the reason."""
 
 
 def seal(record: Record, signer: Signer | None) -> bytes:
-    """Returns a record in the form that remotes hold, as bytes, with a signature unless `signer` is None."""
+    """Returns a step record in the form that remote caches hold, as bytes, with a signature unless `signer`
+    is None."""
     body = record.encode()
     if signer is None:
         return body
@@ -37,9 +38,9 @@ def seal(record: Record, signer: Signer | None) -> bytes:
 
 
 def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
-    """Decodes the record of `key` from a remote, and checks that the key is the digest of the inputs that it
-    lists. If there are public keys in `trust`, one of them must have signed it. Raises RefusedError for a
-    record that is damaged, belongs to another key, or lacks a trusted signature."""
+    """Decodes the step record of `key` from a remote cache, and checks that the key is the digest of the
+    inputs that it lists. If there are public keys in `trust`, one of them must have signed it. Raises
+    RefusedError for a record that is damaged, belongs to another key, or lacks a trusted signature."""
     lines = data.split(b"\n")
     body = b"\n".join(lines[:2]) + b"\n"
     try:
@@ -57,8 +58,8 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
 
 
 def signers(key: str, body: bytes, lines: Iterable[bytes]) -> frozenset[str]:
-    """Returns the public keys that have validly signed a record. key: the record's key; body: the record's
-    bytes; lines: the lines after the record, with signatures.
+    """Returns the public keys that have validly signed a step record. key: the record's key; body: the
+    record's bytes; lines: the lines after the record, with signatures.
     """
     valid = set()
     for line in lines:

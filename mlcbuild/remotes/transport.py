@@ -1,9 +1,9 @@
 """The interface of all protocols: named byte sequences, which are read from any offset and written as a
 whole.
 
-A remote can delay a run by its timeout, but nothing more. Each transport limits the time until bytes arrive,
-and `Pace` the time that they take; `border` turns every exception that a malformed response may cause into
-one RemoteError, so that no parser must foresee every attack.
+A remote cache can delay a run by its timeout, but nothing more. Each transport limits the time until bytes
+arrive, and `Pace` the time that they take; `border` turns every exception that a malformed response may cause
+into one RemoteError, so that no parser must foresee every attack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ more CPU time (`ci/bench/remotes --set mlcbuild.remotes.transport.CHUNK=131072`)
 CONNECT = 10.0
 """Maximum seconds for connecting to a server."""
 TIMEOUT = 30.0
-"""Maximum seconds to wait for a response of a remote."""
+"""Maximum seconds to wait for a response of a remote cache."""
 SLOWEST = 16_384
 """Rate in bytes per second that a transfer must exceed, measured over TIMEOUT seconds; a slower one fails."""
 PAUSES = (0.2, 1.0)
@@ -41,7 +41,7 @@ class SlowError(RemoteError):
 
 
 class DamagedError(ValueError):
-    """The error for an object on a remote with wrong contents. The message is worded as the end of a
+    """The error for an object on a remote cache with wrong contents. The message is worded as the end of a
     sentence.
     """
 
@@ -52,12 +52,13 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True)
 class Body:
-    """The bytes of one object on a remote, from `start` on. As a context manager it closes the connection or
-    makes it reusable.
+    """The bytes of one object on a remote cache, from `start` on. Used as a context manager, this stream
+    closes the connection or makes it reusable.
     """
 
     start: int
-    """Offset, within the object, of the first byte that `read` returns; 0 if the remote ignored the range."""
+    """Offset, within the object, of the first byte that `read` returns; 0 if the remote cache ignored the
+    range."""
     read: Callable[[], Buffer]
     """Function that returns the next bytes of the object, b"" at the end. The next call reuses the buffer. It
     raises RemoteError.
@@ -129,8 +130,8 @@ def border() -> Iterator[None]:
     """Returns a context in which every exception becomes a RemoteError, except those that a transport may
     raise.
 
-    Whatever the data of a remote makes this code or a library raise is the remote's fault and must not end
-    a run. The message names only the kind of exception, because its text may quote the remote.
+    Whatever the data of a remote cache makes this code or a library raise is the remote's fault and must not
+    end a run. The message names only the kind of exception, because its text may quote the remote.
     """
     try:
         yield
@@ -149,7 +150,7 @@ def whole_number(text: str) -> int | None:
 
 
 def quoted(text: str) -> str:
-    """Returns a text from a remote in a form that messages may show: short, ASCII, without control
+    """Returns a text from a remote cache in a form that messages may show: short, ASCII, without control
     characters.
     """
     return ascii(text if len(text) <= 60 else f"{text[:60]}...")
@@ -162,19 +163,20 @@ class Transport(Protocol):
 
     def open(self, name: str, start: int = 0) -> Body | None:
         """Opens the object `name`, which is "ac/<key>" or "cas/<digest>", and returns a stream of its bytes
-        from `start` on; None if the remote does not have it.
+        from `start` on; None if the remote cache does not have it.
         """
 
     def size(self, name: str) -> int | None:
-        """Returns the size in bytes of the object `name`, such as "cas/<digest>"; None if the remote does
-        not have it.
+        """Returns the size in bytes of the object `name`, such as "cas/<digest>"; None if the remote cache
+        does not have it.
         """
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         """Writes `size` bytes of `source` as the object `name`. Readers see either all of them or nothing
         new.
 
-        new: True if the name did not exist before, in which case contents that exist by now may stay.
+        new: True if no object of this name existed before; an object that another machine has written since
+        then may stay in place.
         """
 
     def close(self) -> None:
@@ -182,8 +184,8 @@ class Transport(Protocol):
 
 
 class Bordered:
-    """Wraps the connection to a remote (a Transport) so that every exception that a malformed response may
-    cause becomes a RemoteError: see `border`."""
+    """Wraps the connection to a remote cache (a Transport) so that every exception that a malformed response
+    may cause becomes a RemoteError: see `border`."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

@@ -58,8 +58,8 @@ class Point:
     label: str
     bytes: int
     loss: float
-    """Mean KL divergence in nats. Values below 1e-7 are rounding errors and are drawn in the row of exact
-    variants."""
+    """Mean KL divergence in nats. Values below 1e-7 are rounding errors and are drawn in the chart's separate
+    row for variants that equal the model exactly."""
     group: str
     """Name of the group of variants to which the point belongs, which determines its colour."""
 

@@ -96,7 +96,7 @@ class RunLog:
     variants: tuple[LoggedVariant, ...]
     interrupted: str = ""
     shard: str = ""
-    """The shard, such as "1/3"; "" for a run without shards."""
+    """The shard (one machine's share of the build), such as "1/3"; "" for a run without shards."""
 
     def count(self, status: str) -> int:
         return sum(step.status == status for step in self.steps)

@@ -28,15 +28,17 @@ class WorkRate:
     """
 
     first: int
-    """Units that were finished at the first report."""
+    """Number of units of work (such as tokens) that a running step had finished at its first progress report.
+    """
     since: float
-    """Time of the first report, as time.monotonic returns it."""
+    """Time of the first progress report of a running step, in seconds as time.monotonic returns it."""
     done: int = -1
     reached: float = 0.0
-    """Time at which `done` units were finished first, as time.monotonic returns it."""
+    """Time at which the step reached `done` finished units of work, in seconds as time.monotonic returns it.
+    """
 
     def note(self, done: int) -> None:
-        """Updates the rate. done: units of work that are finished now."""
+        """Updates the rate at which a running step works. done: units of work that are finished now."""
         if done != self.done:
             self.done, self.reached = done, time.monotonic()
 
@@ -61,7 +63,8 @@ class Tally:
     rates: dict[str, WorkRate] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
     chains: dict[str, float] = field(default_factory=dict)
-    """Unfinished step -> seconds from its start to the end of the longest chain after it."""
+    """Name of an unfinished step -> seconds from the start of this step to the end of the longest chain of
+    steps that depend on it."""
     places: dict[str, str] = field(default_factory=dict)
     """Running step -> the cluster worker that runs it."""
 

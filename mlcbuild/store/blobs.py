@@ -86,7 +86,8 @@ class Blobs:
                 raise self.damaged(entry)
 
     def sound(self, entry: Entry) -> bool:
-        """Reads a blob in full, and returns True if it has the digest and size that `entry` states."""
+        """Reads a blob in full, and returns True if it has the digest and size that `entry`, the description
+        of the file, states."""
         try:
             return has_bytes(self.blob(entry.digest), entry.digest, entry.size)
         except OSError:
@@ -143,7 +144,7 @@ class Blobs:
 
     def hold(self, digest: str, size: int) -> bool:
         """Returns True if a blob of `size` bytes is present and unchanged, and protects it from garbage
-        collection even if no record names it yet.
+        collection even if no step's result contains it yet.
         """
         is_held = self.holds(digest, size)
         if is_held:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 USE_NOTED_NS = 600 * 1_000_000_000
-"""Minimum nanoseconds between two updates of the time at which a record was last used; `upkeep.gc` keeps what
-was used in the last hour.
+"""Minimum nanoseconds between two updates of the time at which a step record was last used; `upkeep.gc` keeps
+what was used in the last hour.
 """
 KEPT_LOGS = 20
 """Number of run logs that are kept for each recipe."""
@@ -44,15 +44,15 @@ def absolute(path: str) -> str:
 
 
 def shelved(name: str) -> str:
-    """Returns the path of a record below ac/, or of a blob below cas/: the directories there are named after
-    the first two characters of a key or digest.
+    """Returns the path of a step record below ac/, or of a blob below cas/: the directories there are named
+    after the first two characters of a key or digest.
     """
     return f"{name[:2]}/{name}"
 
 
 def unsent(root: str) -> list[str]:
-    """Returns the keys of results whose upload was promised but has not happened yet. root: directory of
-    the store. Raises OSError if the store cannot be read.
+    """Returns the keys of results of steps that a run has marked for upload to remote caches and that are not
+    uploaded yet. root: directory of the store. Raises OSError if the store cannot be read.
     """
     directory = f"{root}/unsent"
     return os.listdir(directory) if os.path.isdir(directory) else []
@@ -89,15 +89,15 @@ def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> boo
 
 
 def is_use_noted(mtime_ns: int) -> bool:
-    """Returns True if a record's last use was updated in the last ten minutes. mtime_ns: the mtime of the
-    record's file.
+    """Returns True if a step record's last use was updated in the last ten minutes. mtime_ns: the mtime of
+    the record's file.
     """
     return time.time_ns() - mtime_ns <= USE_NOTED_NS
 
 
 def note_use(path: str) -> None:
-    """Sets a record's time of last use, which is the mtime of its file, to now, unless it was set in the last
-    ten minutes.
+    """Sets a step record's time of last use, which is the mtime of its file, to now, unless it was set in the
+    last ten minutes.
     """
     try:
         if not is_use_noted(os.stat(path).st_mtime_ns):

@@ -185,8 +185,9 @@ def store(arguments: Sequence[str]) -> str:
 
 
 def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
-    """Reads a receipt's file and returns its sections of text and its sections of numbers, each by name.
-    Raises OSError, and ValueError for a damaged file."""
+    """Reads a receipt, the file that lists everything on which a finished run depended, and returns its
+    sections of text and its sections of numbers, each by name. Raises OSError, and ValueError for a damaged
+    file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         data = file.read(_LARGEST)
@@ -257,8 +258,8 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 
 
 def _log(directory: str, rest: str, seconds: float) -> None:
-    """Writes the log of a run without work: the log of the run that left the receipt, with another start and
-    duration."""
+    """Writes the log of a run that found nothing to do: the log of the earlier run whose receipt (the list of
+    everything that it depended on) showed this, with another start and duration."""
     try:
         layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:

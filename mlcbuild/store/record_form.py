@@ -1,4 +1,4 @@
-"""Defines the syntax of records: strict JSON, and a check for each kind of field.
+"""Defines the syntax of step records: strict JSON, and a check for each kind of field.
 
 Every function raises ValueError with a message that completes a sentence beginning with "the record".
 """
@@ -17,7 +17,7 @@ from mlcbuild_format.strict_json import JsonError
 from mlcbuild.canon import canonical, salt
 
 _MOST = 1 << 62
-"""Upper bound of the sizes (bytes) and costs (milliseconds, bytes) that a record may state."""
+"""Upper bound of the sizes (bytes) and costs (milliseconds, bytes) that a step's record may state."""
 _LONGEST_NAME, _LONGEST_PATH, _DEEPEST = 255, 4096, 100
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Matches control characters, line separators and bidirectional marks, which must not occur in names of files
@@ -51,8 +51,8 @@ class Code(dict[str, str]):
 
 @lru_cache(maxsize=4096)
 def path_fault(path: str) -> str:
-    """Returns the reason why a record must not list a file at this path, as the end of a sentence; "" if it
-    may.
+    """Returns the reason why a step's result must not contain a file at this path, as the end of a sentence;
+    "" if it may.
     """
     try:
         lengths = [len(part.encode()) for part in path.split("/")]
@@ -68,14 +68,14 @@ def path_fault(path: str) -> str:
 
 
 _codes: dict[bytes, Code] = {}
-"""JSON text of the list of source files in a record -> the parsed list. The mapping is a cache."""
+"""JSON text of the list of source files in a step record -> the parsed list. The mapping is a cache."""
 _MOST_CODES = 512
 _BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"inputs":'
 
 
 def parse_about(rest: bytes) -> dict[str, Any]:
-    """Parses the second line of a record, which describes how its artifact was built. Raises ValueError for
-    any other text.
+    """Parses the second line of a step record, which describes how its artifact was built. Raises ValueError
+    for any other text.
 
     Most of the line lists the source files of the action, which thousands of records share. Their text is
     parsed once; for the same bytes in another record, only the rest of the line is parsed.

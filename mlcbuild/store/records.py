@@ -1,12 +1,13 @@
-"""Defines records: the complete pre-image of a step's key, and the files that the step wrote.
+"""Defines records, which describe the results of steps: the complete pre-image of a step's key, and the files
+that the step wrote.
 
 A record is two lines of canonical JSON. The first lists the result, the second the inputs of the step:
 
     {"files":[[path,digest,size],...],"format":"record/1","tree":digest}
     {"action":...,"code":{path:digest},"inputs":{argument:[[path,digest,size],...]},...,"tree":digest}
 
-Every record passes the same checks before it is used, whether it comes from the local store, a remote, an
-archive or a worker. `Record.decode` checks the form of every field: types, ranges, lengths, and paths that
+Every record passes the same checks before it is used, whether it comes from the local store, a remote cache,
+an archive or a worker. `Record.decode` checks the form of every field: types, ranges, lengths, and paths that
 stay in their tree. `Record.consistent` checks derived values: the key is recomputed from the pre-image and
 the tree's digest from the files, and both lines must name the same tree (the second line of an older record
 names none). `Record.checked` does both. Every error is a ValueError whose message completes a sentence that
@@ -37,7 +38,7 @@ from mlcbuild.store.record_form import (
 
 FORMAT = "record/1"
 LARGEST = 64 << 20
-"""Largest record that is read, in bytes."""
+"""Maximum size in bytes of a step's record (the description of its result) that is read."""
 _HEAD = frozenset(("files", "format", "tree"))
 _ABOUT = frozenset(("action", "code", "inputs", "measured", "params", "shared", "step", "tools"))
 _WRONG_TREE = "the digest of its tree does not follow from its files"
@@ -72,7 +73,7 @@ class Preimage:
 
 @dataclass(frozen=True)
 class Expected:
-    """The texts that the second line of a record, its inputs as JSON, must contain for one key.
+    """The texts that the second line of a step record, its inputs as JSON, must contain for one key.
 
     A planner has just computed the key from these same texts, so comparing them checks the same as
     recomputing the key from the parsed line, in a fifth of the time.
@@ -86,14 +87,14 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """Returns the texts that a record must contain whose key is the digest of these values, all of which
-        are canonical JSON. inputs: argument of the action -> list of its files."""
+        """Returns the texts that a step record must contain whose key is the digest of these values, all of
+        which are canonical JSON. inputs: argument of the action -> list of its files."""
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Returns True if `rest`, the second line of a record, consists of the expected texts, with
+        """Returns True if `rest`, the second line of a step record, consists of the expected texts, with
         well-formed costs, flag and step name between them, and names the files' digest `tree`. Returns False
         also for a valid line in another notation, which must be parsed."""
         if not rest.startswith(self.before_costs):
@@ -115,7 +116,7 @@ Lines with other names are parsed as JSON.
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured time, CPU time and peak memory of one run of a step, as integers, because records are
+    """The measured time, CPU time and peak memory of one run of a step, as integers, because step records are
     canonical JSON without floats."""
 
     milliseconds: int = 0
@@ -134,7 +135,7 @@ class BuildInfo:
     preimage: Preimage
     measured: Measured = field(default_factory=Measured)
     shared: bool = True
-    """False if the artifact is never sent to a remote."""
+    """False if the artifact is never sent to a remote cache."""
 
     def to_json(self) -> Json:
         cost, image = self.measured, self.preimage
@@ -151,8 +152,8 @@ class BuildInfo:
 
     @classmethod
     def from_json(cls, fields: object) -> BuildInfo:
-        """Returns the BuildInfo that a JSON object describes: the second line of a record, as `to_json` wrote
-        it. Raises ValueError for anything else."""
+        """Returns the BuildInfo that a JSON object describes: the second line of a step's record, which
+        states how its result was built, as `to_json` wrote it. Raises ValueError for anything else."""
         if not isinstance(fields, dict) or fields.keys() - {"tree"} != _ABOUT:
             raise ValueError("its second line lacks a field, or has an unknown one")
         check_text("action", fields["action"])
@@ -175,7 +176,7 @@ class BuildInfo:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of an artifact: its key, its files, and how it was built."""
+    """The record of an artifact, the files that a step wrote: its key, its files, and how it was built."""
 
     key: str
     tree: str
@@ -183,7 +184,7 @@ class Record:
     rows: tuple[Row, ...]
     """(path, digest, size in bytes) of each file, sorted by path."""
     rest: bytes = field(repr=False)
-    """The second line of the record, canonical JSON of the step's inputs and costs. It is parsed only on
+    """The second line of the step record, canonical JSON of the step's inputs and costs. It is parsed only on
     demand."""
 
     @classmethod
@@ -232,13 +233,13 @@ class Record:
 
     @cached_property
     def info(self) -> BuildInfo:
-        """Returns the step that built the artifact, the step's inputs and its costs, parsed from the record's
-        second line. Raises ValueError if that line is malformed."""
+        """Returns the step that built the artifact, the step's inputs and its costs, parsed from the step
+        record's second line. Raises ValueError if that line is malformed."""
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:
-        """Returns True if the record's key is the digest of the inputs that it lists, and its tree digest
-        that of its files.
+        """Returns True if the step record's key is the digest of the inputs that it lists, and its tree
+        digest that of its files.
         """
         return not self._fault(parse_about(self.rest))
 

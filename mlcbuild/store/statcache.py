@@ -219,8 +219,8 @@ class StatCache:
             path.unlink(missing_ok=True)
 
     def _remove_links(self) -> None:
-        """Removes symbolic links at the paths of the database's files, which SQLite would follow. Raises
-        sqlite3.OperationalError if one cannot be removed."""
+        """Removes symbolic links at the paths of the files of the SQLite database, since SQLite would follow
+        them. Raises sqlite3.OperationalError if a link cannot be removed."""
         import sqlite3
 
         try:

@@ -67,13 +67,13 @@ class Published:
 
     record: Record
     fault: str = ""
-    """The differences from the record that the store had already for the same key, if the step is not
-    reproducible; "" otherwise."""
+    """The differences from the record of an earlier result that the store had already for the same cache key,
+    if the step is not reproducible; "" otherwise."""
 
 
 class Store(Blobs):
-    """A store of records and blobs in a directory, which the first write creates. Raises StoreError for an
-    unknown format.
+    """A store of step records and blobs in a directory, which the first write creates. Raises StoreError for
+    an unknown format.
     """
 
     def __init__(self, root: Path) -> None:
@@ -117,8 +117,8 @@ class Store(Blobs):
     # Reading
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
-        """Returns the record with a step's key, whether or not its files are in the store; None if there is
-        none, or if its inputs and files do not have the digests that it states. expected: see
+        """Returns the step record with a step's key, whether or not its files are in the store; None if there
+        is none, or if its inputs and files do not have the digests that it states. expected: see
         `Record.checked`."""
         path = f"{self._ac}{layout.shelved(key)}"
         try:
@@ -133,8 +133,8 @@ class Store(Blobs):
             return None
 
     def lost(self, record: Record) -> str:
-        """Returns a description of the first file of a record that is missing or damaged in the store; ""
-        if all are intact.
+        """Returns a description of the first file of a step record that is missing or damaged in the store;
+        "" if all are intact.
         """
         for path, digest, size in record.rows:
             name = f"{self._cas}{layout.shelved(digest)}"
@@ -153,7 +153,7 @@ class Store(Blobs):
         return ""
 
     def find(self, key: str) -> Record | None:
-        """Returns the record of a step's key if all its files are in the store and unchanged; None
+        """Returns the step record of a step's key if all its files are in the store and unchanged; None
         otherwise.
         """
         record = self.record(key)
@@ -167,8 +167,8 @@ class Store(Blobs):
             return record.key
 
     def touch(self, record: Record) -> None:
-        """Marks a record as used, so that garbage collection keeps it, unless that was done in the last ten
-        minutes."""
+        """Marks a step record as used, so that garbage collection keeps it, unless that was done in the last
+        ten minutes."""
         layout.note_use(f"{self._ac}{layout.shelved(record.key)}")
 
     # Writing
@@ -237,9 +237,9 @@ class Store(Blobs):
             return self._keep(record, part)
 
     def put_record(self, record: Record, part: Path) -> Published:
-        """Stores a record that was built elsewhere. Its blobs must already be in the store. part: temporary
-        path, at which the record is written before it is moved to its place. Raises StoreError if a blob is
-        missing, or the record cannot be written."""
+        """Stores a step record that was built elsewhere. Its blobs must already be in the store. part:
+        temporary path, at which the record is written before it is moved to its place. Raises StoreError if a
+        blob is missing, or the record cannot be written."""
         with self.writing(), self.settled():
             if missing := self.lost(record):
                 raise StoreError(f"a record cannot be stored before its files: {missing}")
@@ -303,8 +303,8 @@ def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes `data` to a new file without fsync. If a power failure truncates a record, it does not parse and
-    is ignored.
+    """Writes `data` to a new file without fsync. If a power failure truncates a step record, it does not
+    parse and is ignored.
     """
     with path.open("xb") as file:
         file.write(data)

@@ -22,30 +22,31 @@ from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 
 KEPT_RECORDS = 3600.0
-"""Seconds since its last use during which gc keeps a record while a build runs. It is far longer than the
-interval at which runs mark their records.
+"""Seconds since its last use during which garbage collection keeps a step's record while a build runs. This
+is far longer than the interval at which a run marks the records that it uses.
 """
 KEPT_BLOBS = 86_400.0
-"""Seconds since its creation during which gc keeps a blob without a record while a build runs."""
+"""Seconds since its creation during which gc keeps a blob without a step record while a build runs."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of checking all bytes of a store. Messages name the step and file if a record lists them."""
+    """The result of checking all bytes of a store. Messages name the step and file if a step's result lists
+    the damaged file."""
 
     records: int
     blobs: int
     bytes: int
     damaged: tuple[str, ...]
-    """Messages for blobs and records whose bytes do not match their names."""
+    """Messages for blobs and step records whose bytes do not match their names."""
     missing: tuple[str, ...]
-    """Messages for files that a record names and the store lacks. Their steps run again."""
+    """Messages for files of step results that the store lacks. The steps of these results run again."""
     unused: int
-    """Number of blobs that no record names, as killed runs leave them. `gc` removes them, or a later run uses
-    them.
+    """Number of blobs that no step's result contains, as killed runs leave them. `gc` removes them, or a
+    later run uses them.
     """
     mended: tuple[str, ...] = ()
-    """Messages for damaged or missing files that were restored."""
+    """Messages for damaged or missing files of the store that were downloaded again."""
 
     @property
     def ok(self) -> bool:
@@ -62,12 +63,13 @@ class KindStatistics:
     """Time, in seconds since 1970, at which any step of one kind, such as "weights", was last built or
     used."""
     oldest_use: float = 0.0
-    """The time, in seconds since 1970, at which the least recently used record of this kind was last used."""
+    """Time, in seconds since 1970, of the last use of the result of this kind of step that has been unused
+    for longest."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers and sizes of the records and blobs in a store."""
+    """The numbers and sizes of the step records and blobs in a store."""
 
     root: Path
     records: int
@@ -75,13 +77,13 @@ class Status:
     bytes: int
     """Total size of all blobs in bytes, each counted once."""
     kinds: dict[str, KindStatistics] = field(default_factory=dict)
-    """Kind of step, such as "weights" -> number, bytes and times of use of its records. A blob that two kinds
-    share is counted in both."""
+    """Kind of step, such as "weights" -> number, bytes and times of use of its step records. A blob that two
+    kinds share is counted in both."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The number of records, blobs and bytes that garbage collection (gc) removed."""
+    """The number of step records, blobs and bytes that garbage collection (gc) removed."""
 
     records: int
     blobs: int
@@ -93,11 +95,11 @@ Mend: TypeAlias = Callable[[Entry], str]
 
 
 def verify(store: Store, mend: Mend | None = None) -> Verified:
-    """Hashes every blob of a store, checks every record against its key, removes damaged ones, and returns
-    what was damaged or missing.
+    """Hashes every blob of a store, checks every step record against its key, removes damaged ones, and
+    returns what was damaged or missing.
 
-    Steps whose results were damaged run again. It is safe while builds run. mend: restores damaged or
-    missing files of records, for example from a remote. Raises StoreError when the store cannot be read.
+    Steps whose results were damaged run again. It is safe while builds run. mend: restores damaged or missing
+    files of records, for example from a remote cache. Raises StoreError when the store cannot be read.
     """
     damaged: list[str] = []
     mended: list[str] = []
@@ -165,8 +167,8 @@ def _alone(store: Store) -> Iterator[bool]:
 
 
 def status(store: Store) -> Status:
-    """Counts the records and blobs of a store, and returns their numbers and sizes. Raises StoreError when
-    the store cannot be read.
+    """Counts the step records and blobs of a store, and returns their numbers and sizes. Raises StoreError
+    when the store cannot be read.
     """
     kinds: dict[str, KindStatistics] = {}
     with store.writing():
@@ -186,7 +188,7 @@ def status(store: Store) -> Status:
 
 
 def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
-    """Removes old records, then every blob that no record names, and old logs.
+    """Removes old records, then every blob that no step record names, and old logs.
 
     Records not used for `unused_days` go first, then the least recently used ones until the rest fits into
     `max_bytes`. It is safe while builds run: then, whatever the limits, records used within KEPT_RECORDS stay
@@ -206,8 +208,8 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
 def _collect(
     store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
 ) -> Collected:
-    """Removes records that were not used for `unused_days`, then the least recently used ones until the blobs
-    of the rest take at most `max_bytes`, then every blob that no record names. None: no limit.
+    """Removes step records that were not used for `unused_days`, then the least recently used ones until the
+    blobs of the rest take at most `max_bytes`, then every blob that no record names. None: no limit.
 
     young: (time, time) in seconds since 1970: records used, and blobs created, after these times stay in any
     case; None: no such limit.
@@ -248,8 +250,8 @@ def _collect(
 
 
 def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
-    """Returns (step name, record without the inputs that it lists) of every intact record of a store, and the
-    number of all records, damaged ones included.
+    """Returns (step name, step record without the inputs that it lists) of every intact record of a store,
+    and the number of all records, damaged ones included.
 
     damaged: list to which a message about each damaged record is appended, and these are then removed; None:
     they stay.
@@ -288,7 +290,7 @@ def _check(blob: Path) -> int | None:
 
 
 def _entries(root: Path) -> Iterator[Path]:
-    """Yields the sorted paths of all that can be a record or blob: everything in the subdirectories of
+    """Yields the sorted paths of all that can be a step record or blob: everything in the subdirectories of
     `root` with names of two characters, and anything else in `root`.
     """
     for shelf in sorted(root.iterdir()) if root.is_dir() else []:

@@ -6,7 +6,7 @@ same names. dask.distributed calls these amounts resources and matches them. The
 advance what no worker can run, because dask would wait for it for ever.
 
 The two sides exchange plain text only (see `wire`). Artifacts travel through a store that both sides can see,
-or through a remote.
+or through a remote cache.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 dask matches jobs with workers, notices dead workers and reschedules their jobs. This module adds the rest:
 jobs are plain text (see `wire`), a step that no worker can run is refused before it is submitted, inputs that
-a worker cannot reach are sent to it through a remote, and no wait is without a limit."""
+a worker cannot reach are sent to it through a remote cache, and every wait is limited."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONNECT = 20.0
 _WORKERS = 20.0
 """Maximum seconds to wait until the first cluster worker is present."""
 _GATHER = 30.0
-"""Maximum seconds to wait for a result after dask reports that it is ready."""
+"""Maximum seconds to wait for the result of a job after dask reports that this result is ready."""
 _CENSUS = 2.0
 """Minimum seconds between two updates of the list of cluster workers."""
 _ABSENT = 60.0
@@ -325,8 +325,8 @@ class Cluster:
     # Inputs
 
     def _supply(self, submitted: _Submitted, answer: Answer) -> None:
-        """Sends a worker the input files that its answer lists as missing, then submits the job again. Runs
-        in a thread."""
+        """Sends a worker the input files that the worker's answer lists as missing, then submits the job
+        again. Runs in a thread."""
         try:
             why = self._give(submitted.job, set(answer.lacking), answer.same_store)
         except MlcbuildError as error:

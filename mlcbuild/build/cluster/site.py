@@ -188,7 +188,7 @@ class _Attempt:
         """Checks that this cluster worker has the same source files as the run, and that it can return the
         result to the run.
 
-        Raises StepError for differing source files, and RemoteError without a common store or remote.
+        Raises StepError for differing source files, and RemoteError without a common store or remote cache.
         """
         links = self._sharing.links
         if not self._same and not any(link.remote.writes() and link.remote.reads for link in links):
@@ -317,9 +317,9 @@ class _Attempt:
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Uploads a step's result to remotes that the run can read, unless worker and run use the same store.
-        Returns `answer`, the worker's reply to the run, with the result added, a remote that has it, and
-        those that failed.
+        """Uploads a step's result to remote caches that the run can read, unless worker and run use the same
+        store. Returns `answer`, the worker's reply to the run, with the result added, a remote that has it,
+        and those that failed.
 
         Raises RemoteError when no remote that the run reads has the files.
         """

@@ -33,7 +33,8 @@ class OrderInput:
 
     files: tuple[Entry, ...]
     root: str | None
-    """Directory of the user's files, on the machine of the run; None for the result of an earlier step."""
+    """Directory of the user's files on the machine that started the run; None if the input is the result of
+    an earlier step."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Order:
 
 
 def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Order:
-    """Describes a job for a cluster worker. run: name of the run's working directory; remotes: those that
-    run and worker can use; again: True if the action runs even if its result exists.
+    """Describes a job for a cluster worker. run: name of the run's working directory; remotes: the remote
+    caches that both the run and the worker can use; again: True if the action runs even if its result exists.
     """
     inputs = {
         item.argument: OrderInput(item.files, None if item.root is None else str(item.root))
@@ -115,16 +116,17 @@ class Answer:
     key: str = ""
     fault: str = ""
     origin: str = ""
-    """URL of the remote that has the files of the result; "" if they are in the run's store."""
+    """URL of the remote cache that has the files of the result; "" if they are in the run's store."""
     unsent: tuple[str, ...] = ()
-    """URLs of the remotes to which the upload of the result failed."""
+    """URLs of the remote caches to which the upload of the result failed."""
     error: MlcbuildError | None = None
     lacking: tuple[str, ...] = ()
-    """Digests of input files that the worker cannot obtain, in which case the action was not run."""
+    """Digests of input files that the cluster worker could not obtain; if there are any, it did not run the
+    action."""
     same_store: bool = False
-    """True if the worker uses the store of the run."""
+    """True if the cluster worker uses the same store as the run that sent the job."""
     stopped: bool = False
-    """True if the worker was shut down before the step ended."""
+    """True if the cluster worker was shut down before the step ended."""
     warnings: tuple[str, ...] = field(default=())
 
     def encode(self) -> str:
@@ -222,8 +224,8 @@ def _are_texts(values: list[Any]) -> bool:
 
 
 def _remote(row: object) -> Remote:
-    """Parses the description of a remote in a job for a cluster worker. Raises ValueError for one that a
-    recipe could not name.
+    """Parses the description of a remote cache in a job for a cluster worker. Raises ValueError for one that
+    a recipe could not name.
     """
     if not isinstance(row, dict):
         raise ValueError("a remote of the order is not a JSON object")

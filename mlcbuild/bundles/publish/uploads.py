@@ -32,7 +32,7 @@ class Sent:
     address: str = ""
     """Immutable address of the published bundle, with the digest or commit of its content."""
     size: int = 0
-    """Number of bytes that were sent to the destination."""
+    """Number of bytes of a bundle that were sent to the registry or hub."""
     note: str = ""
     """The reason why the bundle was not sent; "" if it was."""
 
