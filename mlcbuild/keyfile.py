@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlcbuild_format import regular
+
 from mlcbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+_LARGEST = 1 << 16
+"""Maximum size in bytes of a file with a key."""
 _PUBLIC = re.compile(r"ed25519:[A-Za-z0-9_-]{43}")
 
 
@@ -93,7 +97,7 @@ def load(path: Path) -> Signer | None:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
-        private = load_pem_private_key(path.read_bytes(), None)
+        private = load_pem_private_key(regular.read(path, _LARGEST), None)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -63,6 +64,10 @@ def test_files_that_hold_no_key(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
         with pytest.raises(UsageError, match="it holds no ed25519 key in PEM form; `mlcbuild keys new`"):
             keyfile.load(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.pem")
+    for unreadable in (tmp_path / "pipe.pem", Path("/dev/zero")):
+        with pytest.raises(UsageError, match=r"the key cannot be read: it is a (named pipe|device), not a"):
+            keyfile.load(unreadable)
     with pytest.raises(UsageError, match="the key cannot be read"):
         keyfile.load(tmp_path)
     with pytest.raises(UsageError, match="the key cannot be written"):

@@ -313,15 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of standard output has closed it, as `head` does. This is no error, but a run ends early.
         return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = f"{error.filename}: " if error.filename else ""
-            return _fail(f"mlcbuild: {where}nothing more can be written: {error.strerror}", 1)
-        if os.environ.get("MLCBUILD_DEBUG"):
-            traceback.print_exc()
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        return _fail(
-            f"mlcbuild: a defect of mlcbuild, please report it: {message} (MLCBUILD_DEBUG=1 shows where)", 1
-        )
+        return _fail(_unexpected(error), 1)
     return code if standard_streams.flushed() else 1
 
 
@@ -365,6 +357,24 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
         return f"mlcbuild {name}: '{argument}' is one argument too many; see mlcbuild {name} --help"
     options = set(re.findall(r"--[a-z-]+", verb_parser(name).format_help()))
     return f"mlcbuild {name}: '{argument}' is not an option; {did_you_mean(argument, options)}"
+
+
+def _unexpected(error: Exception) -> str:
+    """Returns the message for an exception that is not one of mlcbuild's: for a full disk, for a current
+    directory that was removed, or for a defect of mlcbuild."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"mlcbuild: {where}nothing more can be written: {error.strerror}"
+    from pathlib import Path
+
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return "mlcbuild: the current directory was removed: change to another one"
+    if os.environ.get("MLCBUILD_DEBUG"):
+        traceback.print_exception(error)
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"mlcbuild: a defect of mlcbuild, please report it: {message} (MLCBUILD_DEBUG=1 shows where)"
 
 
 def _fail(message: str, code: int) -> int:

@@ -15,6 +15,9 @@ from mlcbuild_format import strict_json
 
 from mlcbuild.errors import RemoteError
 
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Matches control characters, and bytes of an environment variable that are not UTF-8."""
+
 
 def variables(host: str) -> tuple[str, str]:
     """Returns the names of the environment variables for a host's bearer token and its `user:password`.
@@ -39,8 +42,8 @@ def authorization(host: str, environ: Mapping[str, str] = os.environ) -> str | N
             )
         return f"Bearer {value}"
     if value := environ.get(login):
-        if ":" not in value:
-            raise RemoteError(f"${login} must be user:password")
+        if ":" not in value or _NO_TEXT.search(value):
+            raise RemoteError(f"${login} must be user:password, in UTF-8 and without control characters")
         return basic(value)
     return _from_netrc(host, environ)
 

@@ -263,6 +263,7 @@ def _proxy(parts: SplitResult) -> SplitResult | None:
         return None
     try:
         proxy = urlsplit(setting if "://" in setting else f"http://{setting}")
+        setting.encode()  # raises ValueError for a variable that is not UTF-8
         usable = proxy.scheme == "http" and proxy.hostname and proxy.port != 0
     except ValueError:
         usable = False

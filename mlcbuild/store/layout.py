@@ -15,11 +15,14 @@ from mlcbuild.store.stamp import STAMP_NS
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 USE_NOTED_NS = 600 * 1_000_000_000
 """Minimum nanoseconds between two updates of the time at which a step record was last used; `upkeep.gc` keeps
 what was used in the last hour.
 """
+LONGEST_ROOT = 3072
+"""Maximum bytes of a store's path, of the 4096 that Linux allows for the path of a file in it."""
 KEPT_LOGS = 20
 """Number of run logs that are kept for each recipe."""
 _CLEANED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "receipts", "runs")
@@ -41,6 +44,19 @@ def default_root(environ: Mapping[str, str] = os.environ) -> str:
 def absolute(path: str) -> str:
     """Returns an absolute path for `path`. Symbolic links and `..` stay as they are."""
     return os.path.join(os.getcwd(), path)
+
+
+def root_fault(root: str) -> str:
+    """Returns the reason why a store cannot be in the directory `root`, an absolute path, as the end of a
+    sentence; "" if it can. Steps work on files in it, and compilers accept UTF-8 only.
+    """
+    try:
+        lengths = [len(part.encode()) for part in root.split("/")]
+    except UnicodeEncodeError:
+        return "is not UTF-8"
+    if max(lengths) > 255 or sum(lengths) + len(lengths) > LONGEST_ROOT:
+        return f"is too long: at most {LONGEST_ROOT} bytes, and 255 between two '/'"
+    return ""
 
 
 def shelved(name: str) -> str:
@@ -121,6 +137,33 @@ def own_directory(path: str) -> None:
             os.unlink(path)
     if not is_directory:
         os.makedirs(path, exist_ok=True)
+
+
+def is_private(stat_result: os.stat_result) -> bool:
+    """Returns True if a file or directory belongs to the user of this process, and no other user may write
+    it, except for root."""
+    return stat_result.st_uid == os.geteuid() and not stat_result.st_mode & 0o022
+
+
+def private_directory(root: str) -> str:
+    """Returns the directory for files that a run believes without a check, such as cached digests: the store
+    itself, or, if other users can write to that, a directory of this user in it. root: directory of the
+    store.
+    """
+    root = os.path.realpath(root)
+    try:
+        is_shared = not is_private(os.stat(root))
+    except OSError:
+        return root  # There is no store yet.
+    return f"{root}/user-{os.geteuid()}" if is_shared else root
+
+
+def make_private(path: Path) -> None:
+    """Creates a directory that `private_directory` has returned, unless it exists. Raises OSError."""
+    if path.name == f"user-{os.geteuid()}":
+        path.mkdir(0o700, exist_ok=True)
+    else:
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def remove_links(root: str) -> None:

@@ -15,7 +15,7 @@ A directory with another mtime is read again.
 
 The file `receipts/<digest of the command line and its environment>` is a line with the digest of the rest and
 the length of each section, followed by the sections: texts between NUL, or unsigned 64-bit integers of this
-machine. A damaged receipt is ignored.
+machine. A receipt that is damaged, or that another user can write, is ignored.
 
 A run without work trusts that a file with the same stat has the same bytes. Runs that use records and blobs
 read and hash them.
@@ -82,11 +82,11 @@ def check(arguments: Sequence[str]) -> str | None:
     Also marks the records of the steps as used, so that garbage collection keeps them, and logs the run.
     """
     started = time.monotonic()
-    root = store(arguments)
-    path = place(root, arguments)
     try:
         import fcntl
 
+        root = store(arguments)
+        path = place(root, arguments)
         texts, numbers = _read(path)
         cas = os.open(f"{root}/cas", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         lock = layout.open_or_create(f"{root}/lock")
@@ -186,10 +186,12 @@ def store(arguments: Sequence[str]) -> str:
 
 def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
     """Reads a receipt, the file that lists everything on which a finished run depended, and returns its
-    sections of text and its sections of numbers, each by name. Raises OSError, and ValueError for a damaged
-    file."""
+    sections of text and its sections of numbers, each by name. Raises OSError, and ValueError for a file
+    that is damaged, or that another user can write."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
+        if not layout.is_private(os.fstat(descriptor)):
+            raise ValueError(path)
         data = file.read(_LARGEST)
     form, digest, data = data.split(b" ", 2)
     if form.decode() != FORMAT or digest.decode() != _sum([data]):

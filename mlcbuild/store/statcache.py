@@ -10,6 +10,10 @@ them, which would take 110 of the 350 ms of a plan without work.
 A file counts as unchanged while its device, inode, size, mtime and ctime are those at the time of hashing. A
 file for which `stamp.is_racy` holds when it is hashed is not stored: it could be written again within one
 tick of the filesystem's clock without a visible change.
+
+Whoever can write the file can make a run take other bytes for a source. It is therefore used only in a
+directory that no other user can write (`layout.private_directory`), and only with exactly the tables below: a
+view or a trigger would run for as long as its author likes.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from mlcbuild.canon import ImportTable, bytes_digest, file_digest, import_reader
 from mlcbuild.errors import SourceError
+from mlcbuild.store import layout
 from mlcbuild.store.stamp import is_racy
 
 if TYPE_CHECKING:
@@ -39,9 +45,12 @@ Hashing: TypeAlias = Callable[[Path, int], None]
 KEPT_KEYS = 8
 """Number of recent keys that are kept for each step name."""
 
+LOCK_SECONDS = 2
+"""Maximum seconds to wait while another process locks the cache's file, once for each process. Transactions
+take milliseconds, and Ctrl-C has no effect while SQLite waits.
+"""
 _UNUSED_DAYS = 180
 _TABLES = """
-drop table if exists file;
 create table if not exists hashed (
     device integer, inode integer, size integer, mtime integer, ctime integer, day integer, digest text,
     checksum text, primary key (device, inode)) without rowid;
@@ -59,6 +68,8 @@ class StatCache:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._usable = True
+        """False once the file could not be used, for example because another process keeps it locked."""
         self._files: dict[tuple[int, int], _Row] | None = None
         self._latest: dict[str, list[str]] | None = None
         self._imports: ImportTable | None = None
@@ -139,7 +150,7 @@ class StatCache:
             self._new_files
         ):  # A plan before the first run has hashed sources, which is worth creating the directory.
             with suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                layout.make_private(self._path.parent)
         day = time.time_ns() // 86_400_000_000_000
         files = [
             (*_signed(place), *row[:3], day, row[3], _checksum(place, row))
@@ -182,70 +193,91 @@ class StatCache:
     def _rows(self, query: str) -> list[tuple[int | str, ...]]:
         import sqlite3
 
-        if not self._path.exists():
+        if not self._usable or not self._path.exists():
             return []
         try:
-            database = self._open()
-            try:
+            with closing(self._open()) as database:
                 return database.execute(query).fetchall()
-            finally:
-                database.close()
-        except sqlite3.OperationalError:  # the file is read-only or busy
-            return []
+        except sqlite3.OperationalError as error:
+            if "decode to UTF-8" in str(error):  # a damaged text
+                self._discard()
+            else:  # The file is read-only or busy.
+                self._usable = False
         except sqlite3.DatabaseError:  # The file is no longer a database.
             self._discard()
-            return []
+        return []
 
     def _run(self, statements: Sequence[tuple[str, Sequence[tuple[int | str, ...]]]]) -> None:
         import sqlite3
 
         for _ in range(2):
+            if not self._usable:
+                return
             try:
-                database = self._open()
-                try:
-                    with database:
-                        for statement, rows in statements:
-                            database.executemany(statement, rows)
-                finally:
-                    database.close()
+                with closing(self._open()) as database, database:
+                    for statement, rows in statements:
+                        database.executemany(statement, rows)
                 return
             except sqlite3.OperationalError:
-                return
+                self._usable = False
             except sqlite3.DatabaseError:
                 self._discard()
 
     def _discard(self) -> None:
-        for path in self._paths():
-            path.unlink(missing_ok=True)
+        try:
+            for path in self._paths():
+                path.unlink(missing_ok=True)
+        except OSError:
+            self._usable = False
 
-    def _remove_links(self) -> None:
-        """Removes symbolic links at the paths of the files of the SQLite database, since SQLite would follow
-        them. Raises sqlite3.OperationalError if a link cannot be removed."""
+    def _paths(self) -> list[Path]:
+        names = (self._path.name + suffix for suffix in ("", "-wal", "-shm", "-journal"))
+        return [self._path.with_name(name) for name in names]
+
+    def _check_place(self) -> None:
+        """Removes links, pipes and devices at the paths of the database's files, which SQLite would open.
+        Raises sqlite3.OperationalError if one cannot be removed, or if another user can write the directory.
+        """
         import sqlite3
 
         try:
+            if not layout.is_private(self._path.parent.lstat()):
+                raise sqlite3.OperationalError("another user can write the directory")
             for path in self._paths():
-                if path.is_symlink():
+                if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise sqlite3.OperationalError(str(error)) from None
 
-    def _paths(self) -> list[Path]:
-        return [self._path.with_name(self._path.name + suffix) for suffix in ("", "-wal", "-shm")]
-
     def _open(self) -> sqlite3.Connection:
         import sqlite3
 
-        self._remove_links()
-        database = sqlite3.connect(self._path, timeout=20)
+        self._check_place()
+        database = sqlite3.connect(self._path, timeout=LOCK_SECONDS)
         try:
             database.execute("pragma journal_mode = wal")
             database.execute("pragma synchronous = normal")
             database.executescript(_TABLES)
+            if _schema(database) != _own_schema():
+                raise sqlite3.DatabaseError("it has other tables")
         except sqlite3.Error:
             database.close()
             raise
         return database
+
+
+def _schema(database: sqlite3.Connection) -> list[tuple[object, ...]]:
+    """Returns the type, name and definition of each table, view and trigger of a database."""
+    return database.execute("select type, name, sql from sqlite_master order by name, type").fetchall()
+
+
+@cache
+def _own_schema() -> list[tuple[object, ...]]:
+    import sqlite3
+
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_TABLES)
+        return _schema(database)
 
 
 def _checksum(place: tuple[int, int], row: tuple[object, ...]) -> str:

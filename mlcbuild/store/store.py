@@ -9,6 +9,7 @@
     partial/<digest>     downloaded part of a blob; locks/<digest> is held while it grows
     receipts/, runs/     receipts of runs (receipt.py); logs of runs (reports/runlog.py)
     index.sqlite         cached digests and recent keys (mlcbuild.store.statcache); may be deleted
+    user-UID/            the same file of each user, in a store that several users can write
     lock                 shared by builders, exclusive for gc
 
 Files get their final name by an atomic rename (or link) within the store, blobs before the record that names
@@ -78,6 +79,10 @@ class Store(Blobs):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root.absolute())
+        if fault := layout.root_fault(str(self.root)):
+            raise StoreError(
+                f"{self.root}: the store's path {fault}; set MLCBUILD_STORE to another directory"
+            )
         self._ac = f"{self.root}/ac/"
         self._warnings: list[str] = []
         self._reported: set[str] = set()
@@ -105,7 +110,7 @@ class Store(Blobs):
 
     @cached_property
     def cache(self) -> StatCache:
-        return StatCache(self.root / "index.sqlite")
+        return StatCache(Path(layout.private_directory(str(self.root)), "index.sqlite"))
 
     def take_warnings(self) -> list[str]:
         """Returns the warnings about damage in the store since the last call; each is returned only once."""

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from mlcbuild import cli
 from mlcbuild.cli import VERBS, main, parser
 from mlcbuild.errors import StepError, UsageError
 from tests.cli.commands import BUNDLE, Out, said
-from tests.conftest import QUICKSTART, checked, mlcbuild, project
+from tests.conftest import QUICKSTART, ROOT, checked, mlcbuild, project
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -127,6 +129,19 @@ def test_errors_are_one_line_with_their_code(
     monkeypatch.setenv("MLCBUILD_DEBUG", "1")
     assert main(["models"]) == code
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_a_directory_that_was_removed_is_named(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "gone").mkdir()
+    recipe = shlex.quote(str(ROOT / "recipes" / "quickstart.yaml"))
+    script = f"cd gone && rmdir ../gone && exec {shlex.quote(sys.executable)} -m mlcbuild {verb} {recipe}"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "MLCBUILD_STORE": "store"}
+    result = subprocess.run(
+        script, shell=True, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "mlcbuild: the current directory was removed: change to another one\n"
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,8 @@ def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch, setting: st
 
 
 @pytest.mark.parametrize(
-    "setting", ["socks5://proxy:1", "https://proxy", "http://", "http://proxy:0", "http://[::1"]
+    "setting",
+    ["socks5://proxy:1", "https://proxy", "http://", "http://proxy:0", "http://[::1", "http://\udcff@proxy"],
 )
 def test_other_proxies_are_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     with pytest.raises(RemoteError, match=r"^the proxy in the environment must be http://host:port$"):

@@ -195,6 +195,8 @@ def test_a_token_is_sent_to_its_host_alone(tmp_path: Path, monkeypatch: pytest.M
     [
         ("MLCBUILD_TOKEN_127_0_0_1", "a\r\nHost: b", "the token in $MLCBUILD_TOKEN_127_0_0_1 holds a space"),
         ("MLCBUILD_LOGIN_127_0_0_1", "secret", "$MLCBUILD_LOGIN_127_0_0_1 must be user:password"),
+        ("MLCBUILD_LOGIN_127_0_0_1", "me:secret\udcff", "must be user:password, in UTF-8"),
+        ("MLCBUILD_LOGIN_127_0_0_1", "me:secret\n", "must be user:password, in UTF-8"),
         ("NETRC", "machine x login a password secret bogus", "netrc:1: the file cannot be parsed"),
     ],
 )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +20,7 @@ from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import SourceError
 from mlcbuild.store import stamp, statcache
 from mlcbuild.store.statcache import StatCache
+from mlcbuild.store.store import Store
 
 
 def old(path: Path, data: bytes, age: float = 60.0) -> Path:
@@ -183,3 +189,102 @@ def test_ten_thousand_entries_are_read_quickly(tmp_path: Path) -> None:
 
     # The least of three: one of them may pay for a collection of the garbage of other tests.
     assert min(spent(10_000) for _ in range(3)) < 40 * max(spent(1000) for _ in range(5))
+
+
+SCHEMAS = {
+    "an endless view": """create view hashed as
+        with recursive t(x) as (select 1 union all select x + 1 from t)
+        select x device, x inode, x size, x mtime, x ctime, x day, x digest, x checksum from t""",
+    "other columns": "create table step (name)",
+    "a trigger": """create table step (name text primary key, keys text) without rowid;
+        create trigger t after insert on step begin select raise(abort, 'no'); end""",
+    "no text": """create table step (name text primary key, keys text) without rowid;
+        insert into step values ('b', cast(x'ff' as text))""",
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_an_index_with_other_contents_is_replaced(tmp_path: Path, not_racy: None, name: str) -> None:
+    index = tmp_path / "index"
+    with sqlite3.connect(index) as database:
+        database.executescript(SCHEMAS[name])
+    database.close()
+    path = old(tmp_path / "f", b"data")
+    cache = StatCache(index)
+    assert cache.keys("a") == [] and cache.digest(path)[0] == bytes_digest(b"data")
+    cache.remember({"a": "key"})
+    cache.save()
+    assert StatCache(index).keys("a") == ["key"]
+
+
+@pytest.mark.parametrize("kind", ["socket", "device", "journal"])
+def test_what_is_no_file_in_place_of_an_index_is_replaced(tmp_path: Path, kind: str) -> None:
+    index = tmp_path / "index"
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(str(index))
+    elif kind == "device":
+        try:
+            os.mknod(index, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
+        except PermissionError:
+            pytest.skip("only root can create devices")
+    else:
+        (tmp_path / "elsewhere").write_text("kept")
+        (tmp_path / "index-journal").symlink_to(tmp_path / "elsewhere")
+    cache = StatCache(index)
+    cache.remember({"a": "key"})
+    cache.save()
+    assert StatCache(index).keys("a") == ["key"]
+    assert kind != "journal" or (tmp_path / "elsewhere").read_text() == "kept"
+
+
+def test_a_locked_index_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+
+    def counted(path: Path | str, timeout: float = 0.0, **more: Any) -> sqlite3.Connection:
+        waits.append(timeout)
+        return connect(path, timeout=0, **more)
+
+    with closing(connect(tmp_path / "index", isolation_level=None)) as other:
+        other.execute("pragma journal_mode = delete")
+        other.execute("begin exclusive")
+        monkeypatch.setattr("sqlite3.connect", counted)
+        cache = StatCache(tmp_path / "index")
+        assert cache.keys("a") == [] and cache.imports() == {}
+        cache.remember({"a": "key"})
+        cache.save()
+    assert waits == [statcache.LOCK_SECONDS]
+
+
+def test_no_other_user_can_write_what_is_believed(
+    tmp_path: Path, not_racy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that in a store which other users can write, the digests of a user are kept in a directory that
+    is the user's, and that such a directory of somebody else is not used."""
+    root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(0o777)
+    own = root / f"user-{os.geteuid()}"
+    path = old(tmp_path / "f", b"data")
+
+    def again() -> str:
+        cache = Store(root).cache
+        cache.digest(path)
+        cache.save()
+        return cache.digest(path)[0]
+
+    digest = again()
+    assert (own / "index.sqlite").is_file() and own.stat().st_mode & 0o777 == 0o700
+    assert not (root / "index.sqlite").exists()
+    monkeypatch.setattr(statcache, "file_digest", lambda _: "hashed again")
+    assert again() == digest
+    own.chmod(0o770)
+    assert again() == "hashed again"
+    own.chmod(0o700)
+    own.rename(tmp_path / "moved")
+    own.symlink_to(tmp_path / "moved")
+    assert again() == "hashed again"
+    own.unlink()
+    root.chmod(0o755)
+    assert again() == "hashed again" and (root / "index.sqlite").is_file() and not own.exists()

@@ -299,6 +299,21 @@ def test_a_store_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
         Store(tmp_path / "file" / "store").staging()
 
 
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("a" * 256, "is too long: at most 3072 bytes"),
+        ("a/" * 2000, "is too long"),
+        ("s\udcff", "is not UTF-8"),
+    ],
+)
+def test_a_path_that_no_compiler_can_use_is_refused(tmp_path: Path, name: str, fault: str) -> None:
+    with pytest.raises(
+        StoreError, match=f"the store's path {fault}.*; set MLCBUILD_STORE to another directory"
+    ):
+        Store(tmp_path / name)
+
+
 def test_where_the_store_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_root({"MLCBUILD_STORE": str(tmp_path)}) == tmp_path
     monkeypatch.setattr(sys, "platform", "linux")
