@@ -26,7 +26,7 @@ from mlcbuild.errors import CompileError
 Mark = Callable[[str], None]
 """A callback that receives the name of each phase of a compilation when the phase starts."""
 
-GROUP = 6
+KERNELS_PER_OBJECT = 6
 """Number of kernels that LLVM compiles in one call, after which progress is reported. A call takes about 25
 ms in addition to the time for its kernels: a library with 24 kernels, of smollm2-135m, took 5.11 CPU s in
 groups of 6 and 5.06 in one (EPYC, Zen 5, means of 5 runs).
@@ -83,10 +83,10 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
     total = len(last) + sum(len(group) for group in first)
     paths: list[Path] = []
     for number, group in enumerate(first):
-        progress.report(number * GROUP, total, "functions")
+        progress.report(number * KERNELS_PER_OBJECT, total, "functions")
         paths.append(directory / f"kernels{number}.o")
         tirx.build(_only(mod, group), target, pipeline).write_to_file(str(paths[-1]))
-    progress.report(len(first) * GROUP, total, "functions")
+    progress.report(len(first) * KERNELS_PER_OBJECT, total, "functions")
     others = [name for name, function in mod.functions.items() if not isinstance(function, tirx.PrimFunc)]
     executable = relax.build(_only(mod, [*others, *last]), target, relax_pipeline=None, tir_pipeline=pipeline)
 
@@ -100,12 +100,12 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 
 def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
-    """Returns the kernels of a module in alphabetical order, as (groups of GROUP kernels each, the rest,
-    which has at least one kernel).
+    """Returns the kernels of a module in alphabetical order, as (groups of KERNELS_PER_OBJECT kernels each,
+    the rest, which has at least one kernel).
     """
     names = [name for name, function in mod.functions.items() if isinstance(function, tirx.PrimFunc)]
     names.sort(key=lambda name: str(name.name_hint))
-    groups = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
+    groups = [names[start : start + KERNELS_PER_OBJECT] for start in range(0, len(names), KERNELS_PER_OBJECT)]
     return groups[:-1], groups[-1]
 
 

@@ -85,6 +85,7 @@ def test_a_full_registry_costs_a_warning_and_is_filled_later(tmp_path: Path) -> 
             other = User(tmp_path / "two", server.url("cache"))
             assert statuses(other.run(LARGE))["b"] == "built"
             subprocess.run(["mount", "-o", "remount,size=64m", str(small)], check=True)
+            user.timeout = 60.0  # Registries are slow beside other tests.
             assert user.run(LARGE).not_uploaded == {} and user.warnings() == []
             third = User(tmp_path / "three", server.url("cache"))
             assert statuses(third.run(LARGE)) == {"a": "reused", "b": "reused"} and third.warnings() == []

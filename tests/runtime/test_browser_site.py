@@ -166,7 +166,8 @@ def test_the_engine_is_small() -> None:
     sizes = {path.name: len(gzip.compress(path.read_bytes(), 9, mtime=0)) for path in modules}
     loaded = sum(size for name, size in sizes.items() if name not in ON_DEMAND)
     assert loaded + max(sizes[name] for name in VOCABULARIES) <= LIMIT, sizes
-    whole = b"".join(path.read_bytes() for path in sorted(modules))
+    # A bundler that makes one module of all files leaves out their documentation.
+    whole = b"".join(re.sub(rb"/\*\*.*?\*/", b"", path.read_bytes(), flags=re.S) for path in sorted(modules))
     assert len(gzip.compress(whole, 9, mtime=0)) <= LIMIT, "all files as one module"
 
 
