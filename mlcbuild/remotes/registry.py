@@ -231,8 +231,8 @@ class Registry:
         return client, response
 
     def _client(self, place: SplitResult) -> Client:
-        """Returns an HTTP client for a server to which the registry redirects, the same one for each
-        address.
+        """Returns an HTTP client for a server to which the registry redirects. It is created at the first
+        call for an address, and used again for the same address.
         """
         address = f"{place.scheme}://{place.netloc}"
         with self._guard:

@@ -193,9 +193,9 @@ def layout(graph: Graph) -> dict[str, Box]:
 
 
 def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -> list[str]:
-    """Returns SVG elements: background and title of each lane, the steps of one model or of several; []
-    without lanes. boxes: name of a node -> its place; lane_of: name -> title of its lane; width: that of the
-    picture in pixels."""
+    """Returns SVG elements: the background and the title of each lane; [] without lanes. A lane holds
+    the steps of one model, or those that models share. boxes: name of a node -> its place; lane_of: name of a
+    node -> title of its lane; width: that of the picture in pixels."""
     bands = []
     for lane in sorted(set(lane_of.values()) - {""}):
         heights = [box.y for name, box in boxes.items() if lane_of[name] == lane]

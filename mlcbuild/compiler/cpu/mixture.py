@@ -50,8 +50,8 @@ class Mixture:
         return self.layer.weights.get(name, ())
 
     def linear(self, name: str) -> Linear:
-        """Returns the description of the product with the layer's matrix `name`, or with one matrix of it if
-        `name` is a stack [experts, out, in].
+        """Returns the kernel specification of the product with the layer's matrix `name`; for a stack of
+        matrices [experts, out, in], that of the product with one of the stack's matrices.
         """
         param = self.layer.params[name]
         assert param.matrix is not None

@@ -86,8 +86,8 @@ class Trials(Generic[T]):
         self.tries = tuple(_Try(stage, tokens) for stage in stages)
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[Hashable, tuple[int, TrialOutcome]] = OrderedDict()
-        """Key of a short constraint -> (index in STAGES of the stage in which its trial ended, the outcome:
-        the memory that it needs, or the reason why it is refused)."""
+        """Cached results of trial compilations. Key of a constraint -> (index of the stage of increasing time
+        limits in which its compilation ended, the bytes that it needs or the reason why it is refused)."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
         """Tries the constraint `grammar` (in Lark) in a child process, with one stage's limit of CPU time

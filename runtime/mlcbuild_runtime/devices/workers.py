@@ -19,7 +19,8 @@ IDLE = 0.5
 """Seconds without a step of the model after which earlier measurements of the threads' CPU time are
 discarded."""
 DOUBT = 60.0
-"""Seconds after which more threads are tried even if the system reports too few free cores for them."""
+"""Seconds since the last trial of more threads after which they are tried again even if the system reports
+too few free cores for them."""
 
 Clock = Callable[[], float]
 

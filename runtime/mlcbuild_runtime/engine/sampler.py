@@ -192,8 +192,8 @@ class Sampler:
         return self._fitting(logits, drawn, matcher, backoff, position)
 
     def _free(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token at index `position` of the answer as if the request had no constraint: `drawn`,
-        the token that the device sampled, or one sampled from the row of logits."""
+        """Returns the token at index `position` of the answer without regard to the constraint: `drawn`, if
+        the device sampled one, else a token that is sampled from the row of logits here."""
         if drawn != NO_TOKEN:
             return checked(drawn)
         return self._draw(logits(), self._numbers.at(position))

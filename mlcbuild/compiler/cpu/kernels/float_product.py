@@ -125,7 +125,7 @@ class PackedRow:
 
     @property
     def step(self) -> int:
-        """Returns the number of float32 values in one block of a packed row of x."""
+        """Returns the number of float32 columns in one block of a row of activations."""
         return (self.planes + self.offset) * self.lanes
 
     @property
