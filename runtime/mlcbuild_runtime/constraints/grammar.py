@@ -59,7 +59,7 @@ class Matcher:
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None
         """A sampled token that the method `tries` has already passed to llguidance's matcher, so that the
-        next call of the method `take` must append this token to the answer; None if there is no such token."""
+        next call of `take` must append this token to the answer; None if there is no such token."""
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
