@@ -48,7 +48,7 @@ KINDS = (
     ("another processor", r"processor|endian|AVX|AMX|one core|large pages|emulated-aarch64|qemu"),
     ("linkers of other systems", r"linker|Linux library|no nm"),
     ("another system or file system", r"system|/dev/|/proc|Linux|macOS|other users|root"),
-    ("a model", r"shared/models|checkpoint|GGUF"),
+    ("a model", r"shared/models|checkpoint|GGUF|real template"),
     ("a quiet machine", r"too busy"),
     ("a GPU adapter", r"GPU adapter|OpenCL"),
     ("MLCBUILD_TEST_EVERY", r"MLCBUILD_TEST_EVERY"),

@@ -281,8 +281,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.recipe.destinations": NOT_YET,
     "mlcbuild.remotes.oci": NOT_YET,
     "mlcbuild.reports.graph_view": NOT_YET,
-    "mlcbuild.weight_steps": NOT_YET,
-    "mlcbuild_format.manifest": NOT_YET,
     "mlcbuild_runtime.chat.chat_model": NOT_YET,
     "mlcbuild_runtime.chat.conversation": NOT_YET,
     "mlcbuild_runtime.chat.line_input": NOT_YET,

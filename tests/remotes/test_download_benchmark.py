@@ -28,6 +28,7 @@ def test_downloads_are_measured_beside_curl() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert [line.split()[:2] for line in result.stdout.splitlines()] == [
+        ["http", "upload"],
         ["http", "curl"],
         ["http", "fetch"],
         ["http", "share"],

