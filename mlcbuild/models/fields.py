@@ -133,8 +133,11 @@ class Fields:
         return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
+        """Returns the boolean in a field. default: value if the field is absent; null is false to
+        transformers, so it is a problem if `default` is True.
+        """
         value = self.get(name)
-        if value is None or value is ABSENT:
+        if value is ABSENT or (value is None and not default):
             return default
         if not isinstance(value, bool):
             self.problem(name, f"must be true or false, found {show(value)}")

@@ -86,6 +86,13 @@ def test_flags_and_choices() -> None:
     assert len(reader.problems) == 3
 
 
+def test_null_is_false_to_transformers() -> None:
+    """Checks that null, with which transformers switches off what is on by default, is not the default."""
+    reader = fields(a=None)
+    assert reader.flag("a", False) is False and not reader.problems
+    assert reader.flag("a", True) is True and only(reader) == "a: must be true or false, found null"
+
+
 def test_lists() -> None:
     reader = fields(a=[0, 1, 1], b=[0, 2], c=7, d=[1, 2], e=[1, 0], f=[1, 0.5], g=[1], h=[1, 1e9])
     assert reader.switches("a", [True] * 3) == [False, True, True]
