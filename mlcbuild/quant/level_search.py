@@ -151,8 +151,10 @@ def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
     weights = _weighted(planes, shares)
     best: Floats = extreme
     least = np.full(extreme.shape, np.inf, np.float32)
-    starts = _SIGNED_STARTS if blocks.bits == 3 else _SIGNED_STARTS[:1]
-    for start in starts if shares is None else _WEIGHED_SIGNED_STARTS:
+    starts: tuple[float, ...] = _SIGNED_STARTS if blocks.bits == 3 else _SIGNED_STARTS[:1]
+    if shares is not None:
+        starts = _WEIGHED_SIGNED_STARTS
+    for start in starts:
         scale = extreme / np.float32(start - blocks.zero)
         codes = _codes(blocks, planes, scale, None)
         along = np.multiply(codes, weights).sum(axis=0)
