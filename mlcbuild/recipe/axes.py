@@ -106,12 +106,18 @@ def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
     if prompts is None:
         return scheme
     parts = (scheme, *(other for _, other in scheme.overrides))
-    formats = {part.format for part in parts if not as_is.is_as_is(part)}
-    if not any(form.pack_calibrated for name in formats for form in layouts(name).values()):
-        names = ", ".join(name for name in SCHEMES if name.endswith("_2"))
+    if not any(map(_can_be_calibrated, parts)):
+        names = ", ".join(name for name, other in SCHEMES.items() if _can_be_calibrated(other))
         message = f"no scheme of this quantization can be calibrated; those that can are {names}"
         reading.report((*where, "calibrate"), message, on_key=True)
     return replace(scheme, calibration=prompts)
+
+
+def _can_be_calibrated(scheme: Scheme) -> bool:
+    """Returns whether a scheme's format chooses scales by the importance of columns, overrides aside."""
+    if as_is.is_as_is(scheme):
+        return False
+    return any(form.pack_calibrated is not None for form in layouts(scheme.format).values())
 
 
 def read_targets(reading: Reading) -> dict[str, Target]:
