@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mlcbuild.canon import Json, file_digest
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from mlcbuild.bundles.reference import Reference
     from mlcbuild.bundles.reference_logits import TokenProgress
-    from mlcbuild.checkpoints.exact_weights import Weight
 
 MOST_TOKENS = 8192
 """Maximum number of tokens that are measured: with more, mean squares change by less than they are rounded,
@@ -79,13 +77,12 @@ def _sums_of_squares(
     import numpy as np
 
     from mlcbuild.bundles import reference
-    from mlcbuild.bundles.weight_losses import in_threads
+    from mlcbuild.bundles.weight_losses import in_threads, with_layer
 
     sums: dict[str, NDArray[np.float64]] = {}
     states = in_threads(lambda tokens: reference.embedded(model, tokens), sequences)
     for index in range(len(model.config.layers)):
-        weights = _Held(model.weights)
-        results = in_threads(partial(_layer, replace(model, weights=weights), index, note), states)
+        results = in_threads(partial(_layer, with_layer(model, index), index, note), states)
         states = [x for x, _ in results]
         for name, squares in (item for _, measured in results for item in measured):
             sums[name] = sums[name] + squares if name in sums else squares
@@ -119,27 +116,6 @@ def _squares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
 
     summed: NDArray[np.float64] = np.square(rows, dtype=np.float64).sum(axis=0)
     return summed
-
-
-class _Held(Mapping[str, "Weight"]):
-    """A mapping from parameter name to values that reads each value once and keeps it. Any thread may read
-    it.
-    """
-
-    def __init__(self, weights: Mapping[str, Weight]) -> None:
-        self._weights, self._held, self._lock = weights, dict[str, "Weight"](), Lock()
-
-    def __getitem__(self, name: str) -> Weight:
-        with self._lock:
-            if name not in self._held:
-                self._held[name] = self._weights[name]
-            return self._held[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def _rounded(means: NDArray[np.float64]) -> NDArray[np.float32]:

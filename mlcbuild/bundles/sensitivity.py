@@ -17,7 +17,14 @@ from typing import cast
 from mlcbuild import progress
 from mlcbuild.bundles.reference import Reference, embedded, head, layer, normalized
 from mlcbuild.bundles.reference_blocks import Array
-from mlcbuild.bundles.weight_losses import WeightTrial, in_threads, open_trial, quantized
+from mlcbuild.bundles.weight_losses import (
+    WeightTrial,
+    in_threads,
+    open_trial,
+    quantized,
+    with_layer,
+    with_weights,
+)
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints.exact_weights import Weight
 from mlcbuild.models import Param
@@ -135,7 +142,7 @@ def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
     matrix in an earlier layer. Replaces the residual streams of each trial by the layer's output. The weights
     are read once.
     """
-    held = _held(trial.exact, [name for name in trial.params if name.startswith(f"layers.{index}.")])
+    held = with_layer(trial.exact, index)
 
     def one(run: _Run) -> None:
         run.streams = [layer(held, index, x)[0] for x in run.streams]
@@ -151,7 +158,7 @@ def _finished(
     norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
-    held = _held(model, [table])
+    held = with_weights(model, [table])
 
     def one(run: _Run) -> float:
         pairs = zip(trial.prompts, run.streams, strict=True)
@@ -161,11 +168,3 @@ def _finished(
         # Four digits, because further ones depend on the order of sums in the machine's linear algebra.
         yield (run.param.name, run.scheme.name), float(f"{loss:.4g}")
     note.add(len(runs))
-
-
-def _held(exact: Reference, names: Sequence[str]) -> Reference:
-    """Returns the model with the weights `names` in memory, which would otherwise be read from the
-    checkpoint at each access. Stacks of matrices are still read one matrix at a time.
-    """
-    values = {name: exact.weights[name] for name in names}
-    return replace(exact, weights=ChainMap(values, cast("dict[str, Weight]", exact.weights)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -163,6 +164,19 @@ class _Quantized(Mapping[str, Weight]):
 
     def __len__(self) -> int:
         return len(self.exact)
+
+
+def with_weights(model: Reference, names: Iterable[str]) -> Reference:
+    """Returns the model with the weights `names` in memory, which would otherwise be read from the
+    checkpoint at each access. Stacks of matrices are still read one matrix at a time.
+    """
+    values = {name: model.weights[name] for name in names}
+    return replace(model, weights=ChainMap(values, cast("dict[str, Weight]", model.weights)))
+
+
+def with_layer(model: Reference, index: int) -> Reference:
+    """Returns the model with the weights of the layer `index` in memory, as `with_weights` does."""
+    return with_weights(model, [name for name in model.weights if name.startswith(f"layers.{index}.")])
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
