@@ -19,7 +19,7 @@ bench/<variant>                            the speed of the bundle on this kind 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -201,7 +201,7 @@ class _Assembly:
         library = self._library(variant, checkpoint, config, chosen)
         parts = {"library": library, "weights": weights, "tokenizer": tokenizer}
         bundle = self._bundle(variant, parts, budget[-1] if budget else None, calibrated)
-        steps = (config, tokenizer, *budget, *calibrated, weights, library, bundle)
+        steps = tuple(filter(None, (config, tokenizer, *budget, calibrated, weights, library, bundle)))
         why_not = backend(variant.target).can_run(variant.target, presets.resolve(presets.HOST))
         if why_not is not None:
             return Product(variant, steps, library, bundle, None, why_not)
@@ -288,14 +288,14 @@ class _Assembly:
         return self.tools[target]
 
     def _bundle(
-        self, variant: Variant, steps: Mapping[str, str], budget: str | None, calibrated: Sequence[str]
+        self, variant: Variant, steps: Mapping[str, str], budget: str | None, calibrated: str | None
     ) -> str:
         """Returns the name of the step that assembles a bundle. steps: argument -> step; budget: the step
-        that chose the bundle's scheme, or None; calibrated: the step that measured activations, or ().
+        that chose the bundle's scheme, or None; calibrated: the step that measured activations, or None.
         """
         inputs = {argument: Input(step) for argument, step in steps.items()}
-        if calibrated:
-            inputs[importance.INPUT] = Input(calibrated[0], (importance.REPORT,))
+        if calibrated is not None:
+            inputs[importance.INPUT] = Input(calibrated, (importance.REPORT,))
         if variant.scheme.budget is not None and budget is not None:
             inputs["budget"] = Input(budget, BUDGET_FILES)
         runtime = _runtime_library(variant.target)
@@ -320,33 +320,29 @@ class _Assembly:
         prompts = variant.verify.prompts if variant.verify is not None else PROMPTS
         inputs = {"config": config, "tokenizer": tokenizer}
         action = "mlcbuild.bundles.reference_logits:reference"
-        return self._evaluated(f"reference/{checkpoint.name}", action, variant, checkpoint, inputs, prompts)
+        read = self._prompt_inputs(inputs, prompts)
+        name = f"reference/{checkpoint.name}"
+        return self._keep_apart(exact_step(name, action, variant, checkpoint, read, prompts))
 
     def _calibration(
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
-    ) -> tuple[str, ...]:
-        """Returns the name of the step that measures the importance of columns; () for no calibration."""
+    ) -> str | None:
+        """Returns the name of the step that measures the importance of columns; None for no calibration."""
         if (prompts := variant.scheme.calibration) is None:
-            return ()
-        steps = {"config": config, "tokenizer": tokenizer}
+            return None
+        inputs = self._prompt_inputs({"config": config, "tokenizer": tokenizer}, prompts)
         name, action = f"calibrate/{checkpoint.name}", "mlcbuild.bundles.calibration:calibrate"
-        return (self._evaluated(name, action, variant, checkpoint, steps, prompts),)
+        return self._keep_apart(exact_step(name, action, variant, checkpoint, inputs, prompts))
 
-    def _evaluated(
-        self,
-        name: str,
-        action: str,
-        variant: Variant,
-        checkpoint: Checkpoint,
-        steps: Mapping[str, str],
-        prompts: Path | tuple[str, ...],
-    ) -> str:
-        """Adds a step that evaluates exact weights on prompts. steps: argument -> step that it reads."""
+    def _prompt_inputs(self, steps: Mapping[str, str], prompts: Path | tuple[str, ...]) -> dict[str, Input]:
+        """Returns argument -> input of a step that reads prompts. steps: argument -> other step that it
+        reads. Adds a file of prompts to the graph.
+        """
         inputs = {argument: Input(step) for argument, step in steps.items()}
         if isinstance(prompts, Path):
             source = f"prompts/{Path(os.path.relpath(prompts, self.directory)).as_posix()}"
             inputs["prompts"] = Input(self._keep(Source(source, prompts.parent, (prompts.name,))))
-        return self._keep_apart(exact_step(name, action, variant, checkpoint, inputs, prompts))
+        return inputs
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -67,14 +67,16 @@ def weights_step(
     checkpoint: Checkpoint,
     config: str,
     chosen: Mapping[str, Input],
-    calibrated: Sequence[str] = (),
+    calibrated: str | None = None,
 ) -> Step:
     """Returns the step that quantizes and writes a checkpoint's weights. config: name of the config step;
     chosen: {"budget": input from the step that chose a format for each matrix}, or {} without a budget;
-    calibrated: name of the step that measured the importance of columns, or (). The report of that step does
-    not enter the key.
+    calibrated: name of the step that measured the importance of columns, or None. The report of that step
+    does not enter the key.
     """
-    measured = {importance.INPUT: Input(calibrated[0], (importance.IMPORTANCE,))} if calibrated else {}
+    measured = {}
+    if calibrated is not None:
+        measured[importance.INPUT] = Input(calibrated, (importance.IMPORTANCE,))
     scheme = storage_of(variant)
     return Step(
         f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",

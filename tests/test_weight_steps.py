@@ -43,7 +43,7 @@ def test_weights_are_named_after_scheme_and_layout_and_read_what_was_chosen(tmp_
 def test_reports_of_steps_before_do_not_enter_the_key_of_weights(tmp_path: Path) -> None:
     variant, checkpoint = variants(tmp_path)["plain"]
     chosen = weight_steps.choice_input("budget/tiny/small")
-    step = weight_steps.weights_step(variant, checkpoint, "config/tiny", chosen, ("calibrate/tiny",))
+    step = weight_steps.weights_step(variant, checkpoint, "config/tiny", chosen, "calibrate/tiny")
     assert step.inputs[choice.INPUT] == Input("budget/tiny/small", (choice.CHOICE,))
     assert step.inputs[importance.INPUT] == Input("calibrate/tiny", (importance.IMPORTANCE,))
 
