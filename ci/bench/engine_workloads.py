@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -65,23 +67,18 @@ def compare(
     module, _, attribute = name.rpartition(".")
     model = CpuExecutor.load(bundle, threads=threads)
     engine = Engine(model, Tokenizer.load(bundle, model.manifest.serving)).start()
-    present: Value = getattr(__import__(f"{ENGINE}.{module}", fromlist=[attribute]), attribute)
+    present: Value = vars(import_module(f"{ENGINE}.{module}"))[attribute]
     least = [float("inf")] * (1 + len(values))
     for turn in range(timing[1] + 1):
         for index, value in enumerate((present, *values)):
             label, asked = request(name, value)
             # A prompt that differs in its first token is in no cache.
-            asked = Request((300 + turn * 20 + index, *asked.prompt[1:]), *_rest(asked))
+            asked = replace(asked, prompt=(300 + turn * 20 + index, *asked.prompt[1:]))
             with replaced(f"{ENGINE}.{module}", attribute, value):
                 spent = seconds(engine, asked, timing[0])
             least[index] = min(least[index], spent) if turn else least[index]
     engine.close()
     yield label, least[0], [item / least[0] for item in least[1:]]
-
-
-def _rest(asked: Request) -> tuple[object, ...]:
-    """Returns the fields of a request after its prompt."""
-    return tuple(vars(asked).values())[1:]
 
 
 def count_drafts(bundle: Path, values: Sequence[Value]) -> Iterator[tuple[str, list[float]]]:
