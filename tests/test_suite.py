@@ -157,11 +157,7 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild.models.family": "models/test_type_names.py",
     "mlcbuild.prospect": "test_pipeline.py",
     "mlcbuild_format.program_json": "test_program.py",
-    "mlcbuild_runtime.chat.conversation": "runtime/test_chat.py",
-    "mlcbuild_runtime.chat.line_input": "runtime/test_chat.py",
-    "mlcbuild_runtime.devices.cpu_tensors": "runtime/test_tensors.py",
     "mlcbuild_runtime.devices.gpu_program": "runtime/test_gpu.py",
-    "mlcbuild_runtime.http.ollama_endpoints": "runtime/test_ollama.py",
     "mlcbuild_runtime.openai.anthropic_request": "runtime/test_anthropic.py",
     "mlcbuild_runtime.openai.ollama_request": "runtime/test_ollama.py",
     "mlcbuild_runtime.openai.responses_request": "runtime/test_responses.py",
@@ -281,13 +277,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.recipe.destinations": NOT_YET,
     "mlcbuild.remotes.oci": NOT_YET,
     "mlcbuild.reports.graph_view": NOT_YET,
-    "mlcbuild_runtime.chat.chat_model": NOT_YET,
-    "mlcbuild_runtime.chat.conversation": NOT_YET,
-    "mlcbuild_runtime.chat.line_input": NOT_YET,
-    "mlcbuild_runtime.devices.cpu_tensors": NOT_YET,
-    "mlcbuild_runtime.http.handling": NOT_YET,
-    "mlcbuild_runtime.http.llama_endpoints": NOT_YET,
-    "mlcbuild_runtime.http.ollama_endpoints": NOT_YET,
 }
 """Module, or the beginning of the names of several -> the reason why no file of tests imports it. Whoever
 writes tests for one removes the line."""

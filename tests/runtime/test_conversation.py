@@ -80,12 +80,12 @@ def test_a_message_that_fails_is_not_remembered() -> None:
 
 
 def test_ctrl_c_keeps_the_begun_answer_on_a_terminal_only() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        conversation()[0].answer("stop")
     chat, _, out = conversation(terminal=True)
     chat.answer("stop")
     assert out.getvalue() == "1 \n(interrupted)\n"
     assert chat.history[1] == {"role": "assistant", "content": "1 "}
-    with pytest.raises(KeyboardInterrupt):
-        conversation()[0].answer("stop")
 
 
 def test_settings_are_json_or_text_and_are_checked() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from mlcbuild_format import abi
+from mlcbuild_runtime.devices.cpu_tensors import (
+    BURST,
+    IntTensors,
+    MaskTensors,
+    StepInputs,
+    rows_of,
+    rows_tensor,
+)
 from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from numpy.typing import NDArray
-
-pytest.importorskip("tvm_ffi", reason="tvm_ffi is not installed")
-from mlcbuild_runtime.devices import cpu_tensors
-from mlcbuild_runtime.devices.cpu_tensors import BURST, IntTensors, MaskTensors, StepInputs
 
 STEP = ModelStep.of([([7, 8, 9], 18, [5, 2]), ([4], 1, [0])])
 """A chunk of three tokens of a sequence with 15 earlier ones, and the first token of another sequence."""
@@ -110,6 +113,7 @@ def test_a_loop_has_the_inputs_of_all_its_steps() -> None:
     assert lists(arguments, "tokens") == [[7, 11]]
     assert array(arguments["sampling_params"])[:, -1].tolist() == [0.25, 0.5]
 
+    assert inputs.loop(DECODE, rows, following, 3)[1]["eos_tokens"] is arguments["eos_tokens"]
     inputs.interrupt[0] = 1
     again, later = inputs.loop(DECODE, rows, FollowingSteps([], [False, False], {3}), 1)
     assert again is loop
@@ -117,7 +121,7 @@ def test_a_loop_has_the_inputs_of_all_its_steps() -> None:
     assert lists(later, "state") == [[0, 1, 1]]
 
 
-def test_logits_are_a_view() -> None:
-    logits = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
-    view = cpu_tensors.rows_of(cpu_tensors.tvm_ffi.from_dlpack(logits))
-    assert view.shape == (2, 3) and view.ctypes.data == logits.ctypes.data
+def test_logits_lose_their_first_dimension_without_a_copy() -> None:
+    logits = rows_tensor([[[1, 2, 3], [4, 5, 6]]], ())
+    rows = rows_of(logits)
+    assert rows.tolist() == [[1, 2, 3], [4, 5, 6]] and rows.ctypes.data == array(logits).ctypes.data

@@ -86,19 +86,30 @@ def test_tab_completes_first_words_and_the_words_after_them(
         assert complete("s", 0) is None
 
 
-def test_the_history_is_kept_for_the_next_chat_and_private(history: Path) -> None:
+def test_the_history_is_kept_for_the_next_chat(history: Path) -> None:
     with typed({}):
         readline.add_history("one")
         assert not history.exists()
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
     readline.clear_history()
     with typed({}):
         assert readline.get_current_history_length() == 1 and readline.get_history_item(1) == "one"
 
 
-def test_a_history_that_cannot_be_written_ends_no_chat(
+def test_others_cannot_read_the_history_even_while_it_is_written(
     history: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    modes: list[int] = []
+
+    def write(path: Path) -> None:
+        modes.append(stat.S_IMODE(path.stat().st_mode))
+
+    monkeypatch.setattr(readline, "write_history_file", write)
+    with typed({}):
+        pass
+    assert modes == [0o600]
+
+
+def test_a_history_that_cannot_be_written_ends_no_chat(history: Path) -> None:
     history.parent.write_text("a file")
     with typed({}) as read:
         assert read is line_input._read_typed

@@ -1,0 +1,211 @@
+"""Tests of the steps that all endpoints have in common: bodies, limits, models, and submitting requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event
+from mlcbuild_runtime.engine.request import Request as EngineRequest
+from mlcbuild_runtime.engine.served_models import Models
+from mlcbuild_runtime.http import accesslog, handling
+from mlcbuild_runtime.http.access import Access
+from mlcbuild_runtime.http.handling import RequestHandling
+from mlcbuild_runtime.http.metrics import Metrics
+from mlcbuild_runtime.openai.service import CompletionJob
+from mlcbuild_runtime.text import turns
+from starlette.requests import Request
+
+from .test_streams import Submitted
+
+CHAT = "/v1/chat/completions"
+LIMITS = SimpleNamespace(context_window=64)
+
+
+class Submitting(Submitted):
+    """A stand-in for the engine that also stores the requests, and has a context of 64 tokens."""
+
+    name, manifest = "tiny", SimpleNamespace(limits=LIMITS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[EngineRequest] = []
+
+    def submit(self, request: EngineRequest, sink: Any, window: int) -> Any:
+        self.requests.append(request)
+        return super().submit(request, sink, window)
+
+
+class Lending:
+    """A stand-in for a server's models that has one, loaded at the first request, and counts its users."""
+
+    def __init__(self) -> None:
+        self.engine = cast(Engine, Submitting())
+        self.is_loaded, self.users, self.names = False, 0, list[object]()
+
+    def at_once(self, name: object) -> Any:
+        return self.use(name) if self.is_loaded else None
+
+    def use(self, name: object) -> Any:
+        self.is_loaded, self.users = True, self.users + 1
+        self.names.append(name)
+        return SimpleNamespace(engine=self.engine, end=self._end)
+
+    def _end(self) -> None:
+        self.users -= 1
+
+
+def handler(models: Lending | None = None, **access: Any) -> RequestHandling:
+    lending: Any = models or Lending()
+    return RequestHandling(cast(Models, lending), Access(**access), Metrics(dict))
+
+
+def request(body: bytes = b"{}", path: str = CHAT) -> Request:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "path": path, "headers": [], "client": ("10.0.0.7", 1)}, receive)
+
+
+def parsed(handling: RequestHandling, body: bytes, path: str = CHAT) -> dict[str, Json]:
+    async def run() -> dict[str, Json]:
+        async with handling.body(request(body, path)) as parsed:
+            return parsed
+
+    return asyncio.run(run())
+
+
+def test_fields_are_dropped_only_with_lenient(caplog: pytest.LogCaptureFixture) -> None:
+    body = b'{"model": "m", "colour": 1, "max_new_tokens": 3}'
+    whole = {"model": "m", "colour": 1, "max_new_tokens": 3}
+    with caplog.at_level(logging.WARNING):
+        assert parsed(handler(), body) == whole
+        assert parsed(handler(lenient=True), body, "/nowhere") == whole
+        assert not caplog.messages
+        assert parsed(handler(lenient=True), body) == {"model": "m", "max_tokens": 3}
+    assert caplog.messages == [f"{CHAT}: dropped fields: colour"]
+
+
+def test_a_body_has_the_maximum_size_of_the_options() -> None:
+    assert parsed(handler(max_body=8), b'{"a": 1}') == {"a": 1}
+    with pytest.raises(RequestError, match="more than 7 bytes"):
+        parsed(handler(max_body=7), b'{"a": 1}')
+
+
+def prepared(handling: RequestHandling, body: Mapping[str, Json], seconds: float = 0.0) -> Any:
+    """Returns what a thread observes that prepares a request: (client's address, number of bodies that are
+    compiled, number of bodies that are rendered, thread)."""
+
+    def prepare(engine: Engine, body: Mapping[str, Json]) -> CompletionJob:
+        time.sleep(seconds)
+        limiters = handling._compiling, handling._rendering
+        counts = [limiter.borrowed_tokens for limiter in limiters]
+        return cast(CompletionJob, (turns.client.get(), *counts, threading.get_ident()))
+
+    engine = cast(Engine, Submitting())
+    return asyncio.run(handling.prepared(request(), prepare, engine, body))
+
+
+FORMAT: Json = {"type": "json_object"}
+MESSAGES: Json = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        ({"prompt": "a"}, (0, 0)),
+        ({"messages": MESSAGES}, (0, 1)),
+        ({"messages": MESSAGES, "response_format": FORMAT}, (1, 0)),
+        ({"prompt": "a", "tools": [{}]}, (1, 0)),
+    ],
+)
+def test_constraints_and_templates_have_threads_of_their_own(
+    body: dict[str, Json], counts: tuple[int, int]
+) -> None:
+    address, *actual, thread = prepared(handler(), body)
+    assert (address, tuple(actual)) == ("10.0.0.7", counts)
+    assert thread != threading.get_ident()
+
+
+def test_too_many_constraints_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handling, "MAX_COMPILING", 0)
+    with pytest.raises(RequestError, match="0 requests with constraints are waiting") as caught:
+        prepared(handler(), {"response_format": FORMAT})
+    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert prepared(handler(), {"messages": MESSAGES})[2] == 1, "other requests are not refused"
+
+
+def test_a_request_s_time_limit_holds_while_it_is_prepared() -> None:
+    with pytest.raises(RequestError, match=r"not finished after 0\.01 s") as caught:
+        prepared(handler(timeout=0.01), {"prompt": "a"}, seconds=0.05)
+    assert (caught.value.status, caught.value.code) == (504, "timeout")
+
+
+def test_a_model_is_loaded_and_lent_until_the_request_ends() -> None:
+    models = Lending()
+
+    async def run(body: dict[str, Json]) -> Engine:
+        with ExitStack() as use:
+            engine = await handler(models).engine(body, use)
+            assert models.users == 1
+        return engine
+
+    assert asyncio.run(run({"model": "tiny"})) is models.engine
+    assert models.users == 0
+    assert asyncio.run(run({})) is models.engine
+    assert models.names == ["tiny", None] and models.users == 0
+    with pytest.raises(RequestError, match="model must be a text; found 5"):
+        asyncio.run(run({"model": 5}))
+
+
+def submitted(requests: list[EngineRequest], **access: Any) -> Submitting:
+    engine = Submitting()
+
+    async def run() -> None:
+        handler(**access).submit(request(), cast(Engine, engine), requests)
+
+    asyncio.run(run())
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("most", "wish", "limit"), [(None, None, None), (None, 9, 9), (5, None, 5), (5, 9, 5), (5, 3, 3)]
+)
+def test_an_answer_is_limited(most: int | None, wish: int | None, limit: int | None) -> None:
+    (limited,) = submitted([EngineRequest((1,) * 10, wish)], max_tokens=most, timeout=7.0).requests
+    assert (limited.max_tokens, limited.timeout, limited.prompt) == (limit, 7.0, (1,) * 10)
+
+
+def test_the_limit_leaves_room_for_the_prompt_and_embeddings_alone() -> None:
+    requests = [EngineRequest((1,) * 60), EngineRequest((1,) * 64), EngineRequest((1,), pooling="last")]
+    limits = [limited.max_tokens for limited in submitted(requests, max_tokens=5).requests]
+    assert limits == [4, None, None], "the engine refuses a prompt that fills the context"
+
+
+def test_events_reach_the_client_the_metrics_and_the_access_log() -> None:
+    line, metrics, engine = accesslog.AccessRecord(), Metrics(dict), Submitting()
+    sender = request()
+    sender.scope[accesslog._SCOPE] = line
+    handling = RequestHandling(cast(Models, Lending()), Access(), metrics)
+
+    async def run() -> list[tuple[int, Event]]:
+        answers = handling.submit(sender, cast(Engine, engine), [EngineRequest((1, 2, 3))], stream=True)
+        engine.sinks[0](Event("a", 1))
+        engine.sinks[0](Event("b", 2, "length"))
+        return [item async for item in answers.events()]
+
+    assert asyncio.run(run()) == [(0, Event("a", 1)), (0, Event("b", 2, "length"))]
+    fields = line.fields()
+    assert (fields["model"], fields["stream"]) == ("tiny", True)
+    assert (fields["prompt_tokens"], fields["answer_tokens"], fields["finish"]) == (3, 2, ["length"])
+    assert b'mlcbuild_requests_total{model="tiny",reason="length"} 1.0' in metrics.text()
