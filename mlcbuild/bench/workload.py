@@ -98,7 +98,9 @@ class Load:
         return f"{self.clients} client{'s' if self.clients != 1 else ''}"
 
     def arrivals(self, random: Random) -> Iterator[float]:
-        """Yields endlessly the times of requests of an open loop, in seconds after the start."""
+        """Yields without end the times at which an open loop (one that does not wait for answers) sends its
+        requests, in seconds after the start of the load test.
+        """
         assert self.rate is not None
         moment = 0.0
         while True:
@@ -108,8 +110,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of one load test: their number or duration, the lengths of prompts and answers, and a
-    seed.
+    """The requests of one load test: their number or the test's duration in seconds, the lengths of prompts
+    and answers in tokens, and the seed of all random numbers.
     """
 
     prompts: Lengths
@@ -120,7 +122,9 @@ class Workload:
     seed: int = 0
 
     def demands(self) -> Iterator[Demand]:
-        """Yields the contents of a load test's requests endlessly, the same in every run."""
+        """Yields a Demand (numbers of tokens of prompt and answer, and a random seed) for each request of a
+        load test, without end. The sequence is the same in every run with the same workload seed.
+        """
         random = Random(f"demands {self.seed}")
         while True:
             yield Demand(self.prompts.draw(random), self.answers.draw(random), random.getrandbits(48))

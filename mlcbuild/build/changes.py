@@ -18,18 +18,19 @@ class Change:
 
     subject: str
     """The part of a step's key (of all that is hashed into it) that differs, in words: "scheme q4:
-    group_size", "mlcbuild/canon.py", "checkpoint: config.json"."""
+    group_size", "mlcbuild/canon.py", "checkpoint: config.json".
+    """
     before: str | None
-    """The old value of the part of a step's key that differs, or its digest; None if the old key had no such
-    part.
+    """The old value of the part of a step's key that differs, as text, if the part is a parameter, a tool or
+    the action; the old BLAKE3 digest if it is a file. None if the old key had no such part.
     """
     after: str | None
-    """The new value of the part of a step's key that differs, or its digest; None if the new key has no such
-    part.
+    """The new value of the part of a step's key that differs, as text, if the part is a parameter, a tool or
+    the action; the new BLAKE3 digest if it is a file. None if the new key has no such part.
     """
     by_value: bool
-    """True if `before` and `after` are values that a message can show; False if they are digests, which
-    messages omit.
+    """True if the attributes `before` and `after` of this change are values, which a message can show; False
+    if they are digests of files, which messages omit.
     """
 
     def __str__(self) -> str:
@@ -41,8 +42,8 @@ class Change:
 
 
 def summary(changes: tuple[Change, ...], limit: int = 3) -> str:
-    """Returns one line that describes the first `limit` differences between two keys, and the number of
-    further ones.
+    """Returns one line of text that describes the first `limit` of the differences between two cache keys of
+    a build step, and states the number of further ones. changes: the differences.
     """
     words = [str(change) for change in changes[:limit]]
     if len(changes) > limit:
@@ -51,10 +52,11 @@ def summary(changes: tuple[Change, ...], limit: int = 3) -> str:
 
 
 def compare(before: Preimage, after: Preimage, labels: Mapping[str, str]) -> tuple[Change, ...]:
-    """Returns every difference between two pre-images of a step's key.
+    """Returns every difference between two pre-images of a build step's cache key (a pre-image is all that is
+    hashed into the key).
 
-    Parameters come first, leaf by leaf, then tools, inputs file by file, and source files. labels: name of a
-    parameter or input -> words that describe it.
+    Parameters come first, each leaf of a nested value separately, then tools, input files, and source files.
+    labels: name of a parameter or input -> words that describe it in the differences.
     """
     changes: list[Change] = []
     if before.action != after.action:

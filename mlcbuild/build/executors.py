@@ -39,25 +39,30 @@ class StepExecutor(Protocol):
         """Returns the number of bytes of memory that all running jobs may use together."""
 
     def here(self, step: Step) -> bool:
-        """Returns True if this executor would run a step on this machine, so that the step's inputs must be
-        in the store beforehand.
+        """Returns True if this executor would run a build step on this machine, so that the step's inputs
+        must be in this machine's store beforehand.
         """
 
     def grant(self, step: Step, cores: int) -> int:
-        """Returns the number of cores that a step gets, at most the requested number `cores`."""
+        """Returns the number of CPU cores that a build step gets from this executor, at most the requested
+        number `cores`.
+        """
 
     def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
-        """Returns step name -> error message for the steps that this executor can never run."""
+        """Returns name of a build step -> error message, for those of `steps` that this executor can never
+        run.
+        """
 
     def start(self, job: Job, step: Step) -> None:
-        """Starts the job of a step without waiting for it. `messages` later returns its outcome, also when
-        the job crashes.
+        """Starts the job of a build step without waiting for it. The method `messages` later returns its
+        outcome, also when the job crashes.
         """
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
-        """Returns the progress and the outcomes of jobs since the last call.
+        """Returns the messages of this executor's jobs since the last call: StepProgress, StepPlaced (a
+        cluster worker has started the step), Warned, and one Outcome for each job that has ended.
 
-        Waits up to `timeout` seconds, or until the file descriptor `wake` is readable.
+        Waits up to `timeout` seconds for a message, or until the file descriptor `wake` is readable.
         """
 
     def close(self) -> None:

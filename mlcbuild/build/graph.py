@@ -28,9 +28,12 @@ class Input:
     """One named argument of a step's action: files of another step or of the user."""
 
     node: str
-    """Name of the step, or of the directory of source files, whose files are passed to the action."""
+    """Name of the build step, or of the directory of source files, whose files are passed to the action that
+    has this input.
+    """
     select: tuple[str, ...] = ()
-    """Globs of the files that the action can read and that enter the key; () means all.
+    """Globs of those files of the input that the step's action can read and that are hashed into the step's
+    cache key; () means all files.
 
     `*` and `?` match inside one component of a path, `**` matches across components.
     """
@@ -76,20 +79,23 @@ class Step:
     tools: Mapping[str, str] = field(default_factory=dict)
     """Name of a tool that the action uses, such as a compiler -> its version; part of the step's key."""
     code: tuple[str, ...] = ()
-    """Modules that the action imports by name at run time. Their source files are part of the key, like the
-    action's."""
+    """Names of further modules, which the step's action (a function "module:function") imports by name at run
+    time. Their source files are hashed into the step's cache key, as those of the action's module are.
+    """
     cores: int = 1
-    """Maximum number of cores that the action can use. It reads the number that it gets from
-    MLCBUILD_CORES.
+    """Maximum number of CPU cores that a step's action can use. The action reads the number that it gets from
+    the environment variable MLCBUILD_CORES.
     """
     memory: int = 256 << 20
     """Peak memory that the action may use, in bytes."""
     needs: tuple[str, ...] = ()
-    """Labels, such as "gpu", that a cluster worker needs to run the step in addition to its tools; not part
-    of the key.
+    """Labels, such as "gpu", that a cluster worker needs to run the build step in addition to the step's
+    tools. They are not part of the step's cache key.
     """
     shared: bool = True
-    """False if the result is valid on this machine only and is never sent to a remote cache."""
+    """False if the result of a build step is valid on this machine only and is never sent to a remote
+    cache.
+    """
     alone: bool = False
     """True for a step that measures time: no other step runs at the same time."""
     display: StepDisplay = field(default_factory=StepDisplay, compare=False)
@@ -146,7 +152,7 @@ class Graph:
 
     def resolve(self, name: str) -> str:
         """Returns the name under which the graph holds a step or source: for a step that was merged with an
-        equal one, the first name of the two.
+        equal one, the name of the one that stands first in the graph.
         """
         return self._alias.get(name, name)
 
@@ -160,7 +166,9 @@ class Graph:
         return len(self.nodes)
 
     def step(self, name: str) -> Step:
-        """Returns the step with this name or alias. Raises UsageError if there is none."""
+        """Returns the step of the graph with this name or alias (the name of a step that was merged with an
+        equal one). Raises UsageError if there is none.
+        """
         node = self.nodes.get(self.resolve(name))
         if not isinstance(node, Step):
             names = [step.name for step in self.steps()]
@@ -175,7 +183,8 @@ class Graph:
         return self._needs[step.name]
 
     def match(self, patterns: Iterable[str]) -> frozenset[str]:
-        """Returns the names of the steps that match any of the patterns, which are names or globs.
+        """Returns the names of the graph's steps that match any of the patterns, which are step names or
+        globs.
 
         Raises UsageError for a pattern that matches no step.
         """
@@ -198,7 +207,9 @@ class Graph:
         return frozenset(matches)
 
     def closure(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns these names of steps and sources, and the names of everything on which they depend."""
+        """Returns the given names of steps and sources, and the names of all steps and sources on which these
+        depend, directly or indirectly.
+        """
         import networkx
 
         resolved = {self.resolve(name) for name in names}
@@ -206,8 +217,8 @@ class Graph:
 
     @cached_property
     def network(self) -> networkx.DiGraph[str]:
-        """Returns the steps and sources as a networkx graph, with an edge from each to every step that
-        reads it.
+        """Returns the graph's steps and sources as a networkx graph of their names, with an edge from each
+        step or source to every step that reads its files.
         """
         import networkx
 
@@ -254,7 +265,9 @@ def _ordered(by_name: Mapping[str, Node]) -> list[Node]:
 
 
 def selected(path: str, globs: Sequence[str]) -> bool:
-    """Returns True if a path matches one of the globs, or if there are no globs."""
+    """Returns True if a file's path matches one of the globs, or if there are no globs. `*` and `?` match
+    inside one component of the path, `**` across components.
+    """
     return not globs or any(_pattern(glob).fullmatch(path) for glob in globs)
 
 

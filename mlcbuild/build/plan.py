@@ -46,15 +46,15 @@ class Planned:
     key: str | None
     """The step's key; None while an input of the step has not been built yet."""
     reason: str
-    """The reason why the step must run or its result be downloaded, in words; "" if its result is in the
+    """The reason why the step must run or its result must be downloaded, in words; "" if its result is in the
     store.
     """
     record: Record | None = None
     """The record of the step's result in the store or on a remote cache; for a step that must run, the latest
     record of a step with this name, for estimates."""
     origin: str = ""
-    """Name of the remote cache that has the step record, if the result is on a remote. Its files are
-    downloaded only when something reads them.
+    """URL of the remote cache that has the record of the step's result; "" if the result is in the store or
+    must be built. The result's files are downloaded only when something reads them.
     """
 
 
@@ -84,12 +84,12 @@ def plan(
     sharing: Sharing | None = None,
     report: Reporter = silent,
 ) -> Plan:
-    """Returns the plan of a run.
+    """Returns the plan of a run: for each step, whether its result exists and why it must run otherwise.
 
-    force: names or globs of steps to run in any case; only: those of the steps to build. Reads sources
-    (through the stat cache) and records, and writes nothing but the stat cache. Raises UsageError for a name
-    that matches no step, SourceError for an unreadable source, and StoreError when the store cannot be read.
-    Problems of remote caches are reported as warnings.
+    force: names or globs of steps to run even if their results exist; only: names or globs of the steps to
+    build. Reads sources (through a cache of files' modification times) and step records, and writes nothing
+    but that cache. Raises UsageError for a name that matches no step, SourceError for an unreadable source,
+    and StoreError when the store cannot be read. Problems of remote caches are reported as warnings.
     """
     forced, selected_steps = graph.match(force), graph.match(only)
     planner = Planner(graph, store, force=forced, only=selected_steps, sharing=sharing, report=report)
@@ -101,10 +101,10 @@ def plan(
 
 
 class Planner:
-    """Plans one step at a time, from the results of the steps before it.
+    """Plans one step at a time, from the results of the steps on which it depends.
 
-    A run plans a step again as soon as its inputs are complete, so that a step whose inputs were rebuilt with
-    the same contents becomes a hit (early cut-off).
+    A run plans a step again as soon as all of its inputs have been built, so that a step whose inputs were
+    rebuilt with the same contents becomes a cache hit (early cut-off).
     """
 
     def __init__(
@@ -179,7 +179,10 @@ class Planner:
                     yield key
 
     def consider(self, step: Step) -> Planned:
-        """Returns the plan of one step. The results of all its inputs must be in `results`."""
+        """Returns the plan of one step (Planned): its cache key, whether its result is in the store, on a
+        remote cache or must be built, and why. The state is "pending", without a key, while the attribute
+        `results` lacks the result of one of the step's inputs.
+        """
         waits = [name for name in self.graph.needs(step) if name not in self.results]
         if waits:
             more = f" and {len(waits) - 1} more" if len(waits) > 1 else ""
@@ -198,15 +201,15 @@ class Planner:
         return Planned(step.name, "run", key, lost, record)
 
     def key(self, step: Step) -> str:
-        """Returns the key of a step. The results of all its inputs must be in `results`. Raises UsageError
-        if the module of its action does not exist.
+        """Returns the cache key of a step, in hex. The attribute `results` must hold the results of all
+        inputs of the step. Raises UsageError if the module of its action does not exist.
         """
         inputs = {argument: self._digest(item) for argument, item in step.inputs.items()}
         return step_key(step.action, self.graph.params[step.name], self._code.salt(step)[0], inputs)
 
     def preimage(self, step: Step) -> Preimage:
-        """Returns the pre-image of a step's key: everything that is hashed into it. The results of all the
-        step's inputs must be in `results`.
+        """Returns the pre-image of a step's cache key: everything that is hashed into the key. The attribute
+        `results` must hold the results of all inputs of the step.
         """
         inputs = {argument: self.tree(item) for argument, item in step.inputs.items()}
         params = json.loads(self.graph.params[step.name])
@@ -220,7 +223,9 @@ class Planner:
         return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
 
     def _rows(self, item: Input) -> bytes:
-        """Returns the list of the files that an input selects, as canonical JSON."""
+        """Returns the files that a step's input selects as canonical JSON, in UTF-8: a list of [path, BLAKE3
+        digest in hex, size in bytes], sorted by path.
+        """
         tree = self.tree(item)
         if tree.digest not in self._rows_texts:
             rows = [(entry.path, entry.digest, entry.size) for entry in tree.files]
@@ -228,7 +233,9 @@ class Planner:
         return self._rows_texts[tree.digest]
 
     def tree(self, item: Input) -> Tree:
-        """Returns the files of a step or directory that one input selects, with their digests (a `Tree`)."""
+        """Returns those files of a step or source directory that the globs of one input select, with their
+        digests (a `Tree`).
+        """
         result = self.results[self.graph.resolve(item.node)]
         if not item.select:
             return result if isinstance(result, Tree) else Tree(result.tree, result.files)
@@ -240,8 +247,8 @@ class Planner:
         return selection
 
     def explain(self, step: Step) -> tuple[Change, ...]:
-        """Returns the differences between a step's key and the most similar recent record of a step with
-        this name; () if there is none.
+        """Returns the differences between a step's cache key and the most similar key among the recent step
+        records under the same name; () if there is no record.
         """
         image = self.preimage(step)
         key = image.key()
@@ -302,7 +309,7 @@ class _Code:
 
     def files(self, step: Step) -> dict[str, str]:
         """Returns path -> BLAKE3 digest for the source files of all modules that a step's action imports,
-        statically or by name. Raises UsageError for an unknown module.
+        statically or by name at run time. Raises UsageError for an unknown module.
         """
         modules = step_modules(step)
         if modules not in self._closures:
@@ -317,7 +324,7 @@ class _Code:
 
     def salt(self, step: Step) -> tuple[str, bytes, bytes]:
         """Returns (salt of a step, its source files as canonical JSON, its tools as canonical JSON). The salt
-        is a digest of the source files and tools.
+        is a hex digest of the source files and of the tools with their versions.
         """
         place = step.action, step.code, *step.tools.items()
         if place not in self._salts:
@@ -327,8 +334,8 @@ class _Code:
 
 
 def step_modules(step: Step) -> tuple[str, ...]:
-    """Returns the names of the modules whose imports are hashed into a step's key: that of its action, and
-    those that the action imports by name.
+    """Returns the names of the modules whose imports are hashed into a step's cache key: the module of its
+    action, and the modules that the action imports by name at run time.
     """
     return (step.action.partition(":")[0], *step.code)
 
@@ -336,11 +343,11 @@ def step_modules(step: Step) -> tuple[str, ...]:
 def explain(
     graph: Graph, store: Store, name: str, sharing: Sharing | None = None
 ) -> tuple[Planned, tuple[Change, ...]]:
-    """Returns the plan of the step `name`, and the differences of its key from that of the most similar
+    """Returns the plan of the step `name`, and the differences between its cache key and the most similar
     recent record under its name.
 
-    There are no differences while an input is not built. Raises UsageError for an unknown step, SourceError
-    for an unreadable source, and StoreError when the store cannot be read.
+    The differences are () while an input of the step is not built. Raises UsageError for an unknown step,
+    SourceError for an unreadable source, and StoreError when the store cannot be read.
     """
     step = graph.step(name)
     planner = Planner(graph, store, only=frozenset((step.name,)), sharing=sharing)

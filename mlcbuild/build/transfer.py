@@ -17,14 +17,15 @@ from mlcbuild.remotes.transport import CancelledError
 from mlcbuild.store.records import Record
 
 _DOWNLOADS, _UPLOADS = 4, 2
-"""Number of threads for downloads, and number of threads for uploads, for which no step waits. With 48 files
-on a server 20 ms away, one download thread takes 3.6 to 4.0 times as long as four, and eight take 0.6 times
-as long; but each large file has up to ranges.AHEAD requests under way, so that four are 24 connections.
-`ci/bench/constants transfer._DOWNLOADS` compares other numbers."""
+"""Number of threads that download inputs of build steps, and number of threads that upload results, which
+delay no step. With 48 files on a server 20 ms away, one download thread takes 3.6 to 4.0 times as long as
+four, and eight take 0.6 times as long; but each large file has up to ranges.AHEAD requests under way, so that
+four are 24 connections. `ci/bench/constants transfer._DOWNLOADS` compares other numbers.
+"""
 _PROGRESS_INTERVAL = 0.2
 """Minimum seconds between two progress events of a download."""
 _JOIN = 1.0
-"""Maximum seconds that `close` waits for the threads of downloads and uploads."""
+"""Maximum seconds for which `close` waits until the threads of downloads and uploads have ended."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Fetched:
 
     request: int
     why: str
-    """The error message if a file could not be downloaded; "" if all files are here."""
+    """The error message if a file of the download could not be fetched; "" if all its files are in the
+    store.
+    """
 
 
 Message: TypeAlias = Fetched | StepProgress | Warned
@@ -55,15 +58,15 @@ class _Request:
 
 
 class Transfers:
-    """Downloads and uploads files in background threads.
+    """Downloads and uploads files of build steps in background threads.
 
-    wake: called, from any thread, when `messages` has new messages.
+    wake: called without arguments, from any thread, when the method `messages` has new messages.
     """
 
     def __init__(self, sharing: Sharing, wake: Callable[[], None]) -> None:
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
-        """Name of a step -> remotes that lack its result. The mapping is complete once `close` has
-        returned.
+        """Name of a build step -> URLs of the remote caches that lack its result. The mapping is complete
+        once `close` has returned.
         """
         self._sharing = sharing
         self._wake = wake
@@ -77,7 +80,9 @@ class Transfers:
         self._threads: list[threading.Thread] = []
 
     def fetch(self, step: str, files: Sequence[Entry]) -> int:
-        """Starts to download files of a step into the store, and returns an identifier of the download."""
+        """Starts to download files of a step's result from remote caches into the store, and returns a number
+        that identifies the download. step: the step's name, for progress messages.
+        """
         self._count += 1
         distinct = {entry.digest: entry for entry in files}
         total = sum(entry.size for entry in distinct.values())
@@ -91,7 +96,9 @@ class Transfers:
         return request.number
 
     def upload(self, step: str, record: Record) -> None:
-        """Queues the upload of a result to all remote caches that accept writes."""
+        """Queues the upload of a build step's result to all remote caches that accept writes. step: its name;
+        record: the step record, which lists the files.
+        """
         if not self._sharing.writers:
             return
         with self._guard:
@@ -100,8 +107,8 @@ class Transfers:
         self._start(self._uploads, _UPLOADS)
 
     def resume(self, results: Iterable[StepResult]) -> int:
-        """Queues uploads of earlier results that a remote cache may lack, because an upload was interrupted
-        or the remote is new, and returns their number.
+        """Queues uploads of earlier results of build steps that a remote cache may lack, because an upload
+        was interrupted or the remote is new. Returns the number of queued uploads.
         """
         by_key = {result.key: result for result in results if result.key is not None}
         count = 0
@@ -126,8 +133,8 @@ class Transfers:
                 return messages
 
     def close(self) -> None:
-        """Stops all downloads and uploads at once. Results whose upload has not ended are listed in
-        `not_uploaded`.
+        """Stops all downloads and uploads at once. Steps whose results were not uploaded completely are then
+        listed in the attribute `not_uploaded`.
         """
         self._stop.set()
         self._sharing.close()

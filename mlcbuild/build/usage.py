@@ -1,4 +1,6 @@
-"""Records in the store which keys and records a run uses, so that garbage collection keeps them."""
+"""Records in the store which cache keys and step records a run uses, so that garbage collection keeps
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class Notes:
         self._saved = self._touched = time.monotonic()
 
     def plan(self) -> list[Planned]:
-        """Returns the plan of every step in the graph's order, and marks the step records of reused results
-        as used.
+        """Returns the plan of every step in the order of the build graph, and marks the step records of
+        reused results as used, so that garbage collection keeps them.
         """
         with self._store.settled():
             plans = list(self._planner.all())
@@ -36,8 +38,9 @@ class Notes:
         return plans
 
     def consider(self, step: Step) -> Planned:
-        """Returns the plan of one step whose inputs are complete. If its result is in the store, its record
-        is marked as used.
+        """Returns what a run does with one build step, whose inputs have all been built: its cache key, and
+        whether its result is in the store, on a remote cache, or must be built. Marks the record of a result
+        in the store as used.
         """
         with self._store.settled():
             planned = self._planner.consider(step)
@@ -45,7 +48,9 @@ class Notes:
         return planned
 
     def find(self, key: str) -> Record | None:
-        """Returns the step record of a key if all its files are in the store, and marks it as used."""
+        """Returns the step record of a cache key, and marks it as used; None if the store lacks the record or
+        one of its files.
+        """
         with self._store.settled():
             record = self._store.find(key)
             if record is not None:
@@ -53,15 +58,15 @@ class Notes:
         return record
 
     def write_sometimes(self, results: Callable[[], Mapping[str, StepResult]]) -> None:
-        """Writes the keys of the current results to the store, as `write` does, if the last write was more
-        than a few seconds ago. results: function that returns step name -> result.
+        """Writes the cache keys of the current results to the store and marks the results as used, if the
+        last write was more than two seconds ago. results: function that returns name of a step -> its result.
         """
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self.write(results())
 
     def write(self, results: Mapping[str, StepResult]) -> None:
-        """Writes the cache keys of steps to the store, and marks the steps' results as used, so that garbage
-        collection keeps them. results: step name -> result.
+        """Writes the cache keys of build steps to the store, and marks the steps' results as used, so that
+        garbage collection keeps them. results: name of a step -> its result.
         """
         self._saved = time.monotonic()
         usable = {name: step for name, step in results.items() if step.record is not None and step.key}

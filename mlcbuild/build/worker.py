@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 RETIRE_BYTES = 1 << 30
-"""Resident bytes after a step above which a worker process is replaced, since no step's memory limit covers
-them.
+"""Maximum resident bytes of a worker process after a step. A process with more is replaced by a new one,
+because no step's memory limit covers them.
 """
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 REMARK = "note: "
@@ -49,10 +49,13 @@ class JobInput:
     argument: str
     files: tuple[Entry, ...]
     root: Path | None = None
-    """Directory that holds the files if they are the user's; None for the result of a step, whose files are
-    linked from the store."""
+    """Directory of the user that holds the input's files; None if they are the result of another step, whose
+    files are hard-linked from the store into the job's directory.
+    """
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Source file -> (size in bytes, mtime in ns) at the time it was hashed."""
+    """Path of a source file of the input -> (its size in bytes, its mtime in ns) at the time when it was
+    hashed.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Job:
     log: Path
     shared: bool = True
     again: bool = False
-    """True if the step runs even if the store has its result."""
+    """True if the job's step runs even if the store has its result."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +83,23 @@ class Outcome:
     name: str
     record: Record | None = None
     fault: str = ""
-    """A warning about the result, such as a second, different result for the same cache key; "" if there is
-    none."""
+    """A warning about the result of the job, such as a second, different result for the same cache key; "" if
+    there is none.
+    """
     error: MlcbuildError | None = None
     retire: bool = False
     """True if the worker process ends after this job, because it holds too much memory."""
     worker: str = ""
     """Name of the cluster machine that ran the job; "" for this machine."""
     origin: str = ""
-    """URL of the remote cache that has the files of the result; "" if they are in the store."""
+    """URL of the remote cache that has the files of the job's result; "" if they are in the store."""
     unsent: tuple[str, ...] = ()
-    """Names of the remote caches to which the upload of the result failed."""
+    """URLs of the remote caches to which the upload of the job's result failed."""
 
 
 def perform(job: Job) -> Outcome:
-    """Runs the action of a job, publishes the files that it wrote, cleans up, and returns the outcome. An
-    error becomes part of the outcome.
+    """Runs the action of a job, publishes the files that it wrote in the store, deletes the job's directory,
+    and returns the outcome. An error of the action becomes part of the outcome.
     """
     store = Store(job.store)
     try:
@@ -148,10 +152,11 @@ def _build(job: Job, store: Store) -> Outcome:
 
 
 def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int], Entry]]:
-    """Makes the input files of a job readable for its action: links those in the store into the job's
-    directory.
+    """Makes the input files of a job readable for the step's action: hard-links those in the store into the
+    job's directory, and leaves the user's files where they are.
 
-    Returns (argument -> directory, (device, inode) -> entry for every file that was linked from the store).
+    Returns (argument of the action -> directory of its files, (device, inode) of each linked file -> its
+    path, digest and size as an Entry).
     """
     arguments: dict[str, Path] = {}
     linked: dict[tuple[int, int], Entry] = {}
@@ -201,8 +206,8 @@ def _check_code(job: Job) -> None:
 
 
 def _portable(error: MlcbuildError) -> MlcbuildError:
-    """Returns the error itself or, if it cannot be pickled for another process, a StepError with
-    its message.
+    """Returns the error itself or, if it cannot be pickled for another process, a StepError with the same
+    message.
     """
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # the type of `error`
@@ -263,7 +268,9 @@ def _logged(log: Path, area: Path) -> Iterator[None]:
 
 
 def tail(log: Path | None) -> str:
-    """Returns the last lines of a step's log; "" if there is no log."""
+    """Returns the last lines of a step's log file, at most 20 lines and 8192 bytes; "" if there is no
+    file.
+    """
     if log is None or not log.is_file():
         return ""
     with regular.open_file(log) as file:
@@ -272,8 +279,9 @@ def tail(log: Path | None) -> str:
 
 
 def remarks(log: Path | None) -> list[str]:
-    """Returns the remarks with which a step begins its log: the lines `note: ...`, without that word; [] when
-    there is no log."""
+    """Returns the remarks at the beginning of a step's log file: the text after "note: " in each line that
+    begins so, at most 20; [] when there is no log.
+    """
     if log is None or not log.is_file():
         return []
     with regular.open_file(log) as file:
@@ -327,7 +335,9 @@ def _own_peak() -> int:
 
 
 def _status_bytes(field_name: str) -> int:
-    """Returns a field of Linux's /proc/self/status, such as "VmHWM", in bytes; 0 on other systems."""
+    """Returns a field of Linux's /proc/self/status, such as "VmHWM", converted to bytes; 0 on systems without
+    that file.
+    """
     with suppress(OSError), Path("/proc/self/status").open() as status:
         for line in status:
             if line.startswith(field_name + ":"):

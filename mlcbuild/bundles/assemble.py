@@ -31,9 +31,10 @@ LIBRARY = "library.json"
 
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: copies the tokenizer's files and derives the serving defaults from the checkpoint.
-    `inputs["checkpoint"]` is a directory with config.json, tokenizer files and perhaps a file that states how
-    embeddings are pooled. Raises CheckpointError for files that are missing or invalid.
+    """Action of a build step: copies the tokenizer's files of a checkpoint to the directory `out`, and writes
+    there serving.json, the serving defaults (end-of-sequence tokens, sampling parameters, pooling) that the
+    checkpoint states. `inputs["checkpoint"]` is the checkpoint's directory. Raises CheckpointError for files
+    that are missing or invalid.
     """
     checkpoint = inputs["checkpoint"]
     names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
@@ -49,8 +50,9 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def serving_document(checkpoint: Path) -> dict[str, object]:
-    """Returns the serving defaults of a checkpoint as a JSON object: the fields of generation_config.json
-    override those of config.json, as in transformers. Raises CheckpointError for fields of a wrong type.
+    """Returns the serving defaults of a checkpoint as a JSON object: token ids of the beginning and the end,
+    sampling parameters and pooling. The fields of generation_config.json override those of config.json, as in
+    transformers. Raises CheckpointError for invalid files.
     """
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}
@@ -70,8 +72,9 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 
 def _pooling(path: Path) -> str | None:
-    """Returns the pooling mode that a sentence-transformers file states; None if it states no mode. Older
-    files have one boolean for each mode.
+    """Returns the mode by which a sentence-transformers file says that embeddings are pooled: "mean" or
+    "last"; None if it states no mode. Raises CheckpointError for any other mode. Older files have one boolean
+    for each mode.
     """
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
@@ -101,12 +104,13 @@ def _object(path: Path) -> dict[str, object]:
 
 
 def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: assembles the bundle without provenance and verification figures.
+    """Action of a build step: assembles a bundle without provenance and verification figures in the directory
+    `out`.
 
-    params: name, model, scheme and target for display (a null scheme means the library's, which another
-    step chose), and the limits from context_window to max_batch. inputs: library, weights, tokenizer,
-    `runtime` (libtvm_runtime) if the target is this system, and `budget` and `calibration` with the files for
-    bundles of a budget step and of a calibration.
+    params: name, model, scheme and target for display (a null scheme means the one in the library's metadata,
+    which another step chose), and the limits from context_window to max_batch. inputs: directories of
+    library, weights and tokenizer, `runtime` (libtvm_runtime) if the target is this system, and `budget` and
+    `calibration` with the report files of a budget step and of a calibration.
     """
     from mlcbuild_format import bundle as form
 
@@ -141,8 +145,8 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
 
 
 def _place_other_files(inputs: Mapping[str, Path], weights: Sequence[str], out: Path) -> None:
-    """Places weights, tokenizer, the reports of a budget and of a calibration, and runtime libraries in a
-    bundle's directory.
+    """Hard-links or copies weights, tokenizer files, the reports of a budget step and of a calibration, and
+    runtime libraries into a bundle's directory. inputs: name -> directory; weights: file names.
     """
     for name in weights:
         _place(inputs["weights"] / name, out / name)
@@ -195,8 +199,8 @@ def _files(root: Path) -> dict[str, File]:
 
 
 def _place(source: Path, destination: Path) -> None:
-    """Hard-links a file of the store to `destination`, so that the disk holds weights once; copies it where
-    links are impossible.
+    """Hard-links a file of the store to the path `destination`, so that the disk holds weights once; copies
+    it where hard links are impossible.
     """
     try:
         os.link(source, destination)
@@ -205,8 +209,8 @@ def _place(source: Path, destination: Path) -> None:
 
 
 def tvm_runtime(stem: str = "libtvm_runtime") -> Path | None:
-    """Returns the path of a shared library of TVM's runtime in the installed compiler, without importing
-    it; None if it is missing. stem: its file name without suffix.
+    """Returns the path of a shared library of TVM's runtime in the installed package tvm, without importing
+    the package; None if it is missing. stem: file name of the library without suffix.
     """
     spec = find_spec("tvm")
     if spec is None or not spec.submodule_search_locations:

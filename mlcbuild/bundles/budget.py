@@ -36,7 +36,9 @@ class Option:
     scheme: str
     bytes: int
     loss: float
-    """Mean KL divergence in nats of the model in which only this matrix has this scheme."""
+    """Mean KL divergence, in nats, between the exact model and the model in which only this matrix is
+    quantized, in this scheme.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,38 +48,46 @@ class Upgrade:
     matrix: str
     option: Option
     bytes: int
-    """Number of bytes by which the bundle grows when the larger scheme replaces the smaller one."""
+    """Number of bytes by which a bundle grows when this larger scheme replaces the next smaller candidate
+    scheme of the same matrix.
+    """
     saved: float
-    """Decrease of the model's loss (mean KL divergence), in nats, when the larger scheme replaces the smaller
-    one.
+    """Decrease of the model's loss (mean KL divergence from the exact model), in nats, when this larger
+    scheme replaces the next smaller candidate scheme of the same matrix.
     """
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The way from the smallest version of a model to the most accurate one: the smallest scheme of each
-    matrix, and the replacements (upgrades) by larger schemes."""
+    """The way from the smallest version of a model to the most accurate one: the smallest quantization scheme
+    of each matrix, and the replacements (upgrades) by larger schemes.
+    """
 
     smallest: Mapping[str, Option]
-    """Name of a matrix -> the scheme that stores it in the fewest bytes."""
+    """Name of a matrix -> the candidate scheme that stores it in the fewest bytes, with its size and loss."""
     upgrades: tuple[Upgrade, ...]
-    """All possible replacements of the scheme of one matrix by a larger scheme. The replacement that saves
-    the most loss per byte comes first.
+    """All replacements of the quantization scheme of one matrix by a larger scheme. The replacement that
+    saves the most loss per byte comes first.
     """
     rest: int
-    """Bytes of the parameters that are not matrices, whose schemes do not change."""
+    """Number of bytes of all parameters that are not matrices, such as norms and biases. They are the same
+    whatever schemes are chosen for the matrices.
+    """
 
     def mixture(self, applied: Sequence[Upgrade]) -> dict[str, Option]:
-        """Returns name of a matrix -> its quantization scheme after the replacements `applied`: the scheme of
-        the matrix's last replacement, or its smallest scheme if it has none."""
+        """Returns name of a matrix -> its quantization scheme (Option) after replacements of schemes by
+        larger ones: the scheme of the matrix's last replacement, or its smallest scheme if it has none.
+        applied: the replacements, in order.
+        """
         return {**self.smallest, **{upgrade.matrix: upgrade.option for upgrade in applied}}
 
     def size(self, options: Mapping[str, Option]) -> int:
         return self.rest + sum(option.bytes for option in options.values())
 
     def within(self, most: int) -> list[Upgrade]:
-        """Returns the upgrades that a budget allows, in the order of loss saved per byte. most: maximum
-        bytes of the whole model. A matrix with an upgrade that does not fit gets none of its later ones.
+        """Returns the replacements of matrices' quantization schemes by larger ones (a list of Upgrade) with
+        which the whole model fits in `most` bytes. They are applied by falling loss saved per byte; after one
+        that does not fit, the same matrix gets no further one.
         """
         left, applied, full = most - self.size(self.smallest), list[Upgrade](), set[str]()
         for upgrade in self.upgrades:
@@ -92,9 +102,9 @@ class Ladder:
 
 
 def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
-    """Returns the Ladder of a model: the smallest scheme of each matrix, and its replacements by larger
-    schemes (Upgrade), sorted by loss saved per byte. table: name of a matrix -> its candidate schemes; rest:
-    bytes of the parameters that are not matrices, which every size includes.
+    """Returns the Ladder of a model: the smallest quantization scheme of each matrix, and the replacements by
+    larger schemes (Upgrade), sorted by loss saved per byte. table: name of a matrix -> its candidate schemes;
+    rest: bytes of the parameters that are not matrices, which every size includes.
     """
     hulls = {name: hull(options) for name, options in table.items()}
     upgrades = [
@@ -108,8 +118,9 @@ def ladder_of(table: Mapping[str, Sequence[Option]], rest: int) -> Ladder:
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """Returns the options of one matrix at the corners of the lower convex hull of loss over bytes, the
-    smallest first. Each has a smaller loss than the one before, and saves less per additional byte.
+    """Returns those quantization schemes of one matrix (a list of Option, the smallest first) that are
+    corners of the lower convex hull of loss over bytes. Each has a smaller loss than the one before, and
+    saves less per additional byte. options: all candidate schemes of the matrix.
     """
     corners: list[Option] = []
     for option in sorted(options, key=lambda option: (option.bytes, option.loss)):
@@ -122,16 +133,20 @@ def hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Returns the decrease of the loss per additional byte, in nats, between two options for one matrix."""
+    """Returns the decrease of the loss per additional byte, in nats, between two quantization schemes for one
+    matrix.
+    """
     return (before.loss - after.loss) / (after.bytes - before.bytes)
 
 
 def budget(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: chooses a scheme for each matrix under a budget. It writes choice.json, which later steps
-    read, budget.json for reports, and quantization.yaml, a fragment of a recipe.
+    """Action of a build step: chooses a quantization scheme for each matrix of a model under a budget. Writes
+    to the directory `out` choice.json, which later steps read, budget.json for reports, and
+    quantization.yaml, a fragment of a recipe.
 
-    params: `name` (of the quantization), `kind` and `limit` of the budget, `candidates`, `context_window`.
-    inputs: config, checkpoint, reference, sensitivity. Raises UsageError for a budget that cannot be met.
+    params: `name` of the quantization in the recipe, `kind` and `limit` of the budget, `candidates`
+    (schemes), `context_window` in tokens. inputs: directories config, checkpoint, reference, sensitivity.
+    Raises UsageError for a budget that cannot be met.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs)
@@ -179,8 +194,9 @@ class _Chooser:
         return self._trial.tokens
 
     def described(self, applied: Sequence[Upgrade]) -> tuple[str, list[tuple[str, str]]]:
-        """Returns (name of the most suitable base scheme, overrides as pairs of pattern and scheme name) that
-        give each matrix its smallest scheme, or the larger one to which `applied` upgrades it.
+        """Returns (name of the most suitable base scheme, overrides as pairs of name pattern and scheme
+        name). Together they give each matrix its smallest scheme, or the larger one of its last replacement
+        in `applied`.
         """
         names = {name: option.scheme for name, option in self.ladder.mixture(applied).items()}
         return base_and_overrides(names, tuple(self._trial.params.values()))
@@ -189,8 +205,9 @@ class _Chooser:
         return mixture(self._candidates, *self.described(applied))
 
     def loss(self, applied: Sequence[Upgrade]) -> float:
-        """Returns the mean KL divergence, in nats, of the model with a mixture of schemes, over all prompts
-        and with activations rounded as the schemes do. It is rounded to four significant digits.
+        """Returns the mean KL divergence, in nats, of the model from the exact one, over all prompts and with
+        activations rounded as the schemes do, to four significant digits. applied: the replacements of
+        matrices' smallest schemes by larger ones.
         """
         options = self.ladder.mixture(applied)
         key = tuple((name, option.scheme) for name, option in options.items())
@@ -204,9 +221,9 @@ class _Chooser:
         progress.report(self._done, 0, "prompts")
 
     def under(self, limit: float) -> Sequence[Upgrade]:
-        """Finds, by bisection, how many upgrades of matrices to larger schemes, applied in the order of loss
-        saved per byte, bring the measured loss of the model to at most `limit`, and returns these upgrades.
-        Raises UsageError if the loss is larger with all upgrades.
+        """Finds, by bisection, how many replacements of matrices' schemes by larger ones, applied by falling
+        loss saved per byte, bring the measured loss of the model (mean KL divergence in nats) to at most
+        `limit`, and returns these replacements. Raises UsageError if the loss is larger with all of them.
         """
         upgrades = self.ladder.upgrades
         low, high = 0, len(upgrades)
@@ -260,13 +277,16 @@ def _write(params: Mapping[str, Json], chooser: _Chooser, applied: Sequence[Upgr
 
 
 def _size(chooser: _Chooser, name: str, option: Option) -> dict[str, float]:
-    """Returns the size of a quantized matrix: "bytes" -> its bytes, "bits" -> bits per weight."""
+    """Returns the size of a quantized matrix: "bytes" -> its number of bytes, "bits" -> bits per weight, to
+    four digits. name: the matrix.
+    """
     return {"bytes": option.bytes, "bits": float(f"{8 * option.bytes / chooser.count(name):.4g}")}
 
 
 def _curve(ladder: Ladder) -> list[tuple[int, float]]:
-    """Returns (bytes of the model, sum of the losses of all matrices in nats), first with the smallest scheme
-    of each matrix, then after each further replacement of one scheme by a larger one.
+    """Returns pairs (bytes of the model, sum of the losses of all matrices in nats): the first with the
+    smallest quantization scheme of each matrix, the others after each further replacement of one scheme by a
+    larger one.
     """
     loss, size = sum(option.loss for option in ladder.smallest.values()), ladder.size(ladder.smallest)
     points = [(size, float(f"{loss:.4g}"))]

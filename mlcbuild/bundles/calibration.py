@@ -1,4 +1,6 @@
-"""Measures the activations that each matrix of a model meets in prompts, as the step `calibrate/<model>`."""
+"""Measures the activations with which prompts multiply each matrix of a model, as the step
+`calibrate/<model>`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
     from mlcbuild.bundles.reference_logits import TokenProgress
 
 MOST_TOKENS = 8192
-"""Maximum number of tokens that are measured: with more, mean squares change by less than they are rounded,
-and the activations of all of them are in memory together.
+"""Maximum number of tokens of the prompts that a calibration measures. With more, the mean squares of the
+activations change by less than they are rounded; and all these tokens' activations are in memory together.
 """
 
 
 def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes the importance of each column of each matrix, as quant.importance reads it, and a report
-    of what was measured.
+    """Action of a build step: writes the importance of each column of each matrix of a model (the mean square
+    of the activations that meet it, as quant.importance reads it), and a report of what was measured.
 
     params and inputs: those of the step `reference`, whose prompts are shortened alike; only the first
     MOST_TOKENS tokens count. Activations are those of the exact model; experts of a mixture are left out.
@@ -55,7 +57,9 @@ def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def _first(sequences: Sequence[list[int]], most: int) -> list[list[int]]:
-    """Returns the first sequences, with at most `most` tokens together; the last one may be shortened."""
+    """Returns the first of the token sequences, in their order, until they have `most` tokens together; the
+    last of them is cut where that number is reached.
+    """
     chosen: list[list[int]] = []
     for tokens in sequences:
         if most <= 0:
@@ -69,7 +73,8 @@ def _sums_of_squares(
     model: Reference, sequences: Sequence[list[int]], note: TokenProgress
 ) -> dict[str, NDArray[np.float64]]:
     """Returns name of a matrix -> sums, over the tokens of all prompts, of the squared activations that meet
-    each of its columns.
+    each of its columns, float64 [columns]. sequences: token ids of each prompt; note: counts tokens for
+    progress.
 
     Layers are computed one after another, each for all prompts, so that weights are read once. Sums are added
     in the order of the prompts, so that no result depends on the number of threads.
@@ -94,8 +99,9 @@ def _sums_of_squares(
 def _layer(
     model: Reference, index: int, note: TokenProgress, x: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], list[tuple[str, NDArray[np.float64]]]]:
-    """Computes a layer for one prompt; returns (residual stream after it, pairs of a matrix's name and the
-    sums of the squares of the activations that were multiplied with it). x: residual stream before it.
+    """Computes a layer for one prompt; returns (residual stream [n, hidden] after it, pairs of a matrix's
+    name and the sums of the squares of the activations that were multiplied with each of its columns). x:
+    residual stream before the layer.
     """
     from mlcbuild.bundles import reference
 
@@ -111,7 +117,9 @@ def _layer(
 
 
 def _squares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Returns the sums of squares of each column, float64 [columns]. rows: activations [n, columns]."""
+    """Returns the sum of squares of each column of activations, float64 [columns]. rows: the activations, [n,
+    columns].
+    """
     import numpy as np
 
     summed: NDArray[np.float64] = np.square(rows, dtype=np.float64).sum(axis=0)
@@ -119,8 +127,8 @@ def _squares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def _rounded(means: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Rounds to five significant bits, because further ones depend on the order of sums in the machine's
-    linear algebra.
+    """Returns an array of mean squares rounded to five significant bits, as float32 of the same shape.
+    Further bits would depend on the order in which the machine's linear algebra adds.
     """
     import numpy as np
 

@@ -41,8 +41,8 @@ class Provenance:
 
     statement: Mapping[str, Json]
     signers: tuple[str, ...]
-    """Sorted public keys whose signatures of the statement are valid. The caller decides which keys
-    to trust.
+    """Sorted public keys whose signatures of the bundle's provenance statement are valid. The caller decides
+    which keys to trust.
     """
 
 
@@ -53,12 +53,13 @@ def statement(
     dependencies: Iterable[Mapping[str, Json]],
     tools: Mapping[str, str],
 ) -> bytes:
-    """Returns an in-toto statement with an SLSA v1 predicate about one bundle, as JSON.
+    """Returns a provenance statement about one bundle as JSON text: an in-toto statement with an SLSA v1
+    predicate.
 
-    manifest: the bytes of bundle.json, the subject. It names every other file by BLAKE3 and so covers them
-    all, and no byte of the weights is read again. keys: step name -> key. dependencies: the sources, each as
-    a resource descriptor. tools: name -> version. The statement holds no times, so the same build gives the
-    same statement.
+    manifest: the bytes of bundle.json, the subject, which names every other file by its BLAKE3 digest, so
+    that the statement covers them all without reading the weights again. parameters: those of the build.
+    keys: name of a build step -> its cache key. dependencies: the sources, each as a resource descriptor.
+    tools: name -> version. The statement holds no times, so the same build gives the same statement.
     """
     document = {
         "_type": _TYPE,
@@ -78,7 +79,9 @@ def statement(
 
 
 def envelope(payload: bytes, signer: Signer) -> bytes:
-    """Returns a provenance statement, signed by `signer`, in a DSSE envelope: one line of JSON."""
+    """Returns a provenance statement in a DSSE envelope, as one line of JSON. payload: bytes of the
+    statement; signer: the key that signs it.
+    """
     signature = base64.b64encode(signer.sign(_encoded(payload))).decode()
     document: dict[str, Json] = {
         "payload": base64.b64encode(payload).decode(),
@@ -89,8 +92,8 @@ def envelope(payload: bytes, signer: Signer) -> bytes:
 
 
 def _encoded(payload: bytes) -> bytes:
-    """Returns the bytes that a DSSE signature covers: payload type and payload, each preceded by
-    its length.
+    """Returns the bytes that a DSSE signature covers: the payload type and the payload, each preceded by its
+    length as a decimal number.
     """
     return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
 
@@ -98,8 +101,9 @@ def _encoded(payload: bytes) -> bytes:
 def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
     """Checks and returns the provenance of the bundle in a directory.
 
-    The statement must be about this bundle and, if `trust` holds keys, signed by one of them. Of the bundle
-    only bundle.json is read, since it covers the other files. Raises ProvenanceError otherwise.
+    The provenance statement must be about this bundle and, if `trust` holds public keys, signed by one of
+    them. Of the bundle only bundle.json is read, since it names the digests of the other files. Raises
+    ProvenanceError otherwise.
     """
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)
@@ -144,7 +148,9 @@ def _document(path: Path, payload: bytes) -> Mapping[str, Json]:
 
 
 def _subject(document: Mapping[str, Json]) -> object:
-    """Returns the digest of the bundle manifest that a provenance statement is about."""
+    """Returns the SHA-256, in hex, of the bundle manifest that a provenance statement is about; None if the
+    statement names none.
+    """
     try:
         subjects = cast("list[dict[str, dict[str, str]]]", document["subject"])
         return next(item["digest"]["sha256"] for item in subjects if item["name"] == cast(object, _MANIFEST))

@@ -34,9 +34,11 @@ class Past:
     """
 
     length: int
-    """Number of tokens of the sequence whose keys and values are stored in this state."""
+    """Number of tokens of the sequence that have been computed, and whose keys and values (or other attention
+    state) are stored.
+    """
     states: tuple[State, ...]
-    """For each layer, the stored arrays of its attention, such as keys and values."""
+    """The stored attention state of each layer of the model, such as the arrays of its keys and values."""
 
 
 EMPTY = Past(0, ())
@@ -69,9 +71,9 @@ def logits(
     context_window: int | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> Array:
-    """Returns logits [n, vocab] of a model after each of n tokens, computed from an empty cache. dtype: NumPy
-    type of all arithmetic; context_window: in tokens, which selects LongRoPE's frequencies, None for the
-    model's maximum; on_layer: called after each layer.
+    """Returns the logits [n, vocab] that a model computes after each of n tokens, starting from an empty
+    cache. dtype: NumPy type of all arithmetic; context_window: in tokens, which selects LongRoPE's
+    frequencies, None for the model's maximum; on_layer: called after each layer.
 
     Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
     misshapen.
@@ -86,8 +88,9 @@ def hidden(
     past: Past = EMPTY,
     on_layer: Callable[[], None] = lambda: None,
 ) -> tuple[Array, Past]:
-    """Returns (hidden states [n, hidden] of the tokens after the last norm, the past extended by these
-    tokens). past: state after the tokens before them; on_layer: called after each layer.
+    """Returns (hidden states [n, hidden] of the tokens after the model's final norm, the state `past`
+    extended by these tokens). past: attention state after the earlier tokens; on_layer: called after each
+    layer.
 
     Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
     misshapen.
@@ -101,8 +104,8 @@ def hidden(
 
 
 def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0) -> Array:
-    """Returns the embeddings [n, hidden] of tokens as they enter the first layer. start: position of the
-    first token. Raises ValueError for token ids outside the vocabulary.
+    """Returns the embeddings [n, hidden] of tokens as they enter the first layer of a model. start: position
+    of the first token in its sequence. Raises ValueError for token ids outside the vocabulary.
     """
     config, ids = reference.config, np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -120,9 +123,9 @@ def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0
 
 
 def layer(reference: Reference, index: int, x: Array, past: Past = EMPTY) -> tuple[Array, State]:
-    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the layer's new
-    attention state, such as keys and values). x: residual stream [n, hidden] before the layer; past: state
-    before these n positions.
+    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the attention state of
+    the layer with these n positions added, such as keys and values). index: the layer's number; x: residual
+    stream [n, hidden] before the layer; past: state before these n positions.
     """
     positions = np.arange(past.length, past.length + len(x))
     rotations = tuple(_rotation(reference, rope, positions) for rope in reference.config.ropes)
@@ -165,8 +168,8 @@ def head(reference: Reference, states: Array) -> Array:
 
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
-    """Returns up to `count` next tokens, each the most likely one (the lowest id among equals), computed with
-    a cache. The list ends early after a token of `stop`.
+    """Returns up to `count` tokens that follow a prompt, each the most likely one (the lowest id among
+    equals), computed with a cache of keys and values. The list ends early after a token of `stop`.
     """
     ends, answer = frozenset(stop), list[int]()
     tokens, past = list(prompt), EMPTY
@@ -179,7 +182,9 @@ def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterab
 
 @dataclass(frozen=True)
 class _Checked:
-    """Reads weights, checks their shapes, and converts them to the type of the computation."""
+    """Reads a model's weights, checks their shapes, and converts them to the number type of the
+    computation.
+    """
 
     reference: Reference
     shapes: Mapping[str, tuple[int, ...]]
@@ -192,14 +197,16 @@ class _Checked:
         return np.asarray(self.raw(name), self.reference.dtype)
 
     def of_layer(self, index: int, name: str, expert: int | None = None) -> Array:
-        """Returns the values of a parameter of the layer `index`, or those of one expert. name: the
-        parameter's name within the layer.
+        """Returns the values of a parameter of the layer `index`, or those of the expert with the number
+        `expert`, in the number type of the computation. name: the parameter's name within the layer.
         """
         values = self.raw(f"layers.{index}.{name}")
         return np.asarray(values if expert is None else values[expert], self.reference.dtype)
 
     def raw(self, name: str) -> Any:
-        """Returns a weight in its stored dtype. Callers that need few rows of a matrix convert only these."""
+        """Returns a weight in its stored dtype, so that callers that need few rows of a matrix convert only
+        these. Raises CheckpointError if it is missing or has a wrong shape.
+        """
         try:
             values = self.reference.weights[name]
         except KeyError:

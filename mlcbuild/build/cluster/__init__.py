@@ -42,13 +42,15 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Returns the address in dask's notation, such as "tls://10.0.0.5:8786"."""
+        """Returns the address of a dask.distributed scheduler in dask's notation: "tls://10.0.0.5:8786", or
+        "tcp://..." for an unencrypted connection.
+        """
         return f"{'tls' if self.tls is not None else 'tcp'}://{self.host}"
 
 
 def address(text: str, tls: str | None = None) -> Address:
-    """Parses `dask://host:port`. tls: path of the directory with the certificates; None: the connection is
-    not encrypted.
+    """Parses the address of a dask scheduler, written `dask://host:port`. tls: path of the directory with the
+    certificates; None: the connection is not encrypted.
 
     Raises UsageError for any other form, and for a `tls` directory that lacks a file.
     """
@@ -68,7 +70,9 @@ def address(text: str, tls: str | None = None) -> Address:
 
 
 def security(address: Address) -> object:
-    """Returns dask's encryption settings for an address. Raises SetupError when dask is not installed."""
+    """Returns dask's encryption settings (a distributed.security.Security) for connections to a scheduler's
+    address. Raises SetupError when dask is not installed.
+    """
     try:
         from distributed.security import Security
     except ImportError:
@@ -87,15 +91,16 @@ def security(address: Address) -> object:
 
 
 def own_label() -> str:
-    """Returns the label that names this version of mlcbuild. Only cluster workers that have it run the
-    steps of this version.
+    """Returns the label that names this version of mlcbuild, such as "mlcbuild 1.2.0". Only cluster workers
+    that offer this label run build steps of this version.
     """
     return f"mlcbuild {version('mlcbuild')}"
 
 
 def labels(step: Step) -> tuple[str, ...]:
-    """Returns the labels that a cluster worker needs to run a step: this version of mlcbuild, the tools in
-    the step's key, and the labels that the step requires."""
+    """Returns the labels that a cluster worker must offer to run a build step: this version of mlcbuild, the
+    tools in the step's cache key with their versions, and the labels that the step requires.
+    """
     return (
         own_label(),
         *(f"{tool} {version_}" for tool, version_ in sorted(step.tools.items())),
@@ -104,14 +109,18 @@ def labels(step: Step) -> tuple[str, ...]:
 
 
 def resources(step: Step, cores: int) -> dict[str, float]:
-    """Returns the dask resources that a step occupies while it runs with `cores` cores: name -> amount."""
+    """Returns the dask resources that a build step occupies while it runs with `cores` cores: "cores" ->
+    their number, "memory" -> bytes, and each label that the step requires -> 1.
+    """
     return {"cores": cores, "memory": float(step.memory), **dict.fromkeys(labels(step), 1.0)}
 
 
 def parse_labels(texts: Collection[str]) -> dict[str, float]:
-    """Parses the labels that a cluster worker offers, and returns name -> amount.
+    """Parses the labels that a cluster worker offers, texts of the form NAME or NAME=COUNT, and returns name
+    -> amount.
 
-    "gpu" may be used by any number of steps at once, "gpu=2" by two. Raises UsageError for other forms.
+    "gpu=2" has the amount 2, so two build steps may use it at once. "gpu" has the amount PLENTY (2**30), so
+    any number may. Raises UsageError for other forms, and for the names "cores" and "memory".
     """
     amounts = {}
     for text in texts:
@@ -126,13 +135,15 @@ def parse_labels(texts: Collection[str]) -> dict[str, float]:
 
 
 def able(needs: Mapping[str, float], worker: Mapping[str, float]) -> bool:
-    """Returns True if a cluster worker's resources suffice for a step; both mappings are name -> amount."""
+    """Returns True if a cluster worker offers at least the amount of every resource that a build step needs.
+    Both arguments map the name of a resource -> its amount.
+    """
     return all(worker.get(name, 0.0) >= amount for name, amount in needs.items())
 
 
 def refusal(step: Step, workers: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the reason why no cluster worker can run a step, or "" if one can. workers: name of a worker ->
-    its resources (name -> amount).
+    """Returns the reason, in words, why no cluster worker can run a build step; "" if one can. workers: name
+    of a worker -> its resources (name -> amount).
     """
     needs = resources(step, 1)
     if any(able(needs, worker) for worker in workers.values()):

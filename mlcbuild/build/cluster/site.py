@@ -46,7 +46,9 @@ LEAVE = 5.0
 
 @dataclass
 class Site:
-    """The state that all jobs of one cluster worker process share. Its methods are thread-safe."""
+    """The state that all jobs of one cluster worker process share: the worker's name, its store, its staging
+    directory, and its idle child processes. The methods are thread-safe.
+    """
 
     name: str
     store: Store
@@ -92,8 +94,9 @@ class Site:
 
 
 sites: list[Site] = []
-"""The state that all jobs of this cluster worker share: a list with one Site, which is empty in other
-processes. It is global because dask calls `work` with the encoded job as the only argument.
+"""A list with one Site in a cluster worker process: its name, store, staging directory and idle child
+processes, which all jobs share. Empty in other processes. Global, because dask calls `work` with the encoded
+job as the only argument.
 """
 
 
@@ -185,8 +188,8 @@ class _Attempt:
         )
 
     def _check(self) -> None:
-        """Checks that this cluster worker has the same source files as the run, and that it can return the
-        result to the run.
+        """Checks that this cluster worker has the same source files as the run that sent the job, and that it
+        can return the result to the run, through a common store or a remote cache.
 
         Raises StepError for differing source files, and RemoteError without a common store or remote cache.
         """
@@ -213,8 +216,9 @@ class _Attempt:
             )
 
     def _gather(self) -> dict[str, JobInput] | list[str]:
-        """Makes the input files of a step available on this cluster worker. Returns argument of the action
-        -> input, or a list of the digests of files that it cannot obtain.
+        """Makes the input files of a build step available on this cluster worker. Returns name of an argument
+        of the step's action -> its files (JobInput), or a list of the digests of files that the worker cannot
+        obtain.
         """
         lacking: list[str] = []
         inputs = {}
@@ -250,8 +254,9 @@ class _Attempt:
         return not self._sharing.fetch(entry, self._stop, lambda _: None)
 
     def _perform(self, inputs: Mapping[str, JobInput]) -> Outcome:
-        """Runs a step's action in a child process and returns its outcome. inputs: argument of the action
-        -> its files on this machine. Raises CancelledError if the run has cancelled the job.
+        """Runs a step's action in a child process and returns its outcome: the step record or an error.
+        inputs: name of an argument of the action -> its files on this machine. Raises CancelledError if the
+        run has cancelled the job.
         """
         site, order = self._site, self._order
         area = site.area()
@@ -298,8 +303,9 @@ class _Attempt:
             self._emit("progress", done=message.done, total=message.total, unit=message.unit)
 
     def _send_log(self, log: Path, *, end: bool = False) -> None:
-        """Sends the bytes that were added to a log since the last call. Each event states its offset. end:
-        True for the last call, which sends the end of the log in any case.
+        """Sends the next bytes of a step's log file, at most 8192, through the dask scheduler to the run, as
+        an event with their offset. Nothing more is sent after 1 MiB, except by the last call (end: True),
+        which sends the end of the file.
         """
         try:
             size = log.stat().st_size
@@ -317,11 +323,11 @@ class _Attempt:
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Uploads a step's result to remote caches that the run can read, unless worker and run use the same
-        store. Returns `answer`, the worker's reply to the run, with the result added, a remote that has it,
-        and those that failed.
+        """Uploads a step's result to all writable remote caches, unless worker and run use the same store.
+        Returns a copy of `answer`, the worker's reply to the run, with the step record or the error, the URL
+        of a remote that has the files, and the URLs of the remotes to which the upload failed.
 
-        Raises RemoteError when no remote that the run reads has the files.
+        Raises RemoteError when no remote cache from which the run reads has the files.
         """
         result = replace(answer, record=outcome.record, fault=outcome.fault, error=outcome.error)
         if outcome.record is None or self._same:

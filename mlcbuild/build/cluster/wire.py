@@ -166,7 +166,9 @@ class Answer:
 
 
 _Kinds: TypeAlias = Mapping[str, tuple[type, ...]]
-"""Name of a field in a message -> types that the field's value may have."""
+"""Name of a field in a JSON message between a run and a cluster worker -> Python types that the field's value
+may have.
+"""
 _NONE = type(None)
 _ORDER: _Kinds = {
     "format": (str,),
@@ -195,8 +197,9 @@ _ANSWER: _Kinds = {
 
 
 def _parsed(text: str, message: str) -> dict[str, Any]:
-    """Parses the text of a message as a JSON object and returns its fields. message: the kind of message,
-    which errors name. Raises ValueError for anything else.
+    """Parses the text of a message between a run and a cluster worker as a JSON object, and returns its
+    fields. message: kind of message ("order" or "answer"), which errors name. Raises ValueError for other
+    text.
     """
     fields = strict_json.parse(text)
     if not isinstance(fields, dict):
@@ -205,8 +208,9 @@ def _parsed(text: str, message: str) -> dict[str, Any]:
 
 
 def _check(fields: dict[str, Any], kinds: _Kinds, message: str) -> dict[str, Any]:
-    """Returns the fields of a message if they are exactly those of `kinds` (name -> allowed types). message:
-    the kind of message, which errors name. Raises ValueError that names a wrong field otherwise.
+    """Returns the fields of a message between a run and a cluster worker if they are exactly those of `kinds`
+    (field's name -> allowed types). message: kind of message, which errors name. Raises ValueError that names
+    a missing, unknown or wrong field otherwise.
     """
     wrong = sorted(fields.keys() ^ kinds.keys())
     if wrong:

@@ -46,9 +46,10 @@ of the registry that has it)."""
 def push(
     bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
 ) -> tuple[str, int]:
-    """Publishes a bundle, and returns (address of the artifact by digest, number of bytes sent). files: path
-    -> size in bytes; to: the address; uploaded: files that registries are known to have. Raises RemoteError
-    if the registry refuses or cannot be reached.
+    """Publishes a bundle as an OCI artifact, and returns (immutable address of the artifact, number of bytes
+    sent). bundle: its directory; files: path -> size in bytes; to: the registry's address; uploaded: files
+    that registries are known to have, which is updated. Raises RemoteError if the registry refuses or cannot
+    be reached.
     """
     place = parse(to)
     with Background(_AT_ONCE) as pool, Registry(place) as target:
@@ -78,8 +79,8 @@ def push(
 def _send(
     target: Registry, bundle: Path, digests: Mapping[str, str], uploaded: Uploaded, name: str
 ) -> tuple[str, int]:
-    """Mounts or uploads a file of a bundle, unless the registry's repository has it. digests: path -> BLAKE3;
-    name: path of the file. Returns (SHA-256 of the file, number of bytes sent).
+    """Mounts or uploads a file of a bundle to a registry's repository, unless it has the file. digests: path
+    -> BLAKE3; name: path of the file. Returns (SHA-256 of the file, number of bytes sent).
     """
     place, key = target.place, (target.place.host, digests[name])
     if key in uploaded:
@@ -121,9 +122,9 @@ def _address(place: RegistryAddress, digest: str) -> str:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Downloads an artifact's files into a directory, and checks their SHA-256. Returns (address by digest,
-    paths of the files). Raises RemoteError if the registry refuses or a file is damaged, OSError if a file
-    cannot be written.
+    """Downloads the files of the artifact at the address `source` into a directory, and checks their SHA-256.
+    Returns (immutable address, paths of the files). Raises RemoteError if the registry refuses or a file is
+    damaged, OSError if a file cannot be written.
     """
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
@@ -142,8 +143,8 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 
 
 def _layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns title (path of a file) -> layer, for the layers of an OCI manifest that have a title. Raises
-    RemoteError if the manifest cannot be parsed, or names a file twice.
+    """Returns path of a file (a layer's title) -> layer, for the layers of an OCI manifest that have a title.
+    data: the manifest. Raises RemoteError if it cannot be parsed, or names a file twice.
     """
     try:
         layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]
@@ -156,8 +157,8 @@ def _layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _present_layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns title (path of a file) -> layer of the manifest to which a registry's tag refers now; {} if it
-    is not a manifest of files.
+    """Returns path of a file -> layer, for the layers with a path (title) of the OCI manifest to which a
+    registry's tag refers now. data: the manifest; {} if it cannot be parsed or names a file twice.
     """
     try:
         return _layers(data)
@@ -166,8 +167,8 @@ def _present_layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
-    """Downloads a layer of an OCI artifact to `path`, resuming an earlier transfer. A damaged file is
-    downloaded once more.
+    """Downloads a layer of an OCI artifact to `path`, continuing an earlier transfer, and checks its SHA-256.
+    A damaged file is downloaded once more; if it is damaged again, RemoteError is raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()

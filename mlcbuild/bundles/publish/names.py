@@ -1,4 +1,4 @@
-"""Raises an error unless the file names of a published bundle form a tree that can be written below one
+"""Checks the file names of a published bundle: they must form a tree that can be written below one
 directory.
 """
 
@@ -12,8 +12,8 @@ from mlcbuild.remotes.transport import quoted
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises RemoteError unless all names are relative paths inside one directory, and none is both a file
-    and a directory.
+    """Raises RemoteError unless all file names of a bundle are relative paths inside one directory, with `/`
+    between their components, and none is both a file and a directory.
     """
     files, directories = set(names), set[str]()
     for name in files:

@@ -34,8 +34,8 @@ class PublishedBundle:
 
 
 def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> PublishedBundle:
-    """Checks every file of a bundle, sends the bundle to the address `to` of a registry or model hub, and
-    returns its immutable address and the number of bytes sent.
+    """Checks every file of the bundle in a directory, sends the bundle to the address `to` of a registry or
+    model hub, and returns its immutable address and the number of bytes sent.
 
     uploaded: files that registries have (see Uploaded), which is updated and can be passed to the next call.
     Raises PublishError if the transfer fails, and BundleError for a damaged bundle.
@@ -52,11 +52,11 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
 
 
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
-    """Downloads the bundle at the address `source` into a directory that does not exist or already holds
-    exactly this bundle.
+    """Downloads the bundle at the address `source` into a directory that does not exist or already holds a
+    bundle, which is replaced.
 
-    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises
-    PublishError if the transfer fails, or the bundle is damaged or not trusted.
+    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError
+    if the transfer fails, or the bundle is damaged.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
@@ -78,11 +78,13 @@ class _Place(Protocol):
     def push(
         self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
     ) -> tuple[str, int]:
-        """Sends a bundle's files to an address, and returns (immutable address, number of bytes sent)."""
+        """Sends the files of the bundle in a directory to the address `to`, and returns (immutable address,
+        number of bytes sent). files: path -> size in bytes.
+        """
 
     def fetch(self, source: str, directory: Path) -> tuple[str, frozenset[str]]:
-        """Downloads a bundle's files into a directory, and returns (immutable address, paths of the
-        files).
+        """Downloads the files of the bundle at the address `source` into a directory, and returns (immutable
+        address, paths of the files).
         """
 
 
@@ -93,8 +95,8 @@ def _place(url: str) -> _Place:
 
 
 def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
-    """Returns path -> size in bytes of the files that belong to a bundle. Other files in its directory are
-    ignored.
+    """Returns path -> size in bytes of the files that belong to a bundle: those that its manifest lists, the
+    manifest and the provenance. Other files in its directory are ignored.
     """
     sizes = {name: file.size for name, file in manifest.files.items()}
     extra_files = [name for name in _OWN if (bundle / name).is_file()]
@@ -102,9 +104,10 @@ def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
 
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
-    """Checks the files of a bundle that were downloaded to the directory `part`, and returns the manifest;
-    removes a damaged bundle. listed: paths of the files. Raises PublishError if the bundle is damaged, or
-    is not the expected one.
+    """Checks the files of a bundle that were downloaded from the address `source` to the directory `part`,
+    and returns the bundle's manifest; removes a damaged bundle. listed: paths of the downloaded files; others
+    are deleted. Raises PublishError if a file has other contents than the manifest states, or is not listed
+    there.
     """
     try:
         # an interrupted transfer of an earlier version left them

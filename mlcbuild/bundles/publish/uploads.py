@@ -20,7 +20,8 @@ class Sent:
     """The result of sending one bundle to one address."""
 
     name: str
-    """Name of the bundle: that of its variant in a recipe, or that of its directory if it was sent by path.
+    """Name of the published bundle: that of its variant in a recipe or, if the caller passed a directory, the
+    directory's name.
     """
     to: str
     """Address of the registry or hub to which the bundle is sent, as the recipe or the caller stated it; ""
@@ -34,17 +35,19 @@ class Sent:
     size: int = 0
     """Number of bytes of a bundle that were sent to the registry or hub."""
     note: str = ""
-    """The reason why the bundle was not sent; "" if it was."""
+    """The error message if sending the bundle failed, or the reason why it was skipped; "" if the bundle was
+    sent.
+    """
 
 
 def publish_bundle(
     bundle: str | Path, to: Sequence[str], on_sent: Callable[[Sent], None] | None = None
 ) -> tuple[Sent, ...]:
-    """Checks every file of a bundle and sends it to registries and model hubs.
+    """Checks every file of the bundle in a directory and sends it to registries and model hubs.
 
-    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent: called with each
-    result. Returns a result for each address; a failure at one does not stop the others. Raises UsageError
-    for an address to which bundles cannot be published, and BundleError for a damaged bundle.
+    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent: called with the result
+    for each address. Returns a result for each address; a failure at one does not stop the others. Raises
+    UsageError for an address to which bundles cannot be published, and BundleError for a damaged bundle.
     """
     for url in to:
         if problem := fault(url, writing=True):
@@ -54,8 +57,8 @@ def publish_bundle(
 
 
 def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | None) -> tuple[Sent, ...]:
-    """Sends bundles to their addresses and returns the results. parcels: bundles to send, or results that
-    are returned unchanged. on_sent: called with each result.
+    """Sends bundles to their addresses and returns the results. parcels: bundles to send, or results of other
+    bundles, which are returned unchanged. on_sent: called with each result.
 
     Raises BundleError for a damaged bundle. A failure at one address does not stop the others.
     """
