@@ -23,7 +23,7 @@ from blake3 import blake3
 Json: TypeAlias = bool | int | str | list["Json"] | dict[str, "Json"] | None
 
 PACKAGES = ("mlcbuild", "mlcbuild_format", "mlcbuild_runtime")
-"""The packages whose source files enter the keys of steps."""
+"""The packages whose source files are hashed into the cache keys of build steps."""
 
 
 _encode = json.JSONEncoder(
@@ -34,7 +34,7 @@ _encode = json.JSONEncoder(
 def canonical(value: object) -> bytes:
     """Returns the unique byte string of a JSON value: keys sorted by code point, no spaces, UTF-8.
 
-    Raises TypeError on a float: its text differs between writers, so identities hold floats as strings.
+    Raises TypeError on a float, because its text differs between writers; identities hold floats as strings.
     Raises ValueError on text without a UTF-8 form (a lone surrogate).
     """
     return canonical_plain(_plain(value))
@@ -67,7 +67,7 @@ def _plain(value: object) -> Json:
 
 
 def digest(tag: str, value: object) -> str:
-    """Returns the BLAKE3 digest of a JSON value, hashed as `tag NUL canonical-JSON`, in hex."""
+    """Returns the BLAKE3 digest of a JSON value, hashed as `tag NUL canonical-JSON`, as 64 hex digits."""
     return blake3(tag.encode() + b"\0" + canonical(value)).hexdigest()
 
 
@@ -80,8 +80,8 @@ _MANY_THREADS = 64 << 20
 
 
 def file_digest(path: Path) -> str:
-    """Returns the BLAKE3 of a file, which is memory-mapped; large files use all cores. Raises OSError if the
-    file cannot be read.
+    """Returns the BLAKE3 digest of a file, in hex. The file is memory-mapped; large files are hashed on all
+    cores. Raises OSError if the file cannot be read.
     """
     large = path.stat().st_size >= _MANY_THREADS
     hasher = blake3(max_threads=blake3.AUTO if large else 1)
@@ -93,8 +93,8 @@ _noted: dict[tuple[int, int, int, int], str] = {}
 
 
 def note_digest(path: Path, digest: str) -> None:
-    """Caches the digest of a file that will not change again during this step, so that `noted_digest`
-    returns it without reading the file.
+    """Caches the BLAKE3 digest of a file that will not change again during this build step, so that
+    `noted_digest` returns it without reading the file.
 
     Raises OSError if the file cannot be examined.
     """
@@ -109,8 +109,8 @@ def noted_digest(path: Path) -> str | None:
 
 
 def forget_digests() -> None:
-    """Clears the cache of digests that `note_digest` fills. It must be called between two steps, because
-    inode numbers are reused.
+    """Clears the cache of file digests that `note_digest` fills. It must be called between two build steps,
+    because inode numbers, which are part of the cache's keys, are reused.
     """
     _noted.clear()
 
@@ -122,7 +122,9 @@ def _state(path: Path) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One file of a tree. `path` is relative, with `/` between its components; `size` is in bytes."""
+    """One file of a tree. `path` is relative, with `/` between its components; `digest` is its BLAKE3 in hex;
+    `size` is in bytes.
+    """
 
     path: str
     digest: str
@@ -137,7 +139,9 @@ def tree_digest(entries: Iterable[Entry]) -> str:
 
 
 def rows_digest(rows: Iterable[tuple[str, str, int]]) -> str:
-    """Returns the digest of a tree of files. rows: (path, digest, size in bytes) of each file."""
+    """Returns the BLAKE3 digest, in hex, of a tree of files. rows: (path, digest, size in bytes) of each
+    file.
+    """
     return blake3(b"tree/1\0" + canonical_plain(sorted(rows))).hexdigest()
 
 
@@ -159,16 +163,19 @@ class Tree:
 
 
 def salt(code: Mapping[str, str], tools: Mapping[str, str]) -> str:
-    """Returns the salt of a step: the digest of everything except its inputs and parameters that determines
-    its result. code: source file -> digest; tools: name -> version.
+    """Returns the salt of a build step: the BLAKE3 digest, in hex, of everything except its inputs and
+    parameters that determines its result. code: name of a source file -> digest; tools: name -> version.
     """
     return blake3(b"salt/1\0" + canonical_plain({"code": dict(code), "tools": dict(tools)})).hexdigest()
 
 
 def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str]) -> str:
-    """Returns a step's key: the digest of `["step/1", action, params, salt, {argument: digest}]`.
+    """Returns a build step's cache key: the BLAKE3 digest, in hex, of the JSON list `["step/1", action,
+    params, salt, inputs]`.
 
-    params: canonical JSON, because a graph needs that text to merge equal steps. salted: the salt.
+    action: "module:function". params: canonical JSON, because a graph needs that text to merge equal steps.
+    salted: the step's salt, a hex digest of its source files and tools. inputs: argument of the action ->
+    digest.
     """
     names = canonical_plain(action), params, salted.encode(), canonical_plain(dict(inputs))
     text = b'["step/1",%s,%s,"%s",%s]' % names
@@ -176,28 +183,28 @@ def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str])
 
 
 SourceFiles: TypeAlias = dict[str, tuple[str, str, tuple[str, ...]] | None]
-"""Module -> (portable name of its source file, digest of it, modules that it may import); None for a module
-without a source file.
+"""Name of a module -> (portable name of its source file, digest of that file, names of the modules that it
+may import); None for a module without a source file.
 """
 
 
 ImportTable: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
-"""(digest of a source file, package in which its relative imports start) -> modules that the file may
-import.
+"""(digest of a source file, package in which its relative imports start) -> names of the modules that the
+file may import.
 """
 
 
 def code_files(
     *modules: str, files: SourceFiles | None = None, imports: ImportTable | None = None
 ) -> dict[str, str]:
-    """Returns portable name -> digest of each source file that the modules import, directly or indirectly,
-    and of their own files.
+    """Returns portable name -> BLAKE3 digest of each source file that the modules import, directly or
+    indirectly, and of the modules' own files.
 
     Only modules inside PACKAGES and the packages of `modules` count. Imports are read from the syntax tree,
     including those inside functions, so that a lazy import counts. The names are paths such as
-    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that
-    computes many closures passes, so that every file is read once. imports: known imports; a file in it is
-    hashed but not parsed, and those of other files are added.
+    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that computes
+    many closures passes, so that every file is read once. imports: cached imports of files; a file in it is
+    hashed but not parsed, and the imports of other files are added.
     """
     files = {} if files is None else files
     imports = _imported if imports is None else imports
@@ -236,7 +243,9 @@ def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, 
 
 @cache
 def module_path(name: str) -> Path | None:
-    """Returns the path of a module's source file without importing it; None when there is none."""
+    """Returns the path of a Python module's source file without importing the module; None when there is
+    none.
+    """
     top, *rest = name.split(".")
     try:
         spec = find_spec(top)
@@ -255,8 +264,8 @@ def module_path(name: str) -> Path | None:
 
 
 def source_digest(portable: str) -> str | None:
-    """Returns the digest of a source file named like `mlcbuild/canon.py`; None if it is not
-    installed here.
+    """Returns the BLAKE3 digest, in hex, of a Python source file named like `mlcbuild/canon.py`; None if its
+    module is not installed on this machine.
     """
     path = module_path(portable.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     return None if path is None else bytes_digest(path.read_bytes())
@@ -286,16 +295,16 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def _checks_types(node: ast.stmt) -> bool:
-    """Returns True if a statement is `if TYPE_CHECKING:`."""
+    """Returns True if a Python statement is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
-    """Yields the names of the modules that statements import, including those in functions. package: the
-    package in which relative imports start.
+    """Yields the names of the modules that Python statements import, including imports in functions. package:
+    the package in which relative imports start.
 
-    Expressions, which are most of a syntax tree, contain no imports and are not visited; neither is the
-    body of `if TYPE_CHECKING:`, which never runs.
+    Expressions, which are most of a syntax tree, contain no imports and are not visited; neither is the body
+    of `if TYPE_CHECKING:`, which never runs.
     """
     for node in body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,5 @@
-"""Computes the blocks of a layer in NumPy. Two tables map each kind of block to its function.
+"""Computes the attention and the feed-forward of a model's layer in NumPy. Two tables map the class of each
+to its function.
 
 Shapes: n new tokens, m positions in all (past and new), h heads, k key-value heads, d head_dim.
 """
@@ -42,17 +43,17 @@ computed at once.
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of a rotary embedding at the positions of the new tokens, and factors of the queries
-    there.
+    """The cosines and sines of a rotary embedding at the positions of n new tokens, each [n, rotated
+    dimensions / 2], and the factor, [n] or None, by which the query at each position is multiplied.
     """
 
     cos: Array
-    """Cosines of the rotary embedding's angles times its attention factor, [n positions, dim / 2]. `sin` has
-    the same shape and factor.
+    """Cosines of the rotary embedding's angles times its attention factor, [n positions, rotated dimensions /
+    2]. `sin` has the same shape and factor.
     """
     sin: Array
     query_scale: Array | None
-    """Factor of the query at each of n positions, [n]; None: queries are not scaled."""
+    """Factor by which the query at each of n positions is multiplied, [n]; None: queries are not scaled."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,15 @@ class Inputs:
     """
 
     weight: Callable[..., Array]
-    """Function from (name of a parameter within the layer, optional expert) to its values, or those of one
-    expert."""
+    """Function from (name of a parameter within the layer, optional index of an expert) to the parameter's
+    values, or to those of one expert.
+    """
     positions: Array
-    """Positions of the new tokens in their sequence, [n]."""
+    """Positions of the n new tokens in their sequence, [n]; the first token of a sequence has position 0."""
     rotations: tuple[Rotation, ...]
-    """The rotary embeddings at the positions of the new tokens, one for each of the model's `ropes`."""
+    """For each rotary embedding of the model, its cosines and sines at the positions of the new tokens, each
+    [n, rotated dimensions / 2]. A layer's attention refers to one of them by index.
+    """
     state: State
     rounded: Callable[[str, Array], Array] = lambda name, rows: rows
     """Function from (name of a matrix within the layer, rows that the layer multiplies with this matrix) to
@@ -83,8 +87,9 @@ class Inputs:
 
 
 def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
-    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the layer's new
-    attention state, such as keys and values). x: residual stream [n, hidden] before the layer.
+    """Computes one decoder layer, and returns (residual stream [n, hidden] after it, the layer's attention
+    state with the n new positions added, such as keys and values). spec: the layer's description; x: residual
+    stream [n, hidden] before the layer.
     """
     mixer, feed_forward = MIXERS[type(spec.mixer)], FEED_FORWARDS[type(spec.feed_forward)]
     scale = x.dtype.type(spec.residual_scale)
@@ -97,8 +102,9 @@ def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
 
 
 def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str) -> Array:
-    """Returns x with its last axis normalized, or x itself if `spec` is None. weights: function from a
-    parameter's name to its values; the norm's parameters are `<name>.weight` and `<name>.bias`.
+    """Returns x with its last axis normalized, by LayerNorm or RMSNorm as `spec` describes, or x itself if
+    `spec` is None. weights: function from a parameter's name to its values; the norm's parameters are
+    `<name>.weight` and `<name>.bias`.
     """
     if spec is None:
         return x
@@ -115,8 +121,8 @@ def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str
 
 
 def _rows(values: Array, x: Array) -> Array:
-    """Returns the weights of a norm in a shape that can be multiplied with x [heads, n, head_dim]: a vector
-    for all heads, or [heads, 1, head_dim].
+    """Returns the weights of a norm in a shape that can be multiplied with x [heads, n, head_dim]: [head_dim]
+    if all heads share them, or [heads, 1, head_dim].
     """
     return values if values.size == x.shape[-1] else values.reshape(x.shape[0], 1, x.shape[-1])
 
@@ -198,8 +204,9 @@ def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]
 
 
 def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array, name: str) -> Array:
-    """Returns queries or keys x [heads, n, head_dim] after normalization and rotary embedding, in the order
-    that the layer requires. name: "q" or "k", which selects the norm.
+    """Returns queries or keys x [heads, n, head_dim] after clipping, normalization and rotary embedding, in
+    the order that the layer requires. rotation: cosines and sines, or None; name: "q" or "k", which selects
+    the norm.
     """
 
     def normed(rows: Array) -> Array:
@@ -215,7 +222,9 @@ def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array
 
 
 def _clipped(spec: Attention, x: Array) -> Array:
-    """Returns x limited to -spec.clip .. spec.clip, or x if the model does not clip."""
+    """Returns x limited to -spec.clip .. spec.clip, or x itself if the attention layer does not clip
+    (spec.clip is None).
+    """
     return x if spec.clip is None else np.clip(x, -spec.clip, spec.clip)
 
 
@@ -228,9 +237,9 @@ class _Biases:
     heads: slice
 
     def scores(self, products: Array, part: slice) -> Array:
-        """Returns attention scores [g, rows, m] of g query heads, scaled, soft-capped and with ALiBi,
-        before masking. products: dot products of queries and keys, [g, rows, m]; part: range of the rows
-        among the new tokens.
+        """Returns the attention scores [g, rows, m] of g query heads, scaled, soft-capped and with ALiBi
+        biases, before masking. products: dot products of queries and keys, [g, rows, m]; part: range of these
+        query rows among the new tokens.
         """
         spec, dtype = self.spec, products.dtype
         keys = np.arange(products.shape[-1])
@@ -247,15 +256,17 @@ class _Biases:
         return slopes(self.spec.heads, self.spec.alibi)[self.heads]
 
     def sinks(self) -> Array | None:
-        """Returns the attention sink of each query head of the group, [g, 1, 1]; None if the layer has
-        none.
+        """Returns the attention sinks of a group of g query heads, [g, 1, 1]: extra scores that take part in
+        the softmax without a value. None if the layer has none.
         """
         return self.inputs.weight("attn.sinks")[self.heads, None, None] if self.spec.sinks else None
 
 
 def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array, Array]) -> Array:
-    """Returns the attention output [g, n, d] of g query heads that share keys and values. query: [g, n, d];
-    cached: (keys, values), [m, d] each.
+    """Returns the softmax attention [g, n, d] of g query heads that share keys and values, scaled by
+    spec.scale. Each of n queries sees the m cached positions up to its own, or the last ones within the
+    layer's window. query: [g, n, d]; cached: (keys, values), [m, d] each; biases: ALiBi, soft-capping and
+    sinks.
     """
     key, value = cached
     mixed = np.empty((*query.shape[:2], value.shape[-1]), query.dtype)
@@ -279,8 +290,9 @@ def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array,
 
 
 def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[Array, State]:
-    """Computes multi-head latent attention (MLA) with explicit keys and values for every head, which
-    compiled programs avoid. Returns (rows [n, hidden] to add to the residual stream, new state).
+    """Computes multi-head latent attention (MLA) with explicit keys and values for every head, which compiled
+    programs avoid. Returns (rows [n, hidden] to add to the residual stream, state: latents [m, latent size]
+    and rotated keys [m, rotated dimensions] of all positions so far).
     """
     n, weight, eps = x.shape[0], inputs.weight, RmsNorm(spec.eps)
     if spec.query_latent:
@@ -307,7 +319,8 @@ def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[
 
 def _rotate(x: Array, rotation: Rotation | None) -> Array:
     """Applies a rotary embedding to x [..., n, d] by rotating the pairs of dimensions (i, i + dim / 2), and
-    returns an array of the same shape; x itself if `rotation` is None.
+    returns an array of the same shape. rotation: cosines and sines, [n, dim / 2] each; None: x is returned
+    unchanged.
     """
     if rotation is None:
         return x
@@ -321,15 +334,16 @@ MIXERS: Mapping[type, Callable[[Any, Inputs, Array], tuple[Array, State]]] = {
     Attention: _attention,
     LatentAttention: _latent_attention,
 }
-"""Class of a mixer, such as Attention -> function from (its description, the layer's inputs, normalized
-rows [n, hidden]) to (rows [n, hidden] to add to the residual stream, new state).
+"""Class of a layer's attention, such as Attention -> function from (its description, the layer's inputs,
+normalized rows [n, hidden]) to (rows [n, hidden] to add to the residual stream, state of the positions so
+far).
 """
 FEED_FORWARDS: Mapping[type, Callable[[Any, Inputs, Array], Array]] = {
     Dense: _dense,
     Experts: lambda spec, inputs, x: experts(spec, inputs.weight, ACTIVATIONS[spec.activation], x),
 }
-"""Class of a feed-forward, such as Dense -> function from (its description, the layer's inputs, normalized
-rows [n, hidden]) to rows [n, hidden] to add to the residual stream.
+"""Class of a layer's feed-forward, such as Dense -> function from (its description, the layer's inputs,
+normalized rows [n, hidden]) to rows [n, hidden] to add to the residual stream.
 """
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": _silu,

@@ -1,4 +1,5 @@
-"""Computes a mixture of experts in NumPy: the experts that each row chooses, their weights, and their sum.
+"""Computes a mixture of experts in NumPy: the experts that each row (token) chooses, their weights, and their
+sum.
 
 Shapes: n rows, e experts, c choices of a row.
 """
@@ -14,15 +15,16 @@ from mlcbuild.models import Clamp, Experts, Router
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Weight: TypeAlias = Callable[..., Array]
-"""Function from (name of a parameter within the layer, optional expert) to its values, or those of one
-expert."""
+"""Function from (name of a parameter within the layer, optional index of an expert) to the parameter's
+values, or to those of one expert.
+"""
 Gate: TypeAlias = Callable[[Array], Array]
 
 
 def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
-    """Returns the sum [n, hidden] of the chosen experts' outputs, weighted by the router, plus that of
-    shared experts. x: normalized rows [n, hidden]; weight: function from a parameter's name to its values;
-    activation: that of the gate.
+    """Returns, for each of n tokens, the sum of the chosen experts' outputs, weighted by the router, plus the
+    output of shared experts, [n, hidden]. x: normalized activations [n, hidden]; weight: function from a
+    parameter's name to its values; activation: that of the gates.
     """
     logits = x @ weight("mlp.router.weight").T
     if spec.router.bias:
@@ -43,9 +45,9 @@ def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
 
 
 def route(router: Router, count: int, logits: Array, correction: Array | None) -> tuple[Array, Array]:
-    """Chooses experts for each row from its router logits [n, e], and returns (indices of the chosen
-    experts, int [n, count]; their weights, [n, count]). correction: numbers [e] added to the scores only
-    for choosing, or None.
+    """Chooses `count` of e experts for each of n rows from the router's logits [n, e], and returns (indices
+    of the chosen experts, int [n, count]; their weights, [n, count]). correction: numbers [e] that are added
+    to the scores only for choosing, or None.
 
     Of equal scores the lowest index comes first.
     """
@@ -89,8 +91,8 @@ def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
 
 
 def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array, int]) -> Array:
-    """Returns the output rows [n, hidden] of one expert. inputs: (normalized rows [n, hidden] that chose
-    this expert, index of the expert).
+    """Returns the output rows [n, hidden] of one expert, not yet weighted by the router. inputs: (normalized
+    rows [n, hidden] of the tokens that chose this expert, index of the expert).
     """
     x, expert = inputs
     pair = x @ weight("mlp.experts.gate_up.weight", expert).T
@@ -103,8 +105,9 @@ def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array
 
 
 def _gated(clamp: Clamp | None, activation: Gate, pair: Array) -> Array:
-    """Returns activation(gate) * up [n, size] of an expert's two halves, clamped if `clamp` is not None.
-    pair: [n, 2 * size], the gates first, then the ups.
+    """Returns the product [n, size] of an expert's activated gates and its ups. pair: [n, 2 * size], the
+    gates first, then the ups. With a Clamp, gates are limited to at most its limit and ups to -limit ..
+    limit, and the result is (up + 1) * gate * sigmoid(alpha * gate) instead.
     """
     gate, up = np.split(pair, 2, axis=-1)
     if clamp is None:

@@ -29,15 +29,18 @@ PROMPTS = (
 )
 """The prompts with which bundles are verified if the recipe names none."""
 MAX_TOKENS = 512
-"""Maximum number of tokens of a prompt that are compared, because the reference is slow."""
+"""Maximum number of tokens of each prompt for which a bundle's logits are compared with NumPy's reference
+logits, whose computation is slow. Longer prompts are cut.
+"""
 
 
 def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: computes tokens and reference logits of every prompt.
+    """Action of a build step: computes the tokens and the reference logits of every prompt.
 
     params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]` with one per line) and
-    the libraries' `context_window`, on which LongRoPE depends. Prompts are truncated to MAX_TOKENS. Writes
-    tokens.json, and logits-<i>.npy as float32 [n, vocab]. Raises UsageError when no prompt is left.
+    the libraries' `context_window` in tokens, on which LongRoPE depends. Prompts are cut to MAX_TOKENS
+    tokens. Writes tokens.json, and logits-<i>.npy as float32 [n, vocab], to `out`. Raises UsageError when no
+    prompt has two tokens.
     """
     import numpy as np
 
@@ -61,9 +64,9 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 def opened_prompts(
     params: Mapping[str, Json], inputs: Mapping[str, Path], section: str
 ) -> tuple[ModelConfig, Mapping[str, Weight], int, list[list[int]]]:
-    """Returns (config, exact weights, context window in tokens, token ids of each prompt) of a step that
-    evaluates the exact model on prompts. section: place of the prompts in a recipe, for messages. Raises
-    UsageError when no prompt has two tokens.
+    """Returns (the model's config, its exact weights as name -> values, context window in tokens, token ids
+    of each prompt) for a build step that evaluates the exact model on prompts. section: place of the prompts
+    in a recipe, for messages. Raises UsageError when no prompt has two tokens.
     """
     from mlcbuild_runtime.text.tokenizer import Tokenizer
 

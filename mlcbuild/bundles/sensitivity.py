@@ -1,8 +1,9 @@
 """Measures what a model loses when one of its matrices is quantized, as the step `sensitivity/<model>`.
 
-The layers before a matrix compute what they compute in the exact model, so each trial begins at the layer of
-its matrix. All trials of a layer pass through the later layers together: each layer's weights are read once
-for all of them, and memory holds one layer and one residual stream for each trial.
+The layers before a matrix compute what they compute in the exact model, so each trial (one matrix in one
+quantization scheme) begins at the layer of its matrix. All trials of a layer pass through the later layers
+together: each layer's weights are read once for all of them, and memory holds one layer and one residual
+stream for each trial.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ evaluates a part of the model. Further prompts only evaluate the chosen mixture 
 
 
 def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes sensitivity.json with the bytes and the loss of each matrix in each candidate format.
+    """Action of a build step: writes to `out` sensitivity.json, with the bytes and the loss of each matrix of
+    a model in each candidate quantization scheme.
 
-    params: `candidates`, a list of schemes as JSON; `context_window`. inputs: config, checkpoint, reference.
-    A loss is the mean KL divergence, in nats, of the model in which this matrix alone is quantized;
-    activations stay floating point.
+    params: `candidates`, a list of schemes as JSON; `context_window` in tokens, which selects LongRoPE's
+    frequencies. inputs: directories with the config, the checkpoint, and the reference (the prompts' tokens
+    and exact logits). A loss is the mean KL divergence, in nats, of the model in which this matrix alone is
+    quantized; activations stay floating point.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs).within(MOST_TOKENS)
@@ -58,8 +61,9 @@ def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Pat
 
 @dataclass
 class _Run:
-    """The state of a trial, which evaluates the model with a single matrix quantized, in one candidate
-    scheme."""
+    """An evaluation (trial) of the model with a single matrix quantized: the matrix, its candidate scheme,
+    and the residual stream of each prompt after the layers computed so far.
+    """
 
     param: Param
     scheme: Storage
@@ -68,7 +72,9 @@ class _Run:
 
 
 class _Progress:
-    """Reports the number of layers computed so far in all trials, out of all that the step needs."""
+    """Reports to the user how many layers have been computed, out of all that the step must compute: those of
+    each evaluation of the model with one matrix quantized in one candidate scheme.
+    """
 
     def __init__(self, trial: WeightTrial, formats: int) -> None:
         self._depth = len(trial.exact.config.layers)
@@ -76,7 +82,7 @@ class _Progress:
         self._done = 0
 
     def left(self, index: int) -> int:
-        """Returns the number of layers from `index` to the last one, plus one for the logits."""
+        """Returns the number of the model's layers from `index` to the last one, plus one for the logits."""
         return self._depth - max(index, 0) + 1
 
     def add(self, runs: int) -> None:
@@ -93,7 +99,9 @@ def _layer_of(param: Param) -> int:
 
 
 def _losses(trial: WeightTrial, candidates: Sequence[Storage]) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yields ((name of a matrix, name of a scheme), loss in nats) for every matrix and candidate scheme."""
+    """Yields ((name of a matrix, name of a quantization scheme), loss) for every matrix and candidate scheme.
+    The loss is the mean KL divergence from the exact model in nats.
+    """
     note = _Progress(trial, len(candidates))
     depth = len(trial.exact.config.layers)
     outside = [param for param in trial.matrices if _layer_of(param) < 0]
@@ -130,17 +138,17 @@ def _changed(exact: Reference, param: Param, scheme: Storage) -> Reference:
 
 
 def _begin(trial: WeightTrial, run: _Run) -> None:
-    """Starts a trial, which evaluates the model with one matrix quantized: computes the layer of this matrix,
-    and replaces the trial's residual streams by the layer's output.
+    """Starts an evaluation of the model with one matrix quantized (a trial): computes the layer of this
+    matrix, and replaces the trial's residual streams by the layer's output.
     """
     changed = _changed(trial.exact, run.param, run.scheme)
     run.streams = [layer(changed, _layer_of(run.param), x)[0] for x in run.streams]
 
 
 def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
-    """Computes the layer `index` with exact weights for all trials `runs`, each of which has one quantized
-    matrix in an earlier layer. Replaces the residual streams of each trial by the layer's output. The weights
-    are read once.
+    """Computes the layer `index` with exact weights for all evaluations `runs` of the model, each of which
+    has one quantized matrix in an earlier layer, and replaces the residual streams of each by the layer's
+    output. The layer's weights are read once for all of them.
     """
     held = with_layer(trial.exact, index)
 
@@ -153,9 +161,9 @@ def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
 def _finished(
     trial: WeightTrial, runs: Sequence[_Run], model: Reference, note: _Progress
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """Computes the logits of trials whose layers have all been computed, and yields the result of each:
-    ((name of the quantized matrix, name of its scheme), loss in nats). model: holds the weights of the last
-    norm and of the output matrix.
+    """Computes the logits of evaluations of the model (each with one quantized matrix) whose layers have all
+    been computed, and yields the result of each: ((name of the quantized matrix, name of its scheme), loss in
+    nats). model: holds the weights of the final norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
     held = with_weights(model, [table])

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 DECODED = 16
-"""Number of tokens of each prompt that are also decoded one at a time, so that decoding is verified and not
-only prefill.
+"""Number of first tokens of each prompt that are also decoded one at a time, so that decoding is verified and
+not only prefill.
 """
 
 
@@ -55,10 +55,12 @@ THRESHOLDS: Mapping[str, Threshold] = {
 
 
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes bundle.json with verification figures. Raises VerificationError if a figure violates a
-    threshold.
+    """Action of a build step: writes to `out` a copy of the bundle's manifest bundle.json with the figures of
+    its verification, such as mean KL divergence and perplexity. Raises VerificationError if a figure violates
+    a threshold.
 
-    params: for each name in THRESHOLDS a number as a string, or null. inputs: bundle and reference.
+    params: for each threshold in THRESHOLDS (such as max_kl) a number as a string, or null for no limit.
+    inputs: directories with the bundle, and with the reference logits of the prompts.
     """
     from mlcbuild_format.bundle import MANIFEST
 
@@ -91,12 +93,13 @@ def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[st
 
 
 def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
-    """Compares a bundle with reference logits in a fresh process, and returns name of a figure -> value.
+    """Compares a bundle's logits with reference logits in a fresh process, and returns name of a figure ->
+    value.
 
     kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
     over positions. top1_agreement: share of positions with the same most likely token. perplexity and
-    reference_perplexity: those of the prompts. decode_error: largest difference, in logits, between decoding
-    tokens one at a time and all at once. Raises VerificationError when the process fails.
+    reference_perplexity: those of the prompts. decode_error: largest difference between the bundle's logits
+    when it decodes tokens one at a time and all at once. Raises VerificationError when the process fails.
     """
     figures: dict[str, float] = fresh_process.run("mlcbuild.bundles.verify", str(bundle), str(reference_dir))
     return figures
@@ -118,8 +121,8 @@ class _Sums:
     decode_errors: list[float] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], expected: Logits, actual: Logits) -> None:
-        """Adds KL divergence, top-1 agreement and losses of one prompt to the sums. expected, actual: logits
-        [n, vocab] of the reference and of the bundle for its n tokens.
+        """Adds the KL divergence, top-1 agreement and losses of one prompt to the sums. tokens: its n token
+        ids; expected, actual: logits [n, vocab] of the reference and of the bundle for them.
         """
         import numpy as np
 
@@ -155,7 +158,9 @@ def _exp(value: float) -> float:
 def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
     """Compares a bundle with reference logits in this process, in which nothing of the compiler is loaded, as
     in a server. Returns name of a figure -> value: kl_mean, kl_max (nats), top1_agreement, perplexity,
-    reference_perplexity and decode_error, which `measure` explains."""
+    reference_perplexity, and decode_error, the largest difference between logits computed token by token and
+    all at once.
+    """
     import numpy as np
     from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.executor.executor import score

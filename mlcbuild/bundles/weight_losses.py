@@ -48,7 +48,9 @@ class ScoredPrompt:
 
 @dataclass(frozen=True)
 class WeightTrial:
-    """A model with its exact weights, and the prompts on which losses are measured."""
+    """A model with its exact weights, and the prompts on which the losses of its quantized versions are
+    measured.
+    """
 
     exact: Reference
     params: Mapping[str, Param]
@@ -61,7 +63,9 @@ class WeightTrial:
 
     @property
     def matrices(self) -> tuple[Param, ...]:
-        """Returns the parameters that are matrices or stacks of matrices, which schemes quantize."""
+        """Returns the model's parameters that are matrices or stacks of matrices, which quantization schemes
+        quantize.
+        """
         return tuple(param for param in self.params.values() if param.matrix is not None)
 
     def within(self, most: int) -> WeightTrial:
@@ -76,9 +80,9 @@ class WeightTrial:
         return replace(self, prompts=self.prompts[:count])
 
     def loss(self, scheme: Storage, on_prompt: Callable[[], None] = lambda: None) -> float:
-        """Returns the mean KL divergence per token, in nats, of the model whose matrices are stored under a
-        scheme and whose activations are rounded as the scheme requires. on_prompt: called after each
-        prompt, possibly by another thread.
+        """Returns the mean KL divergence per token, in nats, from the exact model, of the model whose
+        matrices are stored under a quantization scheme and whose activations are rounded as the scheme
+        requires. on_prompt: called after each prompt, possibly by another thread.
         """
         weights = _Quantized(self.exact.weights, self.params, scheme)
 
@@ -96,9 +100,9 @@ class WeightTrial:
 
 
 def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> WeightTrial:
-    """Returns a model with exact weights and the prompts on which a step measures losses (KL divergences from
-    it). params: `context_window` in tokens or None, and `file` and `adapters` of the checkpoint if there are
-    any; inputs: directories of config, checkpoint, reference and adapters.
+    """Returns a model with exact weights and the prompts on which a build step measures losses (KL
+    divergences from it). params: `context_window` in tokens or None, and `file` and `adapters` of the
+    checkpoint if there are any; inputs: directories of config, checkpoint, reference and adapters.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     names = read_tensor_names(inputs["config"])
@@ -115,7 +119,7 @@ def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Weight
 
 def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
     """Quantizes a matrix, or a stack of matrices, under a scheme, and returns its float32 values after
-    unpacking.
+    unpacking, in the same shape. param: describes the matrix; values: its exact values.
     """
 
     def rounded(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -129,9 +133,9 @@ def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
 
 
 def rounded_activations(rows: Array, scheme: Storage) -> Array:
-    """Returns activations [n, columns] rounded as a product with a matrix of this scheme reads them: to 8
-    bits with a scale for each group of 32 columns, which is a power of two for 4-bit weights; unchanged if
-    the scheme keeps floats.
+    """Returns activations [n, columns] rounded as a product with a matrix of this quantization scheme reads
+    them: to 8 bits with a scale for each group of 32 columns, which is a power of two for 4-bit weights;
+    unchanged if the scheme keeps activations as floats.
     """
     if scheme.activation_bits == 0:
         return rows
@@ -167,21 +171,24 @@ class _Quantized(Mapping[str, Weight]):
 
 
 def with_weights(model: Reference, names: Iterable[str]) -> Reference:
-    """Returns the model with the weights `names` in memory, which would otherwise be read from the
-    checkpoint at each access. Stacks of matrices are still read one matrix at a time.
+    """Returns a copy of the model that holds the weights `names` in memory, which would otherwise be read
+    from the checkpoint at each access. Stacks of matrices are still read one matrix at a time.
     """
     values = {name: model.weights[name] for name in names}
     return replace(model, weights=ChainMap(values, cast("dict[str, Weight]", model.weights)))
 
 
 def with_layer(model: Reference, index: int) -> Reference:
-    """Returns the model with the weights of the layer `index` in memory, as `with_weights` does."""
+    """Returns a copy of the model that holds the weights of the layer `index` in memory; all others are still
+    read from the checkpoint at each access, and stacks of matrices one matrix at a time.
+    """
     return with_weights(model, [name for name in model.weights if name.startswith(f"layers.{index}.")])
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
-    """Calls a function for each item on MLCBUILD_CORES threads, and returns the results in order. Each call
-    computes on one core, so that no result depends on the number of threads.
+    """Calls a function for each item on as many threads as the environment variable MLCBUILD_CORES states,
+    and returns the results in the order of the items. Each call computes on one core, so that no result
+    depends on the number of threads.
     """
     with ThreadPoolExecutor(int(os.environ.get("MLCBUILD_CORES", "1"))) as pool:
         return list(pool.map(function, items))

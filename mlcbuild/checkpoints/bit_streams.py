@@ -14,7 +14,7 @@ Codes = NDArray[np.uint8]
 
 def unpacked(words: NDArray[Any], bits: int) -> Codes:
     """Unpacks unsigned words [lines, words] into integers, uint8 [lines, count]. Each line is a separate
-    stream of bits, lowest first.
+    stream of bits, in which the lowest bits of a word come first.
 
     bits: bits of one integer, 1 to 8. An integer may cross the border of two words, as those of 3 bits do.
     """
@@ -32,8 +32,8 @@ def unpacked(words: NDArray[Any], bits: int) -> Codes:
 
 
 def unpacked_fields(words: NDArray[Any], bits: int) -> Codes:
-    """Unpacks 32-bit words [lines, words] into integers [lines, count] of `bits` bits each. A word holds 32
-    // bits integers, and no integer crosses the border of two words.
+    """Unpacks 32-bit words [lines, words] into integers of `bits` bits each, uint8 [lines, count]. A word
+    holds 32 // bits integers, the first in its lowest bits, and no integer crosses the border of two words.
     """
     if 32 % bits == 0:
         return unpacked(words, bits)

@@ -1,6 +1,7 @@
-"""Lists the kinds of checkpoints: the files of each kind that steps read, and the modules that read them.
+"""Lists the kinds of checkpoints: the files of each kind that build steps read, and the modules that read
+them.
 
-Modules are named and not imported, so the key of a step depends only on the code for its own kind.
+Modules are named and not imported, so the cache key of a step depends only on the code for its own kind.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ TOKENIZERS = TOKENIZER_FILES[:2]
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file in which PEFT describes a LoRA adapter."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-"""The names that PEFT gives an adapter's weights; the first that exists is read."""
+"""Names of the files in which PEFT stores the weights of a LoRA adapter; the first of them that exists in the
+adapter's directory is read.
+"""
 POOLING = "1_Pooling/config.json"
 """Name of the file in which sentence-transformers states how an embedding is computed from hidden states."""
 
@@ -46,14 +49,14 @@ class CheckpointKind:
     tokenizer_files: tuple[str, ...]
     weights_files: tuple[str, ...]
     reader: str | None = None
-    """Name of the module whose `read_tensors(path)` returns the checkpoint's tensors; None if
-    `checkpoints.mapping` reads them itself.
+    """Name of the module whose function `read_tensors(path)` returns the checkpoint's tensors; None if
+    `checkpoints.mapping` reads the files itself.
     """
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that a step imports by name when it reads the weights of this kind
-        of checkpoint: the module `reader`, or none.
+        """Returns the names of the Python modules that a build step imports by name when it reads the weights
+        of this kind of checkpoint, such as ("mlcbuild.checkpoints.gguf_tensors",); () for safetensors.
         """
         return () if self.reader is None else (self.reader,)
 
@@ -81,14 +84,14 @@ GGUF = CheckpointKind(
 
 
 GGUF_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-"""Matches the name of a part of a GGUF file: stem, number and count."""
+"""Matches the file name of one of the files into which a GGUF file is split: stem, number and count."""
 TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of the file, or of the index of the files, in which PyTorch's checkpoints store their weights."""
 
 
 def kind_of(path: Path) -> CheckpointKind:
-    """Returns the kind of a checkpoint. path: a directory of safetensors files, a directory of PyTorch
-    files, or a GGUF file.
+    """Returns the kind of a checkpoint: GGUF for a path that ends in .gguf, PYTORCH for a directory with
+    PyTorch files and no safetensors files, and SAFETENSORS for everything else, also for a missing directory.
     """
     if path.suffix == ".gguf":
         return GGUF
@@ -97,7 +100,7 @@ def kind_of(path: Path) -> CheckpointKind:
 
 def kind_of_files(names: Collection[str]) -> CheckpointKind:
     """Returns the kind of a checkpoint, SAFETENSORS or PYTORCH, whose directory has files with these names.
-    PyTorch files count only if there are no safetensors files.
+    PyTorch files count only if there are no safetensors files; without either, the kind is SAFETENSORS.
     """
     others = ("adapter", "consolidated")
     if any(".safetensors" in name and not name.startswith(others) for name in names):
@@ -119,8 +122,8 @@ def tokenizer_fault(place: str, names: Container[str]) -> str | None:
 
 
 def checkpoint_path(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Path:
-    """Returns the path of a step's checkpoint: inputs["checkpoint"], or the file in it that params["file"]
-    names, since a directory may hold several GGUF files.
+    """Returns the path of the checkpoint that a build step reads: inputs["checkpoint"], or the file in it
+    that params["file"] names, since a directory may hold several GGUF files.
     """
     return inputs["checkpoint"] / str(params.get("file", ""))
 
@@ -130,5 +133,7 @@ LORA = "mlcbuild.checkpoints.lora"
 
 
 def adapter_argument(number: int) -> str:
-    """Returns the name of the input of a step that holds an adapter's directory; numbers begin at 0."""
+    """Returns the name of the input of a build step that holds the directory of a LoRA adapter: "adapter-1"
+    for number 0.
+    """
     return f"adapter-{number + 1}"

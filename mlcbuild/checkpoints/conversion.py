@@ -65,12 +65,12 @@ of the time of a decoding step."""
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: converts inputs["checkpoint"] to the step's scheme, as quant.choice reads it, and writes
-    weights files to `out`.
+    """Action of a build step: converts inputs["checkpoint"] to the step's quantization scheme, as
+    quant.choice reads it, and writes weights files to `out`.
 
-    inputs["config"] holds the normalised config.json. Uses the cores that MLCBUILD_CORES grants, else all.
-    Raises CheckpointError with all problems, UsageError for overrides that do not fit the model and for a
-    layout that the scheme's format lacks, and StepError when the disk is full.
+    inputs["config"] is the directory of the normalised config.json. Uses the cores that MLCBUILD_CORES
+    grants, else all. Raises CheckpointError with all problems, UsageError for overrides that do not fit the
+    model and for a layout that the scheme's format lacks, and StepError when the disk is full.
     """
     scheme = scheme_of(params, inputs)
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
@@ -91,9 +91,10 @@ def write(
     importance: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
 ) -> None:
     """Quantizes every parameter to a scheme, and writes the weights files weights-0000i-of-0000N.safetensors
-    to `out`. cores: number of threads; importance: name of a matrix -> importance of its columns. Raises
-    CheckpointError with all problems, UsageError for a layout that the scheme's format lacks, and StepError
-    when the disk is full."""
+    to `out`. sources: where each parameter is in the checkpoint; cores: number of threads; importance: name
+    of a matrix -> importance of its columns, float32 [columns]. Raises CheckpointError with all problems,
+    UsageError for a layout that the scheme's format lacks, and StepError when the disk is full.
+    """
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}
@@ -167,8 +168,8 @@ class _Place:
     start: int
     """Offset of the tensor's first byte in the file."""
     stride: int
-    """Number of bytes that one index of the tensor's axis 0 occupies; an index is a row, a tile of rows, or
-    an element of a vector.
+    """Number of bytes that one index of the stored tensor's axis 0 occupies; an index is a row, a tile of
+    rows, or an element of a vector.
     """
 
 
@@ -186,11 +187,14 @@ class _Plan:
     scheme: Storage
     places: Mapping[str, _Place]
     importance: Mapping[str, NDArray[np.float32]]
-    """Name of a matrix -> importance of its columns, for matrices that were calibrated."""
+    """Name of a matrix -> importance of its columns, float32 [columns]: the mean squares of the activations
+    that a calibration measured for each column. Matrices without calibration are absent.
+    """
 
     def jobs(self) -> Iterator[_Job]:
-        """Yields jobs that convert ranges of the parameter's rows of about CHUNK_BYTES. Each range starts
-        at an index of axis 0 of the stored tensors."""
+        """Yields the jobs of a conversion, each of which converts a range of rows of one parameter, about
+        CHUNK_BYTES of the checkpoint. Each range starts at an index of axis 0 of the stored tensors.
+        """
         for source in self.sources:
             unit = rows_per_index(source.param, self.scheme)
             size = math.prod(source.row_shape) * source.dtype.itemsize * unit
@@ -211,7 +215,7 @@ class _Job:
     start: int
     stop: int
     index: int
-    """Index along axis 0 of a stored tensor, at which a block of converted rows is written."""
+    """Index along axis 0 of the stored tensors at which the converted rows of this job are written."""
 
     @property
     def size(self) -> int:
@@ -235,9 +239,10 @@ class _Queue:
             return None if self._stopped else next(self._left, None)
 
     def finish(self, job: _Job, problem: str | None) -> None:
-        """Marks one job of a conversion as done. problem: its error message, or None. For each parameter
-        the problem with the lowest row is kept, so that the report does not depend on the order in which
-        threads work."""
+        """Marks a job, which converts a range of rows of one parameter, as done. problem: its error message,
+        or None. Of several problems of a parameter, the one of the job with the lowest first row is reported,
+        so that the report does not depend on the order in which threads work.
+        """
         with self._lock:
             self._done += job.size
             if problem is not None:
@@ -250,7 +255,9 @@ class _Queue:
             self._stopped = True
 
     def problems(self, sources: Sequence[ParameterSource]) -> list[str]:
-        """Returns the error messages of a conversion in the order of the parameters."""
+        """Returns the error messages of a conversion, at most one for each parameter, in the order of
+        `sources`.
+        """
         names = [source.param.name for source in sources]
         return [self._problems[name][1] for name in names if name in self._problems]
 
@@ -301,8 +308,9 @@ class _Worker:
         self._stack.close()
 
     def run(self, job: _Job) -> None:
-        """Quantizes one range of rows and writes it. Raises CheckpointError for weights that the scheme
-        cannot store, and OSError if the output cannot be written."""
+        """Quantizes one range of a parameter's rows and writes it to the weights file. Raises CheckpointError
+        for weights that the scheme cannot store, and OSError if the output cannot be written.
+        """
         param = job.source.param
         scheme = scheme_for(self._plan.scheme, param.name)
         for tensor, part in zip(stored(param, scheme), self._packed(job, scheme), strict=True):
@@ -328,7 +336,7 @@ class _Worker:
 
 def read(path: Path) -> Mapping[str, Array]:
     """Maps the tensors of a weights file, or of all weights files in a directory, into memory, read-only, and
-    returns name -> array.
+    returns name of a tensor -> array.
 
     Tensors that do not start at a multiple of 64 bytes are copied. Raises CheckpointError when a file was not
     written by mlcbuild or is damaged, or when one file of a set is missing.
@@ -358,8 +366,8 @@ def read(path: Path) -> Mapping[str, Array]:
 
 
 def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, Weight]:
-    """Returns parameter name -> float32 values, computed from the quantized weights files in a directory.
-    Values are unpacked again at each access.
+    """Returns parameter name -> float32 values, computed from the quantized weights files in the directory
+    `path`. Values are unpacked again at each access.
     """
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}
@@ -372,8 +380,9 @@ def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, W
 
 
 def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
-    """Returns the float32 values of a quantized parameter, an array or a stack of matrices. parts: the
-    arrays of its stored tensors."""
+    """Returns the float32 values of a quantized parameter: an array, or a stack of matrices that are unpacked
+    one at a time. parts: the arrays of its stored tensors, such as codes and scales.
+    """
     matrix, storage = param.matrix, scheme_for(scheme, param.name)
     if matrix is None:
         return parts[0].astype(np.float32)

@@ -17,7 +17,7 @@ from mlcbuild.quant.stack import Stack
 
 T = TypeVar("T")
 Weight: TypeAlias = Any
-"""The values of a parameter: a float32 array, or a Stack, whose matrices are read one at a time."""
+"""The values of a model's parameter: a float32 array, or a Stack, whose matrices are read one at a time."""
 
 
 class LazyMapping(Mapping[str, T]):
@@ -40,8 +40,8 @@ class LazyMapping(Mapping[str, T]):
 
 
 def read_tensor_names(directory: Path) -> TensorNames:
-    """Reads tensors.json, which the config step wrote to `directory`, and returns which tensors of the
-    checkpoint hold which parameter.
+    """Reads tensors.json, which the config step wrote to `directory`, and returns it as a TensorNames: name
+    of a parameter -> the checkpoint tensors whose rows, joined along axis 0, are the parameter.
     """
     return TensorNames.from_json(json.loads((directory / "tensors.json").read_bytes()))
 
@@ -52,8 +52,8 @@ def checkpoint(
     """Returns parameter name -> exact float32 values of the model in a checkpoint. Values are read from the
     files again at each access.
 
-    names: which tensors hold which parameter. views: transformations of the stored tensors. Raises
-    CheckpointError for tensors that are missing or do not fit the config.
+    names: for each parameter, the tensors that hold it. views: transformations of the stored tensors, such as
+    dequantization. Raises CheckpointError for tensors that are missing or do not fit the config.
     """
     sources = {source.param.name: source for source in locate(path, config, names, views)}
 

@@ -52,9 +52,9 @@ class BlockType:
     name: str
     """The name of a GGUF tensor type in ggml, such as "Q4_K"."""
     number: int
-    """The number by which the tensor table of a GGUF file names a type of tensors."""
+    """The number of a GGUF tensor type in the tensor table of a GGUF file."""
     weights: int
-    """Number of weights in one block of a quantized type; 1 for types of plain numbers."""
+    """Number of weights in one block of a quantized GGUF tensor type; 1 for types of plain numbers."""
     size: int
     """Size in bytes of one block of a GGUF tensor type, a run of weights that share scales."""
 
@@ -66,7 +66,7 @@ class _Decoded(NamedTuple):
     """
 
     codes: Bytes
-    """The integer codes of the weights, [blocks, weights of a block], stored as the bits of int8."""
+    """The integer codes of the weights, uint8 [blocks, weights of a block], whose bits are those of int8."""
     scale: Floats
     """The scale of each quantized block as float32, [blocks, 1]."""
     steps: NDArray[np.int8] | None = None
@@ -100,9 +100,9 @@ def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
     """Writes the float32 weights of whole rows of a GGUF tensor to `out`, with the same bits as the gguf
     package of ggml computes.
 
-    raw: [rows, bytes of a row]; kind: one of TYPES; out: [rows, weights of a row], contiguous. Infinite and
-    NaN scales give infinite and NaN weights. Threads may call it at the same time. Raises ValueError when the
-    arrays do not fit the type or each other.
+    raw: uint8 [rows, bytes of a row]; kind: one of TYPES; out: [rows, weights of a row], contiguous. Infinite
+    and NaN scales give infinite and NaN weights. Threads may call it at the same time. Raises ValueError when
+    the arrays do not fit the type or each other.
     """
     _check(raw, kind, out)
     blocks = raw.reshape(-1, kind.size)
@@ -118,8 +118,8 @@ def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
 
 
 def unpack(raw: Bytes, kind: BlockType) -> BlockRows:
-    """Unpacks whole rows [rows, bytes of a row] of a quantized GGUF type into their integer codes and the
-    scales and minima of their groups.
+    """Unpacks whole rows, uint8 [rows, bytes of a row], of a quantized GGUF type into their integer codes and
+    the scales and minima of their groups of weights.
 
     Raises ValueError for a type of plain numbers.
     """
@@ -168,28 +168,32 @@ def _scale(decoded: _Decoded, out: Floats) -> None:
 
 
 def _field(blocks: Bytes, start: int, *shape: int) -> Bytes:
-    """Returns a contiguous copy [blocks, *shape] of the bytes from byte `start` on of each quantized
-    block."""
+    """Returns a contiguous copy, uint8 [blocks, *shape], of the bytes from byte `start` on of each quantized
+    block.
+    """
     size = math.prod(shape)
     return _runs(blocks[:, start : start + size]).copy().view(np.uint8).reshape(-1, *shape)
 
 
 def _runs(array: Bytes) -> NDArray[np.void]:
-    """Returns a view [..., 1] of a byte array [..., run], in which each run of bytes along the last axis is
-    one element.
+    """Returns a view [..., 1] of a byte array [..., n], in which all n bytes along the last axis are one
+    element.
 
-    NumPy copies runs of 16 bytes about six times faster as elements."""
+    NumPy copies 16 bytes about six times faster as one element.
+    """
     return array.view(f"V{array.shape[-1]}")
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """Returns the float16 that begins at byte `start` of each block, converted to float32 [blocks, 1]."""
+    """Returns the float16 number that begins at byte `start` of each block, converted to float32, [blocks,
+    1].
+    """
     return blocks[:, start : start + 2].view(np.float16).astype(np.float32)
 
 
 def _split(packed: Bytes, bits: int) -> Bytes:
-    """Splits bytes into codes of `bits` bits: [..., run] -> [..., 8 / bits, run]. The last axis is a run of
-    bytes; index 0 of the new axis has their lowest bits.
+    """Splits bytes into codes of `bits` bits: uint8 [..., bytes] -> [..., 8 / bits, bytes]. Index 0 of the
+    new axis has the lowest bits of each byte, the next index the next higher bits.
     """
     codes = np.empty((*packed.shape[:-1], 8 // bits, packed.shape[-1]), np.uint8)
     for index in range(8 // bits):
@@ -199,15 +203,17 @@ def _split(packed: Bytes, bits: int) -> Bytes:
 
 
 def _codes(blocks: Bytes, start: int, count: int, run: int, bits: int) -> Bytes:
-    """Returns codes of `bits` bits, [blocks, weights], unpacked from `count` runs of `run` bytes that begin
-    at byte `start` of each block.
+    """Returns codes of `bits` bits, uint8 [blocks, weights], unpacked from `count` sequences of `run` bytes,
+    which begin at byte `start` of each block. The codes of a sequence are the lowest bits of all of its
+    bytes, then the next higher bits of all, and so on.
     """
     return _split(_field(blocks, start, count, run), bits).reshape(len(blocks), -1)
 
 
 def _join(low: Bytes, high: Bytes, bits: int) -> Bytes:
-    """Returns codes joined from their lowest `bits` bits in `low` and their other bits in `high`. All
-    arrays have the same shape."""
+    """Returns codes joined from their lowest `bits` bits in `low` and their other bits in `high`. All arrays
+    are uint8 of the same shape.
+    """
     return np.left_shift(high, bits, dtype=np.uint8) | low
 
 
@@ -300,8 +306,9 @@ def _mxfp4(blocks: Bytes) -> _Decoded:
 
 
 def _ternary_digits(packed: Bytes, count: int) -> Bytes:
-    """Returns the first `count` base-3 digits of fractions stored in bytes: [blocks, run] -> [blocks, count *
-    run].
+    """Returns the first `count` base-3 digits, most significant first, of fractions stored in bytes: [blocks,
+    bytes] -> [blocks, count * bytes], the first digit of every byte, then the second of every byte, and so
+    on.
 
     A byte b encodes b / 256, which is at or just above a fraction of five base-3 digits.
     """
@@ -350,8 +357,8 @@ _DECODERS: Mapping[BlockType, Callable[[Bytes], _Decoded]] = {
     BlockType("TQ2_0", 35, 256, 66): _tq2_0,
     BlockType("MXFP4", 39, 32, 17): _mxfp4,
 }
-"""Type of quantized GGUF tensors -> function that unpacks blocks, passed as bytes [blocks, size of
-a block].
+"""Quantized GGUF tensor type -> function that unpacks blocks, which are passed as uint8 [blocks, bytes of a
+block].
 """
 
 TYPES: Mapping[int, BlockType] = MappingProxyType({kind.number: kind for kind in (*_NUMBERS, *_DECODERS)})

@@ -34,9 +34,9 @@ from mlcbuild.models.rounding import f32
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: translates the GGUF file params["file"] in inputs["checkpoint"] to `config.json` and
-    `tensors.json` in `out`, in the form that models.action writes. Raises CheckpointError for an unsupported
-    architecture or a damaged file.
+    """Action of a build step: translates the GGUF file params["file"] in inputs["checkpoint"] to two files in
+    `out`: `config.json`, the normalised config of the model, and `tensors.json`, the names of the tensors
+    that make up each parameter. Raises CheckpointError for an unsupported architecture or a damaged file.
     """
     path = checkpoint_path(params, inputs)
     config = read_config(path)
@@ -61,7 +61,9 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _common(keys: GgufKeys, family: str) -> Fields:
-    """Returns the config.json fields that all model families have, read from the metadata of a GGUF file."""
+    """Returns those config.json fields that all model families have, read from the metadata of a GGUF file.
+    family: name of the file's architecture.
+    """
     heads = keys.integer("attention.head_count")
     hidden = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", max(hidden // heads, 1))
@@ -124,8 +126,9 @@ def _rope_scaling(keys: GgufKeys, architecture: str) -> Fields | None:
 
 
 def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:
-    """Returns those fields of YaRN's rope object in config.json that this GGUF architecture needs and others
-    lack; {} for most architectures."""
+    """Returns those fields of YaRN's rope object in config.json that models of this GGUF architecture need
+    and others lack; {} for most architectures.
+    """
     if architecture == "gpt-oss":
         return {"truncate": False}
     if architecture != "deepseek2":
@@ -152,9 +155,9 @@ def _floats(gguf: Gguf, name: str) -> list[float] | None:
 
 
 def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
-    """Returns a rotary embedding with Llama 3's frequency scaling. factors: the divisor of each frequency,
-    which llama.cpp stores instead of the rule. Raises CheckpointError if the factors do not follow Llama
-    3's rule.
+    """Returns a rotary embedding whose frequencies are divided by the factors that a GGUF file stores for
+    Llama 3's frequency scaling. factors: the divisor of each frequency. Raises CheckpointError if their
+    number is wrong, or one is not above 0 and below 1e6.
     """
     if len(factors) != len(rope.inv_freq) or not all(0 < factor < 1e6 for factor in factors):
         raise CheckpointError(
@@ -252,6 +255,6 @@ _EXTEND: Mapping[str, Callable[[GgufKeys], Fields]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
-"""GGUF architecture -> function that returns the config fields that only its family has. The architecture is
-also the model_type where the function returns no other.
+"""GGUF architecture -> function that returns the config.json fields that only this architecture's model
+family has. The architecture is also the model_type where the function returns no other.
 """

@@ -1,7 +1,7 @@
-"""Translates the metadata of GGUF files with experts into fields of config.json.
+"""Translates the metadata of GGUF files of models with experts into fields of config.json.
 
-What a file does not state, such as whether weights of experts are divided by their sum, is fixed for an
-architecture; the functions here set it as llama.cpp does.
+Properties that a file does not state, such as whether weights of experts are divided by their sum, are fixed
+for an architecture; the functions here set them as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from mlcbuild.checkpoints.gguf_keys import Fields, GgufKeys
 from mlcbuild.models.fields import ABSENT
 
 SOFTMAX, SIGMOID = 1, 2
-"""Values of expert_gating_func: the function from a router's logits to scores."""
+"""The two supported values of the metadata key expert_gating_func of GGUF files: numbers that stand for
+softmax and sigmoid, by which a model computes scores of experts from its router's logits.
+"""
 _DOWN = "ffn_down_exps.weight"
 
 
 def _counts(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields with the number of experts and the number that a token uses. Records a
-    problem if the tensors of the first layer with experts hold another number.
+    """Returns the config.json fields with the number of experts and the number that a token uses, from a GGUF
+    file. Records a problem in `keys` if the tensors of the first layer with experts hold another number of
+    experts.
     """
     count = keys.integer("expert_count")
     stacks = (tensor for name, tensor in keys.gguf.tensors.items() if name.endswith(_DOWN))
@@ -29,28 +32,33 @@ def _counts(keys: GgufKeys) -> Fields:
 
 
 def _size(keys: GgufKeys) -> int:
-    """Returns the number of hidden units of an expert. If the file does not state it, it is that of the
-    model's dense feed-forwards, which the file must then state.
+    """Returns the number of hidden units of an expert of the model in a GGUF file. If the file does not state
+    it, it is that of the model's dense feed-forwards, which the file must then state.
     """
     return keys.integer("expert_feed_forward_length", keys.integer("feed_forward_length"))
 
 
 def _dense_layers(keys: GgufKeys) -> list[int]:
-    """Returns the indices of the layers without a router."""
+    """Returns the indices of those layers of the model in a GGUF file that have no router, and so no
+    experts.
+    """
     layers = range(min(keys.integer("block_count"), len(keys.gguf.tensors)))
     return [index for index in layers if not keys.has_tensor(f"blk.{index}.ffn_gate_inp.weight")]
 
 
 def _leading_dense(keys: GgufKeys) -> int:
-    """Returns the number of layers before the first one with a router. It is read from the tensors' names,
-    because some files lack the metadata key for it."""
+    """Returns the number of layers before the first one with a router of experts. It is read from the names
+    of a GGUF file's tensors, because some files lack the metadata key for it.
+    """
     keys.count("leading_dense_block_count")
     dense = _dense_layers(keys)
     return next((number for number, index in enumerate(dense) if number != index), len(dense))
 
 
 def mixtral(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Mixtral, whose files have the architecture llama."""
+    """Returns the config.json fields of Mixtral, whose GGUF files have the architecture llama, from a GGUF
+    file.
+    """
     return {
         **_counts(keys),
         "model_type": "mixtral",
@@ -95,8 +103,8 @@ def _olmoe(keys: GgufKeys) -> Fields:
 
 
 def granite_scalars(keys: GgufKeys) -> Fields:
-    """Returns the fields of config.json with Granite's multipliers. logit_scale divides logits, as the
-    original's logits_scaling does.
+    """Returns the config.json fields with Granite's multipliers, from the metadata of a GGUF file. Its
+    logit_scale divides logits, as the original's logits_scaling does.
     """
     return {
         "attention_bias": keys.has_bias("attn_q"),
@@ -116,8 +124,9 @@ def _granite_moe(keys: GgufKeys) -> Fields:
 
 
 def _grouped(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of models whose first layers are dense and whose other layers have
-    shared experts in addition to those that a router chooses, in groups if the file states any.
+    """Returns, from a GGUF file, the config.json fields of models whose first layers are dense and whose
+    other layers have shared experts in addition to those that a router chooses, in groups if the file states
+    any.
     """
     return {
         **_counts(keys),
@@ -133,8 +142,9 @@ def _grouped(keys: GgufKeys) -> Fields:
 
 
 def _sigmoid_scores(keys: GgufKeys) -> None:
-    """Records a problem if a GGUF file states another function from a router's logits to scores than
-    sigmoid."""
+    """Records a problem in `keys` if a GGUF file states another function than sigmoid for computing experts'
+    scores from a router's logits.
+    """
     gating = keys.count("expert_gating_func") or SIGMOID
     if gating != SIGMOID:
         keys.refuse("expert_gating_func", f"must be {SIGMOID} (sigmoid) for this architecture, not {gating}")
@@ -156,9 +166,9 @@ def _glm4_moe(keys: GgufKeys) -> Fields:
 
 
 def _deepseek2(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of DeepSeek-V2 or, if the router's scores are sigmoids, of DeepSeek-V3.
-    A file may leave out whether they are sigmoids or a softmax; only models with sigmoids have a correction
-    of the scores.
+    """Returns the config.json fields of DeepSeek-V2 or, if the router's scores are sigmoids, of DeepSeek-V3,
+    from a GGUF file. Where its metadata do not state the function of the scores, it is sigmoid if the file
+    has tensors that correct scores, otherwise softmax.
     """
     is_corrected = any(".exp_probs_b." in name for name in keys.gguf.tensors)
     gating = keys.count("expert_gating_func") or (SIGMOID if is_corrected else SOFTMAX)
@@ -172,8 +182,9 @@ def _deepseek2(keys: GgufKeys) -> Fields:
 
 
 def _latent(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of latent attention. Files store it as attention with one head of keys,
-    whose sizes other keys then state, or with as many heads of keys as of queries.
+    """Returns the config.json fields of latent attention (ranks, head sizes) from a GGUF file. If it stores
+    attention as one head of keys, the head sizes are those of the metadata keys attention.key_length_mla and
+    value_length_mla, otherwise those of attention.key_length and value_length.
     """
     rotated = keys.integer("rope.dimension_count")
     lengths = {}
@@ -208,8 +219,8 @@ def _gpt_oss(keys: GgufKeys) -> Fields:
 
 
 def _ernie4_5_moe(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of ERNIE 4.5 with experts. The size of its shared experts is that of
-    their tensors: converters write another number, the quotient of two unrelated ones.
+    """Returns the config.json fields of ERNIE 4.5 with experts, from a GGUF file. The size of shared experts
+    is that of their tensors: converters write another number, the quotient of two unrelated ones.
     """
     size, dense = _size(keys), _dense_layers(keys)
     keys.get("expert_shared_feed_forward_length")
@@ -249,8 +260,8 @@ def _minimax_m2(keys: GgufKeys) -> Fields:
 
 
 def phi_lengths(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Phi-3 models with the size of the attention window, and with the
-    context length before rope scaling extended it.
+    """Returns the config.json fields of Phi-3 models with the size of the attention window in tokens, and
+    with the context length before rope scaling extended it, from the metadata of a GGUF file.
     """
     fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
     if keys.get("rope.scaling.original_context_length") is not None:
@@ -283,6 +294,6 @@ EXPERTS: Mapping[str, Callable[[GgufKeys], Fields]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
 }
-"""GGUF architecture with experts -> function that returns the config fields that only its family has, and
-the model_type where it differs from the architecture.
+"""GGUF architecture with experts -> function that returns the config.json fields that only this
+architecture's model family has, and the model_type where it differs from the architecture.
 """

@@ -1,7 +1,7 @@
-"""Names the tensors that make up each parameter of a model in a GGUF file.
+"""Lists the names of the tensors in a GGUF file that make up each parameter of a model.
 
-Tensors have the names of transformers' checkpoints, with one exception: experts and latent attention are
-stored in a form that is the same for all families, while checkpoints have several.
+Tensors get the names of transformers' checkpoints, with one exception: experts and latent attention are
+stored in a form that is the same for all model families, while checkpoints have several.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _EXPERTS: Names = {
     "mlp.experts.down.bias": ("mlp.experts.down_proj.bias",),
     "mlp.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
 }
-"""Parameter name within a layer -> tensor names, for parameters of experts that the table of all model
-families does not list."""
+"""Name of a parameter of experts within a layer -> names of its tensors in a GGUF file, in transformers'
+spelling. It adds parameters that the table of tensor names of all model families (models.family) lacks.
+"""
 
 
 def names_in_file(path: Path, config: ModelConfig) -> TensorNames:
-    """Returns which tensors of a GGUF file, as `gguf_tensors` names them, hold which parameter of its model.
-    Raises CheckpointError for a damaged file.
+    """Returns name of each parameter of a model -> the tensors of a GGUF file that hold it (as a
+    TensorNames), under the names that transformers' checkpoints give them. Raises CheckpointError for a
+    damaged file.
     """
     names = tensor_names(config)
     if not any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
@@ -46,8 +48,8 @@ def names_in_file(path: Path, config: ModelConfig) -> TensorNames:
 
 def _apart(name: str, pieces: tuple[Piece, ...], config: ModelConfig) -> tuple[Piece, ...]:
     """Returns the tensors of the parameter `name` in a GGUF file that stores each matrix of latent attention
-    as a stack with one matrix per head. pieces: the tensors that hold the parameter in GGUF files without
-    such stacks; for parameters other than these matrices, they are the result.
+    as a stack with one matrix for each head. pieces: the tensors that hold the parameter in GGUF files
+    without such stacks; they are returned for parameters other than these matrices.
     """
     for kind, tensor in (("attn.k_b.weight", KEYS), ("attn.v_b.weight", VALUES)):
         if name.endswith(kind):

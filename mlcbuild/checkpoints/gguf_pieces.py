@@ -29,12 +29,15 @@ _TYPES = "tokenizer.ggml.token_type"
 _PHI3 = frozenset({"<|assistant|>", "<|end|>", "<|placeholder1|>", "<|user|>"})
 """Control tokens of the vocabulary of Phi-3, Phi-3.5 and Phi-3.5-MoE, together in no other vocabulary."""
 _PHI3_KEEPS = frozenset({"<s>", "<unk>", "<|endoftext|>"})
-"""Special tokens of this vocabulary that keep white space after them."""
+"""Special tokens of the vocabulary of Phi-3 after which a tokenizer keeps white space when it encodes text;
+after its other special tokens it removes white space.
+"""
 
 
 def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes:
-    """Returns the bytes of a SentencePiece tokenizer.model with this vocabulary. If SentencePiece would
-    refuse it, adds a problem to `reader`.
+    """Returns the bytes of a SentencePiece tokenizer.model with the vocabulary of a GGUF file. If
+    SentencePiece would refuse the file, adds a problem to `reader`, the reader of the file's metadata; the
+    caller must then discard the bytes.
     """
     tokens, types = _escaped(vocabulary), _with_unknown(vocabulary, reader)
     _check_bytes(vocabulary, types, reader)
@@ -66,12 +69,12 @@ def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes
 
 
 def split_tokens(vocabulary: GgufVocabulary) -> dict[int, dict[str, Json]]:
-    """Returns id -> entry in tokenizer_config.json of the tokens that the tokenizer must split off before
-    SentencePiece adds its leading space.
+    """Returns token id -> entry in tokenizer_config.json, for the tokens that the tokenizer must split off
+    before SentencePiece adds its leading space.
 
     llama.cpp and the original models begin the text after such a token with a space. In Phi-3, white space
-    after special tokens is removed, which GGUF files do not state; without it, prompts would have a token
-    for each line break of the chat template.
+    after special tokens is removed, which GGUF files do not state; without it, prompts would have a token for
+    each line break of the chat template.
     """
     kinds = list(enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)))
     is_phi3 = _PHI3.issubset(token for _, (token, kind) in kinds if kind == CONTROL)
@@ -87,9 +90,9 @@ def split_tokens(vocabulary: GgufVocabulary) -> dict[int, dict[str, Json]]:
 
 
 def _check_table(table: bytes, reader: MetadataReader) -> None:
-    """Adds a problem to `reader` for a table of character replacements that would lead SentencePiece beyond
-    its end. The table is the size of a trie, the trie, and the replacements, each of which ends with a zero
-    byte; SentencePiece does not check where units of the trie point.
+    """Adds a problem to `reader`, the reader of a GGUF file's metadata, if SentencePiece's table of character
+    replacements would lead SentencePiece beyond the table's end. table: 4 bytes with the size of a trie, the
+    trie, and the replacements, each of which ends with a zero byte.
     """
     size = int.from_bytes(table[:4], "little")
     trie, texts = table[4 : 4 + size], table[4 + size :]
@@ -107,8 +110,8 @@ def _check_table(table: bytes, reader: MetadataReader) -> None:
 
 
 def _escaped(vocabulary: GgufVocabulary) -> list[str]:
-    """Returns the texts of all tokens, indexed by id. In user-defined tokens, where converters leave
-    spaces, each space becomes SentencePiece's "▁", unless another token has that text.
+    """Returns the texts of all tokens of a GGUF file's vocabulary, indexed by id. In user-defined tokens,
+    where converters leave spaces, each space becomes SentencePiece's "▁", unless another token has that text.
     """
     tokens = set(vocabulary.tokens)
     return [
@@ -124,8 +127,8 @@ def _index(types: list[int], kind: int) -> int | None:
 
 
 def _with_unknown(vocabulary: GgufVocabulary, reader: MetadataReader) -> list[int]:
-    """Returns the type of each token, indexed by id, changed so that exactly one token is the unknown one,
-    as SentencePiece requires.
+    """Returns the type of each token of a GGUF file's vocabulary, indexed by id, changed so that exactly one
+    token is the unknown one, as SentencePiece requires; adds a problem to `reader` if none is.
 
     Some files have more, Phi-3's 53. The others become control tokens, to which no merge leads.
     """

@@ -54,7 +54,7 @@ name.
 
 
 def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> None:
-    """Writes the tokenizer's files into the directory `out`.
+    """Writes the files of a GGUF file's tokenizer into the directory `out`.
 
     metadata: GGUF key -> string, number, bool, or a list or NumPy array of these. place: the beginning of
     each error message. The files are tokenizer.json or tokenizer.model, tokenizer_config.json,
@@ -80,8 +80,9 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
-    """Returns name of a tokenizer file -> its bytes; {} if the file names an unknown pre-tokenizer or lacks a
-    token that its kind of vocabulary needs, which `reader` then lists as a problem.
+    """Returns name of a tokenizer file -> its bytes, for the vocabulary of a GGUF file; {} if the GGUF file
+    names an unknown pre-tokenizer or lacks a token that its kind of vocabulary needs. Problems are added to
+    `reader`, the reader of the file's metadata. templates: name -> chat template.
     """
     if vocabulary.model == "gpt2":
         if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
@@ -116,8 +117,8 @@ def _adds(vocabulary: GgufVocabulary, role: str, default: bool) -> bool:
 
 
 def _tokenizer_json(vocabulary: GgufVocabulary, parts: Mapping[str, object]) -> dict[str, object]:
-    """Returns the JSON document of a tokenizer.json. parts: its fields that depend on the kind of
-    vocabulary.
+    """Returns the JSON document of a tokenizer.json. parts: those of its fields that depend on the kind of
+    vocabulary (byte-level BPE or WordPiece).
     """
     added = [
         {
@@ -142,8 +143,8 @@ def _tokenizer_json(vocabulary: GgufVocabulary, parts: Mapping[str, object]) -> 
 
 
 def _byte_level_parts(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str, object]:
-    """Returns those fields of a tokenizer.json for byte-level BPE that depend on the kind of vocabulary.
-    words: the pre-tokenizer that splits text into words.
+    """Returns those fields of a tokenizer.json that byte-level BPE and WordPiece fill differently, for
+    byte-level BPE. words: the pre-tokenizer that splits text into words.
     """
     kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     return {
@@ -206,7 +207,9 @@ def _config(vocabulary: GgufVocabulary, templates: Mapping[str, str], adds_bos: 
 
 
 def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
-    """Returns the JSON document of generation_config.json, which lists every token that ends a message."""
+    """Returns the JSON document of generation_config.json, which lists the ids of all tokens that end a
+    message.
+    """
     ends = {vocabulary.ids[role] for role in ("eos", "eot", "eom") if role in vocabulary.ids}
     named = {
         content: token
@@ -223,7 +226,8 @@ def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
 
 def _templates(metadata: Mapping[str, object], reader: MetadataReader) -> dict[str, str]:
     """Returns name -> text of the chat templates in a GGUF file's metadata; the template without a name is
-    called "default".
+    called "default". Templates that are invalid or too long become problems of `reader`, the metadata's
+    reader.
     """
     templates = {}
     for key in sorted(key for key in metadata if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")):

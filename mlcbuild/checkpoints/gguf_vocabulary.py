@@ -33,14 +33,18 @@ IDS = {
     "mask": "mask_token_id",
     "cls": "cls_token_id",
 }
-"""Role of a token, such as "eos" -> the metadata key that holds its id, in GGUF's spelling."""
+"""Role of a token, such as "eos" -> the last part of the metadata key tokenizer.ggml.<...> that holds its id,
+in GGUF's spelling.
+"""
 WORD_PIECE = ("sep", "mask", "cls")
-"""Roles of tokens that are read for WordPiece only; other kinds of vocabulary ignore these metadata keys."""
+"""Roles of tokens (keys of `IDS`) whose ids are read from a GGUF file's metadata only if its vocabulary is
+for WordPiece.
+"""
 FLAGS = (
     *("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces"),
     *("normalizer.lowercase", "normalizer.strip_accents"),
 )
-"""Names of the tokenizer's metadata keys that are true or false."""
+"""Last parts of those metadata keys tokenizer.ggml.<...> of a GGUF file whose values are true or false."""
 CONVERT = "convert the model again with a current converter, or use another file"
 _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 
@@ -53,14 +57,16 @@ class GgufVocabulary:
     tokens: list[str]
     types: list[int]
     scores: list[float]
-    """Score of each token, indexed by id, by which SentencePiece chooses among segmentations; empty for BPE
-    with merges.
+    """Score of each token, indexed by id, by which SentencePiece chooses among segmentations; empty for
+    byte-level BPE and WordPiece.
     """
     merges: list[tuple[str, str]]
-    """Pairs of tokens to merge, in the order in which they are tried; empty for SentencePiece."""
+    """Pairs of tokens to merge, in the order in which byte-level BPE tries them; empty for other
+    tokenizers.
+    """
     pre_tokenizer: str
     ids: Mapping[str, int]
-    """Role of a token, such as "bos" -> its id. Roles that the file does not state are absent."""
+    """Role of a token, such as "bos" -> its id. Roles that the GGUF file does not state are absent."""
     flags: Mapping[str, bool]
     """Name of a tokenizer flag, one of `FLAGS` -> its value in the GGUF file. Flags that the GGUF file does
     not state are absent.
@@ -70,7 +76,9 @@ class GgufVocabulary:
 
 
 class MetadataReader:
-    """Reads values of GGUF metadata by key, and collects problems: sentences that begin with the key."""
+    """Reads values of a GGUF file's metadata by key, and collects problems: sentences that begin with the
+    key.
+    """
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
@@ -81,7 +89,7 @@ class MetadataReader:
 
     def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
         """Returns the value of a metadata key, or None if the key is absent. If the value is not exactly of
-        type `kind`, adds a problem and returns None.
+        type `kind`, adds an error message to the attribute `problems` and returns None.
         """
         value = _plain(self._metadata.get(key))
         if value is None or type(value) is kind:
@@ -102,8 +110,9 @@ class MetadataReader:
         return value
 
     def array(self, key: str, kinds: tuple[type, ...], limit: int = LARGEST_ARRAY) -> Sequence[object] | None:
-        """Returns the array under a metadata key, or None if the key is absent. Adds a problem and returns
-        None if the array is longer than `limit` or an entry's type is not one of `kinds`.
+        """Returns the array under a metadata key as a list, or None if the key is absent. Adds an error
+        message to the attribute `problems` and returns None if the array is longer than `limit` or an entry's
+        type is not one of `kinds`.
         """
         value = self._metadata.get(key)
         if value is None:
@@ -178,7 +187,9 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
 
 
 def _normalization(reader: MetadataReader) -> bytes:
-    """Returns SentencePiece's compiled table of character replacements; b"" if the file has none."""
+    """Returns SentencePiece's compiled table of character replacements from a GGUF file's metadata; b"" if
+    the file has none, or if it is invalid, which becomes a problem of `reader`, the metadata's reader.
+    """
     key = "tokenizer.ggml.precompiled_charsmap"
     entries = [entry for entry in reader.array(key, (int,)) or () if isinstance(entry, int)]
     wrong = next((i for i, entry in enumerate(entries) if not -128 <= entry <= 255), None)
@@ -189,8 +200,8 @@ def _normalization(reader: MetadataReader) -> bytes:
 
 
 def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]) -> bool:
-    """Returns True if `name`, the value of the metadata key `key`, is one of `names`; otherwise adds a
-    problem to `reader` and returns False.
+    """Returns True if `name`, the value of the key `key` in a GGUF file's metadata, is one of `names`;
+    otherwise adds an error message to the problems of `reader`, the metadata's reader, and returns False.
     """
     if name in names:
         return True
@@ -201,7 +212,7 @@ def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]
 
 def shown(value: object) -> str:
     """Returns the beginning of a metadata value as text for an error message, with special characters
-    escaped.
+    escaped; for an array, only its length.
     """
     if (count := _count(value)) is not None:
         return f"an array of {count}"
@@ -255,8 +266,9 @@ def _tokens(reader: MetadataReader) -> list[str]:
 
 
 def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, int]:
-    """Returns role of a token -> its id. size: number of tokens in the vocabulary; more: roles of
-    `WORD_PIECE` to read as well.
+    """Returns role of a token (a key of IDS) -> its id, from a GGUF file's metadata. size: number of tokens;
+    ids outside 0..size-1 become problems of `reader`, the metadata's reader. more: those of the roles "sep",
+    "mask" and "cls" to read as well.
     """
     ids = {}
     for role, name in IDS.items():
@@ -277,8 +289,8 @@ def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, in
 
 def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
     """Returns the type of each token by id, one of GGUF's integers 1 to 6 such as NORMAL, CONTROL or BYTE; []
-    after adding a problem to `reader` for an invalid type. pieces: True if the tokenizer is SentencePiece's,
-    which has types for bytes and for the unknown token.
+    for an invalid type, which becomes a problem of `reader`, the reader of the GGUF file's metadata. pieces:
+    True if the tokenizer is SentencePiece's, which has types for bytes and for the unknown token.
     """
     key = "tokenizer.ggml.token_type"
     entries = reader.array(key, (int,))

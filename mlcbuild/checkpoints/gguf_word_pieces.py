@@ -1,6 +1,7 @@
 """Describes the WordPiece tokenizer of a GGUF file as BERT's tokenizer.json does.
 
-llama.cpp marks the beginning of a word with "▁" where BERT's vocabulary marks the other pieces with "##".
+llama.cpp marks the beginning of a word with "▁", whereas BERT's vocabulary marks all tokens that do not begin
+a word with "##".
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ longer word becomes the token for unknown words.
 
 
 def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVocabulary:
-    """Returns the vocabulary with the texts of BERT's vocabulary and all roles of tokens. Adds a problem to
-    `reader` if the token that begins a text, ends it or stands for an unknown word is missing.
+    """Returns the WordPiece vocabulary of a GGUF file with its tokens written as in BERT's vocabulary ("##"
+    before a token that does not begin a word) and with the ids of special tokens that their names reveal.
+    Adds a problem to `reader`, the reader of the file's metadata, if [CLS], [SEP] or [UNK] is missing.
 
     Files without roles name their tokens as BERT does, and old ones have neither BOS nor EOS.
     """
@@ -60,8 +62,9 @@ def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVo
 
 
 def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
-    """Returns those fields of a tokenizer.json for WordPiece that depend on the kind of vocabulary.
-    vocabulary: the result of `as_word_pieces`.
+    """Returns those fields of a tokenizer.json that depend on the kind of tokenizer (normalizer,
+    pre_tokenizer, post_processor, decoder, model), for WordPiece. vocabulary: a GGUF file's vocabulary with
+    its tokens written as in BERT's ("##" before a token that does not begin a word).
     """
     lowercase = vocabulary.flags.get("normalizer.lowercase", _is_uncased(vocabulary))
     first, last = (vocabulary.tokens[vocabulary.ids[role]] for role in ("cls", "sep"))
@@ -107,8 +110,8 @@ def _special(name: str, kind: int) -> Json:
 
 
 def _original(token: str, words: set[str]) -> str:
-    """Returns the text of a token in BERT's vocabulary: a word without the "▁" at its beginning, or any other
-    piece with "##" before it. words: all tokens that begin with "▁".
+    """Returns the text of a token of a GGUF file in BERT's vocabulary: a word without the "▁" at its
+    beginning, or any other token with "##" before it. words: all tokens that begin with "▁".
 
     Old converters stored special tokens in brackets, such as [CLS], without "▁"; they are returned unchanged.
     """
@@ -119,8 +122,8 @@ def _original(token: str, words: set[str]) -> str:
 
 
 def _is_uncased(vocabulary: GgufVocabulary) -> bool:
-    """Returns True if no word of the vocabulary has a capital letter from A to Z, so that text must be
-    lowercased: old files do not state it, and llama.cpp then lowercases for every vocabulary.
+    """Returns True if no word of a GGUF file's vocabulary has a capital letter from A to Z, so that text must
+    be lowercased: old files do not state it, and llama.cpp then lowercases for every vocabulary.
     """
     return not any(
         "A" <= letter <= "Z"

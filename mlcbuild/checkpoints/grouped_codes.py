@@ -25,8 +25,8 @@ Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
 matrix's codes [rows, columns], or of its scales, zero points or minima [rows, groups].
 """
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
-"""(type, least integer, greatest integer) of the tensor types whose weights are an integer times a
-float16.
+"""(name of a GGUF tensor type whose weights are an integer times a float16, least integer, greatest
+integer).
 """
 _WITH_MINIMUM = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1", 6: "Q6_1"}
 """Bits of a code -> name of the tensor type whose weights are code * float16 scale + float16 minimum."""
@@ -47,24 +47,34 @@ class GroupedMatrix:
     """Number of consecutive columns of a matrix row that share a scale; the last such group may be
     shorter."""
     codes: Read
-    """Function that reads the integer codes of some rows of the matrix: uint8 [rows, columns]."""
+    """Function from (reader of the checkpoint's files, first row, number of rows) to the integer codes of
+    these rows of the matrix, uint8 [rows, columns].
+    """
     scales: Read
-    """Function that reads the scales of some rows of the matrix: float32 [rows, groups]."""
+    """Function from (reader of the checkpoint's files, first row, number of rows) to the scales of these rows
+    of the matrix, float32 [rows, groups].
+    """
     zeros: Read | None = None
-    """Function that reads the zero points of some rows as integers, [rows, groups]; None: the matrix has
-    none.
+    """Function from (reader of the checkpoint's files, first row, number of rows) to the zero points of these
+    rows as integers, [rows, groups]; None: the matrix has no zero points.
     """
     minima: Read | None = None
-    """Function that reads the minima of some rows: float32 [rows, groups]; None: the matrix has none."""
+    """Function from (reader of the checkpoint's files, first row, number of rows) to the minima of these
+    rows, float32 [rows, groups]; None: the matrix has none.
+    """
     places: NDArray[np.intp] | None = field(default=None, compare=False)
-    """Column -> index of its group, if groups are not made of consecutive columns; None if they are."""
+    """Column of the matrix -> index of its group, if groups are not made of consecutive columns; None if they
+    are.
+    """
     kind: str = "F32"
     """Name of the tensor type in which the values of this matrix can be stored unchanged; "F32" if only
     float32 can hold them.
     """
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns]."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns].
+        reader: reads the checkpoint's files.
+        """
         rows: Floats = self.codes(reader, first, count).astype(np.float32)
         if self.zeros is not None:
             rows -= self._spread(self.zeros(reader, first, count).astype(np.float32))
@@ -84,8 +94,9 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group, axis=1)[:, : self.columns]
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns `count` rows of the matrix from row `first` on, without dequantizing them: as codes and
-        scales.
+        """Returns `count` rows of the matrix from row `first` on, not dequantized: integer codes, [count,
+        columns], and a scale and perhaps a minimum for every 32 columns. reader: reads the checkpoint's
+        files.
         """
         codes, scale = self.codes(reader, first, count), self.scales(reader, first, count)
         minimum = None if self.minima is None else self.minima(reader, first, count)
@@ -105,8 +116,9 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group // GROUP, axis=1)[:, : self.columns // GROUP]
 
     def tensor(self, parts: StoredParts, note: str = "", name: str = "weight") -> ComputedTensor:
-        """Returns this matrix as the tensor `name` of a module of the model, whose rows are computed when
-        they are read. parts: the stored tensors of the module; note: a remark for the log.
+        """Returns this matrix as the tensor `name` of a module of the model (one layer's projection); its
+        rows are computed when they are read. parts: the stored tensors of the module; note: a remark for the
+        log.
         """
         matrix = replace(self, kind=self._kind())
         unpack = None if matrix.kind == "F32" else matrix.unpack
@@ -139,7 +151,7 @@ class GroupedMatrix:
 
 
 def is_half(numbers: NDArray[Any]) -> bool:
-    """Returns True if every number is finite and exactly representable as float16."""
+    """Returns True if every one of the numbers is finite and exactly representable as float16."""
     with np.errstate(all="ignore"):
         half = numbers.astype(np.float16)
     return bool(np.isfinite(half).all() and (half == numbers).all())
