@@ -103,9 +103,8 @@ class CompileError(StepError):
 
 class VerificationError(StepError):
     figures: Mapping[str, float] = MappingProxyType({})
-    """Name of a figure of the verification -> value; empty if the bundle could not be run, or if another
-    machine of a cluster verified it.
-    """
+    """Name of a figure that the verification measured, such as "kl_mean" -> value; empty if the bundle could
+    not be run, or if another machine of a cluster verified it."""
 
 
 class ProvenanceError(MlcbuildError):
@@ -117,9 +116,8 @@ class StoreError(MlcbuildError):
 
 
 class LostBlobError(StoreError):
-    """The error for a file of a store that is missing, or was removed because its bytes were wrong. A new
-    plan builds its step again.
-    """
+    """The error for a file of a store that is missing, or was removed because its bytes were wrong. When the
+    build is planned again, the step that wrote the file runs again."""
 
 
 class RemoteError(MlcbuildError):
@@ -141,13 +139,13 @@ _COMPARED = 500
 up to 2 ms.
 """
 _LONGEST = 100
-"""Maximum length of a name that is compared, since the time grows with its square."""
+"""Maximum number of characters of a name for which similar names are searched, since that time grows with the
+square of the length."""
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown name: the most similar valid name, or the list
-    of all valid ones. word: the unknown name.
-    """
+    """Returns the end of an error message about an unknown name `word`: "did you mean" the most similar valid
+    name or, if none is similar, the list of valid names."""
     names = sorted(valid)
     if (closest := closest_name(word, names)) is not None:
         return f"did you mean '{closest}'?"
@@ -162,9 +160,8 @@ def closest_name(word: str, valid: Iterable[str]) -> str | None:
 
 
 def close_names(word: str, valid: Iterable[str]) -> list[str]:
-    """Returns the valid names of which `word` may be a misspelling. If there are many, only those with its
-    first letter are compared.
-    """
+    """Returns up to 10 valid names of which `word` may be a misspelling. Of more than 500 valid names, only
+    those with the first letter of `word` are compared."""
     names = [name for name in valid if abs(len(name) - len(word)) < _LONGEST > len(name)]
     if len(word) > _LONGEST:
         return []
@@ -178,26 +175,29 @@ LONGEST_MESSAGE = 2000
 
 
 def shortened(text: str) -> str:
-    """Returns the text of one problem. If it is longer than LONGEST_MESSAGE, its middle is left out: what is
-    quoted is long, while the place stands at the beginning and the remedy at the end."""
+    """Returns an error message; if it is longer than LONGEST_MESSAGE characters, "..." replaces its middle,
+    which quotes input. The place stands at the beginning, and the remedy at the end."""
     part = LONGEST_MESSAGE // 2 - 2
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:part]}...{text[-part:]}"
 
 
 def one_line(text: str) -> str:
-    """Returns the text as one line, in which everything but visible characters and spaces is escaped."""
+    """Returns a text as one line: every character that is not printable, such as a newline, is written as an
+    escape sequence."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe_lines(text: str) -> str:
-    """Returns the text with `one_line` applied to each line, since printed text may quote untrusted input."""
+    """Returns a text with the same lines in which every character that is not printable is written as an
+    escape sequence, since printed text may quote untrusted input. Tabs become spaces."""
     return text if text.isprintable() else "\n".join(map(one_line, text.expandtabs().split("\n")))
 
 
 def _likeness(one: str, other: str) -> float:
-    """Returns the similarity of two texts, 0 to 1, computed in both directions.
+    """Returns the similarity of two texts, 0 to 1: the larger of SequenceMatcher's ratios for (one, other)
+    and (other, one).
 
     Among equally long matches SequenceMatcher prefers the first in its first text, so swapped letters are
     recognised in one direction only.

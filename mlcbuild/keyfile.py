@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _LARGEST = 1 << 16
-"""Maximum size in bytes of a file with a key."""
+"""Maximum size in bytes of a PEM file with a signing key."""
 _PUBLIC = re.compile(r"ed25519:[A-Za-z0-9_-]{43}")
 
 
 @dataclass(frozen=True)
 class Signer:
-    """An ed25519 private key, with the name of its public half."""
+    """An ed25519 private key for signatures, and the text that names its public key."""
 
     public: str
     private: Ed25519PrivateKey = field(repr=False)
@@ -38,12 +38,14 @@ class Signer:
 
 
 def is_public(text: str) -> bool:
-    """Returns True if a text has the form in which mlcbuild writes public keys."""
+    """Returns True if a text is an ed25519 public key as mlcbuild writes it: "ed25519:" and 43 characters of
+    URL-safe base64 for 32 bytes."""
     return bool(_PUBLIC.fullmatch(text)) and len(_decoded(text)) == 32
 
 
 def is_right(public: str, signature: bytes, message: bytes) -> bool:
-    """Returns True if `signature` is a valid ed25519 signature of the message by the key `public`."""
+    """Returns True if `signature` is a valid ed25519 signature of `message` by a key. public: the public key
+    as "ed25519:" and URL-safe base64."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -26,16 +26,14 @@ def memory() -> int:
 
 
 def kind() -> str:
-    """Returns the processor and the number of cores, such as "Some Processor, 8 cores". Machines with equal
-    text count as equally fast.
-    """
+    """Returns the processor and the number of cores of this machine, such as "Some Processor, 8 cores".
+    Machines with equal text count as equally fast."""
     return f"{_processor()}, {cores()} cores"
 
 
 def label(machine_kind: str) -> str:
-    """Returns the label of cluster workers that run on one kind of machine. machine_kind: a result of
-    `kind`.
-    """
+    """Returns "machine " and `machine_kind`: the label by which a cluster's scheduler finds workers on one
+    kind of machine. machine_kind: processor and number of cores, such as "Some Processor, 8 cores"."""
     return f"machine {machine_kind}"
 
 

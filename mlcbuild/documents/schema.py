@@ -39,17 +39,17 @@ _COMPARED_KEYS = 20
 
 @dataclass(frozen=True)
 class SchemaError:
-    """A violation of a JSON schema: the path of the value in the document, and the message."""
+    """A violation of a JSON schema: the path (keys and indices) of the value in the document, and the error
+    message."""
 
     where: Where
     message: str
     on_key: bool = False
-    """Part of a mapping entry that violates the schema: True for its key, False for the value under
-    the key."""
+    """True if the key of a mapping entry violates the schema, False if a value does: the entry's, or an item
+    of a list."""
     is_misspelt: bool = False
-    """True if this required key is absent because it is misspelt. Users then read the message about the
-    unknown key in its place.
-    """
+    """True if a required key is absent because it is misspelt. No message is shown then: the one about the
+    unknown key stands for both."""
 
 
 def schema(name: Name) -> Schema:
@@ -87,13 +87,15 @@ def typed(document: Document, name: Name) -> Document:
 
 
 def findings(document: Document, name: Name) -> Iterator[SchemaError]:
-    """Yields every violation of the JSON schema `name` in a document."""
+    """Yields every violation of a JSON schema in a document. name: "recipe" or "target", the schema to
+    use."""
     _, validator = _checker(name)
     return (item for error in validator.iter_errors(document.data) for item in _sentences(error))
 
 
 def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]:
-    """Returns violations of a JSON schema as problems with positions in the document's file."""
+    """Returns violations of a JSON schema as problems with line and column in the document's file. Keys that
+    are absent because they are misspelt are left out."""
     return [
         (document.key_place if item.on_key else document.place)(item.where).problem(item.message)
         for item in errors
@@ -137,7 +139,8 @@ def _checker(name: Name) -> tuple[Schema, Validator]:
 
 
 def _references(root: Schema) -> Callable[..., Iterator[ValidationError]]:
-    """Returns the function that validates `$ref` in a schema whose references are all `#/...`.
+    """Returns the function that validates the keyword `$ref` in a JSON schema whose references are all
+    `#/...`.
 
     jsonschema resolves a reference anew for each value, which takes a third of the time for thousands of
     models.
@@ -179,9 +182,8 @@ def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[Vali
 
 
 def _without_variables(rule: Data) -> Data:
-    """Returns a schema without the alternative "${name}", which is allowed in place of a number only before
-    variables are substituted.
-    """
+    """Returns a copy of a JSON schema in which numbers may not be written as text "${name}": that is allowed
+    only before variables are substituted."""
     if isinstance(rule, list):
         return [_without_variables(item) for item in rule]
     if not isinstance(rule, dict):
@@ -193,7 +195,8 @@ def _without_variables(rule: Data) -> Data:
 
 
 def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
-    """Yields a JSON schema, and the schemas under its `$ref` and `then`, which apply to the same value."""
+    """Yields a JSON schema, and the schemas under its `$ref` and `then`, which apply to the same value. root:
+    the whole schema, in which references are resolved."""
     yield rule
     target = rule.get("$ref")
     if isinstance(target, str):
@@ -203,7 +206,8 @@ def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
 
 
 def _definition(root: Schema, reference: str) -> Schema:
-    """Returns the part of a JSON schema that a reference such as `#/$defs/name` names."""
+    """Returns the definition in a JSON schema that a reference such as `#/$defs/name` names. root: the whole
+    schema."""
     part: Data = root
     for name in reference.removeprefix("#/").split("/"):
         part = part[name] if isinstance(part, dict) else None
@@ -211,9 +215,9 @@ def _definition(root: Schema, reference: str) -> Schema:
 
 
 def _child(rules: list[Schema], key: str | None) -> Schema:
-    """Returns the JSON schema of the value under a key, or of a list's items if `key` is None; {} if there
-    is none.
-    """
+    """Returns the JSON schema of the value under `key` in a mapping or, if `key` is None, of a list's items;
+    {} if none is defined. rules: schemas that all apply to that mapping or list; the first with a definition
+    counts."""
     for rule in rules:
         properties = rule.get("properties")
         child = rule.get("items") if key is None else None
@@ -269,9 +273,8 @@ def _sentences(error: ValidationError) -> Iterator[SchemaError]:
 
 
 def _demand(error: ValidationError, rule: Schema) -> str:
-    """Returns what a JSON schema requires of a value, such as "must be at least 1", as the end of a
-    sentence.
-    """
+    """Returns the rule of a JSON schema that a value violates, such as "must be at least 1", for the end of
+    an error message."""
     limit = cast(Any, error.validator_value)
     kind = str(error.validator)
     if kind == "type":
@@ -302,7 +305,8 @@ def _purpose(rule: Schema, key: str) -> str:
 
 
 def _misspelt(value: Mapping[str, Data], rule: Schema) -> set[str | None]:
-    """Returns the keys of a JSON schema of which the first unknown keys of a mapping are misspellings."""
+    """Returns those keys of a JSON schema that unknown keys of the mapping `value` resemble, so are probably
+    meant. Only the first 20 unknown keys are compared; None in the set: one resembles no key."""
     # The only rule with required keys and without properties is the `else` of targets.
     properties = cast(Schema, rule.get("properties") or _checker("target")[0]["properties"])
     unknown = islice((key for key in value if key not in properties), _COMPARED_KEYS)
@@ -328,9 +332,8 @@ def _repeated(where: Where, items: list[Data]) -> Iterator[SchemaError]:
 
 
 def _hint(value: object, rule: Schema) -> str:
-    """Returns a hint for an error message how to write a value that YAML read with another type than
-    intended; "" if there is none.
-    """
+    """Returns the end of an error message with a hint how to write a value that YAML read as another type
+    than intended, such as " (remove the quotes)"; "" if there is no hint."""
     if isinstance(value, dict) and list(value.values()) == [None] and "string" in _types(rule):
         return f' (put it in quotes: "{{{next(iter(value))}}}")'
     if not isinstance(value, str):

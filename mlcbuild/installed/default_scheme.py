@@ -36,16 +36,16 @@ class SchemeChoice:
 
     scheme: str
     reason: str
-    """The reason for the choice, in words that follow the scheme's name in a message, such as "which fits
-    this CPU". It names the alternative scheme if there was one.
-    """
+    """The reason why the quantization scheme was chosen, to follow the scheme's name in a message, such as
+    "which fits this CPU". If a scheme with 8 or with 4 bits was the alternative, the reason names it."""
 
 
 def choose_scheme(words: str, count: int | None = None, memory: int | None = None) -> SchemeChoice:
-    """Chooses the quantization scheme for a model for which the user named none.
+    """Chooses the quantization scheme for a model if the user named none, and returns its name with the
+    reason.
 
-    words: the machine as `machine_words` describes it. count: number of the model's parameters; None if it
-    is unknown. memory: bytes for weights and everything else; None: this machine's.
+    words: triple, processor and features of the machine, separated by spaces. count: number of the model's
+    parameters; None if it is unknown. memory: bytes for weights and everything else; None: this machine's.
     """
     by_bits = _schemes(words)
     four, eight = by_bits[4], by_bits[8]

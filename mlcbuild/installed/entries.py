@@ -65,7 +65,8 @@ class InstalledModel:
     choice: str = ""
     """"default" if mlcbuild chose the bundle's quantization scheme; "" if the user named it."""
     files: Stats = field(default_factory=dict)
-    """The stats of a local checkpoint's files when the bundle was built; empty for an address."""
+    """File name -> (size in bytes, mtime in ns) of the local checkpoint from which the bundle was built;
+    empty if it came from an oci:// or hf:// address."""
 
     @property
     def name(self) -> str:

@@ -63,9 +63,9 @@ def write(model: str) -> FirstRecipe:
 
 
 def _source(model: str) -> str:
-    """Returns the source of a model as YAML, relative to this directory. Raises UsageError if the checkpoint
-    is this directory, since bundles would then be written into it.
-    """
+    """Returns the model's path or hf:// address as YAML text; a path below the working directory begins with
+    "./". Raises UsageError if the path does not exist, or is the working directory, into which bundles would
+    be written."""
     if "://" in model:
         return json.dumps(model, ensure_ascii=False)
     path = Path(model)

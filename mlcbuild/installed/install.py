@@ -24,11 +24,13 @@ RECIPE = "recipe.yaml"
 
 
 def install(source: str, target: str, options: InstallOptions) -> InstalledModel:
-    """Builds or downloads the bundle of a source, and returns it as an installed model.
+    """Builds or downloads the bundle of a model, and returns it as an installed model.
 
-    source: an address, or the absolute path of a checkpoint. target: this machine, as `machine_words`
-    describes it. Raises UsageError, and the exceptions of building and downloading; KeyboardInterrupt if the
-    build was interrupted. The directory of an installed model that got no bundle is removed.
+    source: an oci:// or hf:// address, or the absolute path of a checkpoint. target: triple, processor and
+    features of this machine, separated by spaces. Raises UsageError for a wrong scheme or source, StoreError
+    if the store cannot be written, SourceError or PublishError if a download fails, the error of the first
+    build step that fails, and KeyboardInterrupt if the build was interrupted. The model's new directory is
+    removed if it got no bundle.
     """
     named = options.scheme
     if named is not None and named not in (names := (*SCHEMES, as_is.NAME)):
@@ -62,9 +64,9 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
 
 
 def _is_published(source: str) -> bool:
-    """Returns True if an address names a published bundle, False if it names a checkpoint. A hub is queried.
-    Raises UsageError if it holds neither, or the hub cannot be queried.
-    """
+    """Returns True if an address (oci:// or hf://) names a published bundle, False if it names a checkpoint
+    or `source` is a path. For hf:// the hub is queried. Raises UsageError if it holds neither or the address
+    is wrong, SourceError if the hub cannot be queried."""
     if "://" not in source:
         return False
     if source.startswith("oci://"):
@@ -88,8 +90,9 @@ def _is_published(source: str) -> bool:
 
 
 def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions) -> None:
-    """Writes a recipe for an installed model, and builds its bundle. chosen: the quantization scheme. Raises
-    UsageError for a model that cannot be built, and the error of the first step that fails."""
+    """Writes a recipe into the directory of the new entry in the store, and builds its bundle there. chosen:
+    the quantization scheme. Raises UsageError for a model that cannot be built, and the error of the first
+    build step that fails."""
     recipe, model = entry.directory / RECIPE, entry.name.removesuffix(f"-{entry.scheme}")
     recipe.write_text(recipe_text(model, entry.source, entry.scheme), encoding="utf-8")
     try:

@@ -82,9 +82,9 @@ def _installed(source: str, options: InstallOptions) -> Path:
 
 
 def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | None:
-    """Returns the installed model of a source if it can be used unchanged; None otherwise. words: this
-    machine, as `machine_words` describes it.
-    """
+    """Returns the complete bundle in the store that was made from `source` for this machine, with the scheme
+    that the user named or else any; None if there is none. words: triple, processor and features of this
+    machine, separated by spaces. Raises UsageError if a scheme is named for a downloaded bundle."""
     usable = [
         entry
         for entry in entries.read(options.root)
