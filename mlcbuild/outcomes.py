@@ -1,6 +1,5 @@
-"""Defines the results of a session: plans, and for each variant its bundle, its figures and the log of the
-run.
-"""
+"""Defines what planning and running a recipe return: plans, and for each variant its bundle, its measured
+accuracy and speed, and the log of the run."""
 
 from __future__ import annotations
 
@@ -37,12 +36,12 @@ class RecipePlan:
     """The plan of a recipe: the steps that a run would execute, and those whose results it would reuse."""
 
     plan: Plan
-    """The plan of every step, in the order of the graph."""
+    """The plan of every step, in the order of the dependency graph."""
     products: tuple[Product, ...]
-    """The steps of each selected variant."""
+    """The names of each selected variant's steps."""
     memory: Mapping[str, dict[str, int] | None]
     """Name of a variant -> {"weights", "kv_cache", "workspace": bytes of memory while its bundle is served},
-    without the workspace before the compilation; None for a model that is not downloaded yet."""
+    without "workspace" before its library is compiled; None for a model that is not downloaded yet."""
 
     @property
     def steps(self) -> tuple[Planned, ...]:
@@ -55,14 +54,14 @@ class Explanation:
 
     planned: Planned
     changes: tuple[Change, ...]
-    """The differences from the most similar earlier record of this step; () while an input is not built."""
+    """The differences from the most similar earlier record of this step; () if there is no such record, or
+    while an input of the step is not built."""
 
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant of a recipe in a run: its outcome, its figures, and its bundle if there is
-    one.
-    """
+    """The result of one variant of a recipe in a run: its status, its measured accuracy and speed, and its
+    bundle if there is one."""
 
     product: Product
     status: Status
@@ -71,11 +70,11 @@ class VariantResult:
     note: str = ""
     """The reason why the variant has no bundle, or why it was not verified; "" otherwise."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Figures of verification (kl_mean, top1_agreement, perplexity ...) and of speed (speed_decode_8, tokens
-    per second), as far as they were computed."""
+    """Name -> value of what was measured: accuracy (kl_mean, top1_agreement, perplexity ...) and speed in
+    tokens per second (speed_prefill, speed_decode_8 ...); empty if nothing was."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """The JSON document of the step that chose formats under a budget of size or loss, with the bits of each
-    matrix and the curve of KL divergence against bytes; {} without a budget."""
+    matrix and the curve of KL divergence against bytes; {} if the variant has no budget."""
 
     @property
     def name(self) -> str:
@@ -84,7 +83,7 @@ class VariantResult:
 
     @property
     def bundle(self) -> Path | None:
-        """Returns the absolute path of the finished bundle; None if there is none."""
+        """Returns the absolute path of the variant's finished bundle; None if there is none."""
         return self.product.variant.output if self.is_done else None
 
     @property
@@ -93,7 +92,8 @@ class VariantResult:
 
     @property
     def words(self) -> str:
-        """Returns the message of the error with which the variant failed, or its note if it did not fail."""
+        """Returns the message of the error with which the variant failed, or the reason why it has no bundle
+        or was not verified; "" if there is none."""
         return str(self.error) if self.error is not None else self.note
 
 
@@ -131,20 +131,19 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Returns True if every selected step has a result and every bundle is in its directory."""
+        """Returns True if every selected step has a result and every bundle was written to its directory."""
         return self.run.ok and not self.failures
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code of `mlcbuild run`: 0, 130 when interrupted, otherwise that of the
-        failures."""
+        """Returns the exit code of `mlcbuild run`: 0, 130 when interrupted, otherwise that of the error that
+        made a step or a bundle fail."""
         errors = [item.error.exit_code for item in self.variants if item.error is not None]
         return self.run.exit_code or max(errors, default=0)
 
     def check(self) -> None:
-        """Raises the first error of the run, or MlcbuildError if the run was interrupted; does nothing
-        otherwise.
-        """
+        """Raises the first error of the run, or MlcbuildError if the run was interrupted; does nothing if it
+        succeeded."""
         for error in self.failures:
             raise error
         if self.run.interrupted:
@@ -154,9 +153,8 @@ class Result:
 
 
 def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) -> tuple[VariantResult, ...]:
-    """Merges the results of two attempts of a run, and returns those of the later one. A bundle that the
-    earlier attempt wrote counts as built.
-    """
+    """Merges the results of a run's variants from two attempts, and returns those of the later attempt. A
+    bundle that only the earlier one wrote has the status "built" and not "reused"."""
     written = {item.name for item in before if item.status == "built"}
     return tuple(
         replace(item, status="built") if item.status == "reused" and item.name in written else item
@@ -200,8 +198,8 @@ def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]
 def _failure(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> str:
     """Returns a text that says how a variant failed.
 
-    If `verify` refused the bundle, moves the bundle of an earlier run away, so that nobody ships it by
-    mistake.
+    If the step `verify` refused the bundle, moves the bundle of an earlier run away from the output
+    directory, so that nobody ships it by mistake.
     """
     verified = steps.get(run.pipeline.graph.resolve(product.verify)) if product.verify is not None else None
     if verified is None or not isinstance(verified.error, VerificationError):
@@ -250,9 +248,8 @@ def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) ->
 
 
 def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
-    """Returns speed_prefill, speed_decode_1 and speed_decode_<largest batch> of a bundle, in tokens per
-    second; {} without a measurement. measured: result of the step that measured them, or None.
-    """
+    """Returns speed_prefill, speed_decode_1 and speed_decode_<largest batch> -> tokens per second of a
+    bundle; {} without a measurement. measured: result of the step that measured them, or None."""
     if measured is None or measured.record is None:
         return {}
     (entry,) = measured.record.files
@@ -307,10 +304,10 @@ def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantRe
 
 
 def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Store) -> dict[str, int] | None:
-    """Returns part of a bundle -> bytes of memory while it is served; None for a model that is not
-    downloaded.
+    """Returns "weights", "kv_cache" and "workspace" -> bytes of memory while a variant's bundle is served;
+    None for a model that is not downloaded.
 
-    A compiled library states all parts. Before compilation, weights and KV cache are computed from the
+    A compiled library states all three. Before compilation, weights and KV cache are computed from the
     recipe, and the workspace is missing.
     """
     from mlcbuild.models import cached_bytes, context_window
@@ -352,8 +349,7 @@ def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
 
 def explained(planned: Planned, changes: tuple[Change, ...], lacks: Mapping[str, str]) -> Explanation:
     """Returns the explanation of a planned step. changes: differences from its most similar record; lacks:
-    step name -> the tool or device that this machine lacks.
-    """
+    step name -> the tool or device that this machine lacks, which then is the reason stated."""
     if planned.name in lacks:
         # A step that lacks one tool names the version of none: those of the others are no change.
         changes = tuple(change for change in changes if change.after is not None)
@@ -362,10 +358,11 @@ def explained(planned: Planned, changes: tuple[Change, ...], lacks: Mapping[str,
 
 
 def forward(on_event: Reporter, lacks: Mapping[str, str], event: Event) -> None:
-    """Forwards events of a run's phase to `on_event`, except RunFinished, because the end of the whole run is
-    reported once.
+    """Passes an event of a run to `on_event`, except RunFinished: each of the executions that make up a run
+    sends it, but its end is reported once.
 
-    lacks: step name -> what this machine lacks for it, which replaces the step's reason.
+    lacks: step name -> what this machine lacks for it. The event of such a step's start gets "it cannot run
+    here" as its reason.
     """
     if isinstance(event, StepStarted) and event.name in lacks:
         event = replace(event, reason="it cannot run here")

@@ -1,4 +1,5 @@
-"""Translates the variants of a recipe into steps. No other module depends on both steps and models.
+"""Translates the variants of a recipe into steps. No other module depends on both steps and models. The names
+of steps, and their results:
 
 fetch/<model>                              the checkpoint: a directory of the user, or a download
 config/<model>                             config.json, normalised
@@ -59,10 +60,11 @@ from mlcbuild.weight_steps import (
 UNVERIFIED = "verification was not requested"
 """The reason that is reported for bundles that are not verified because the caller did not request it."""
 COMPILER_MEMORY = 600 << 20
-"""Bytes of memory of a compiling process: 0.27 GB were measured for 30 layers, with any scheme."""
+"""Bytes of memory reserved for a compiling process: 0.27 GB were measured for a model of 30 layers, with any
+scheme."""
 _COMPILING = 10.0
-"""Typical seconds of compiling a library: 5 to 10 with any model, since layers share kernels. Half of it
-passes before LLVM compiles the first function, from when on progress is reported."""
+"""Typical time of compiling a library in seconds: 5 to 10 with any model, since layers share kernels. Half of
+it passes before LLVM compiles the first function, from when on progress is reported."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Product:
 
     variant: Variant
     steps: tuple[str, ...]
-    """Names of all steps of the variant, those shared with other variants included. A local checkpoint's
-    directory, which is no step, is left out."""
+    """Names of all steps of the variant, those shared with other variants included. The directory of a local
+    checkpoint is no step, and left out."""
     library: str
     bundle: str
     verify: str | None
@@ -89,7 +91,8 @@ class Product:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Returns the names of those steps of the variant that no other step reads."""
+        """Returns the names of the steps whose results end the variant, because no other step reads them: the
+        verification or, without it, the bundle, and the measurement of speed."""
         return (self.last,) if self.bench is None else (self.last, self.bench)
 
 
@@ -106,9 +109,9 @@ class Pipeline:
     """Name of a step that cannot run here -> what this machine lacks and the user must install."""
 
     def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of a recipe's steps that match names or globs of variants and steps. Raises
-        UsageError for a name or glob that matches nothing.
-        """
+        """Returns the names of steps that patterns choose. patterns: names or globs; one that matches
+        variants chooses their last steps, any other the steps that it matches. Raises UsageError for a
+        pattern that matches nothing."""
         chosen: list[str] = []
         for pattern in patterns:
             matching = [item for item in self.products if fnmatchcase(item.variant.name, pattern)]
@@ -116,15 +119,16 @@ class Pipeline:
         return tuple(dict.fromkeys(chosen))
 
     def unverified(self) -> Pipeline:
-        """Returns the pipeline without the steps that compare and measure bundles."""
+        """Returns a copy of this pipeline with only the steps that bundles need: without verification,
+        reference logits for it, and measurements of speed."""
         products = tuple(self._until_bundle(item) for item in self.products)
         needed_steps = self.graph.closure(item.bundle for item in products)
         nodes = (node for name, node in self.graph.nodes.items() if name in needed_steps)
         return replace(self, graph=Graph(nodes), products=products)
 
     def _until_bundle(self, product: Product) -> Product:
-        """Returns the steps of a variant up to its bundle, without verification, under the names by which
-        the graph holds them."""
+        """Returns a copy of `product`, the step names of one variant, that ends with its bundle, without
+        verification. Each name is replaced by the one under which the dependency graph holds the step."""
         resolve = self.graph.resolve
         return Product(
             product.variant,
@@ -137,10 +141,11 @@ class Pipeline:
 
 
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
-    """Translates a recipe into the steps of all its variants. Only the configs of local checkpoints are
-    read.
+    """Translates a recipe into the steps of all its variants. lock: the pinned files of models on a hub; only
+    configs of local checkpoints are read.
 
-    Raises InputError, with positions in the recipe, for models that cannot be built."""
+    Raises InputError, with positions in the recipe, for models that cannot be built.
+    """
     variants = expand(recipe)
     checkpoints = examined(recipe, variants, lock)
     assembly = _Assembly(recipe.directory, checkpoints, recipe.bench)
@@ -151,7 +156,8 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
 
 
 def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
-    """Returns the hub repositories that a recipe's lock must pin."""
+    """Returns the repositories on a hub, of models and adapters, that a recipe names and its lock file must
+    pin."""
     sources = (source for model in recipe.models.values() for source in model.sources)
     return tuple(source for source in sources if isinstance(source, HubSource))
 
@@ -161,12 +167,12 @@ class _Assembly:
     """Collects the steps and sources of a recipe, from which its graph is built. Each is added once."""
 
     directory: Path
-    """Absolute directory of the recipe, to which paths in it are relative."""
+    """Absolute path of the recipe's directory, to which paths in the recipe are relative."""
     checkpoints: Mapping[str, Checkpoint]
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
-    """Shortened digest of a model config -> the name of the first step that produces this config."""
+    """Shortened digest of a model's config -> name of the first step that produces this config."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
     lacks: dict[targets.Target, str] = field(default_factory=dict)
     """Target -> what this machine lacks for building for this target."""
@@ -217,8 +223,8 @@ class _Assembly:
         return node.name
 
     def _keep_apart(self, step: Step) -> str:
-        """Adds a step to the graph and returns its name, which is longer if a different step has that name
-        already.
+        """Adds a step to the graph and returns its name. If a different step has the name already, a digest
+        is appended to it.
 
         The first step keeps the short name, so that a later change shows as a change and not as a new step.
         """
@@ -230,9 +236,9 @@ class _Assembly:
     def _budget(
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
     ) -> tuple[str, ...]:
-        """Returns the names of the steps that choose the formats of a scheme with candidates, the one with
-        the choice last; () for any other scheme.
-        """
+        """Returns the names of the steps that choose a format for each matrix, for a variant with a budget or
+        with `as-is` for a checkpoint that is not downloaded; the step with the choice is the last. Returns ()
+        for any other variant."""
         if variant.scheme.choices:
             return (self._keep_apart(formats_step(variant, checkpoint, config)),)
         if variant.scheme.budget is None:
@@ -275,8 +281,7 @@ class _Assembly:
 
     def _tools(self, target: targets.Target) -> Mapping[str, str]:
         """Returns name -> version of the tools that compile and link for a target. The result is cached,
-        because it requires running the tools.
-        """
+        because computing it runs the tools."""
         if target not in self.tools:
             try:
                 self.tools[target] = backend(target).tool_versions(target)
@@ -290,9 +295,9 @@ class _Assembly:
     def _bundle(
         self, variant: Variant, steps: Mapping[str, str], budget: str | None, calibrated: str | None
     ) -> str:
-        """Returns the name of the step that assembles a bundle. steps: argument -> step; budget: the step
-        that chose the bundle's scheme, or None; calibrated: the step that measured activations, or None.
-        """
+        """Adds the step that assembles a bundle, and returns its name. steps: "library", "weights" and
+        "tokenizer" -> name of the step that provides it. budget: name of the step that chose the formats, or
+        None. calibrated: name of the step that measured activations, or None."""
         inputs = {argument: Input(step) for argument, step in steps.items()}
         if calibrated is not None:
             inputs[importance.INPUT] = Input(calibrated, (importance.REPORT,))
@@ -327,7 +332,8 @@ class _Assembly:
     def _calibration(
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
     ) -> str | None:
-        """Returns the name of the step that measures the importance of columns; None for no calibration."""
+        """Adds the step that measures the importance of matrix columns, and returns its name; None if the
+        variant's scheme has no calibration."""
         if (prompts := variant.scheme.calibration) is None:
             return None
         inputs = self._prompt_inputs({"config": config, "tokenizer": tokenizer}, prompts)
@@ -335,9 +341,9 @@ class _Assembly:
         return self._keep_apart(exact_step(name, action, variant, checkpoint, inputs, prompts))
 
     def _prompt_inputs(self, steps: Mapping[str, str], prompts: Path | tuple[str, ...]) -> dict[str, Input]:
-        """Returns argument -> input of a step that reads prompts. steps: argument -> other step that it
-        reads. Adds a file of prompts to the graph.
-        """
+        """Returns name of an input -> input of a step that reads prompts. steps: name of an input -> name of
+        the step that provides it. prompts: the texts, or the path of their file, which is added to the graph
+        and to the inputs."""
         inputs = {argument: Input(step) for argument, step in steps.items()}
         if isinstance(prompts, Path):
             source = f"prompts/{Path(os.path.relpath(prompts, self.directory)).as_posix()}"

@@ -1,7 +1,7 @@
-"""Examines the checkpoints of a recipe before anything runs, and checks that its variants fit them.
+"""Examines the checkpoints of a recipe before any step runs, and checks that its variants fit them.
 
 For a local checkpoint the config is read, and the size of each weights file is compared with its header. For
-a pinned one only the lock's list of files is available.
+a checkpoint on a hub only the list of files in the lock file is available.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _ADAPTED = (
     "'as-is' keeps the values of quantized tensors, and adapters change them; choose a scheme such as q4a8_1"
 )
 UNKNOWN_MEMORY = 4 << 30
-"""Bytes that the weights of a model whose checkpoint is not downloaded yet are assumed to take in float32, at
-most, from which the memory of its steps follows."""
+"""Largest number of bytes assumed for the float32 weights of a model that is not downloaded yet. The memory
+of its steps is estimated from it."""
 _GROWTH = 16
 """Maximum ratio of a model's size in float32 to that of its GGUF file: 16 if all tensors have 2 bits per
 weight."""
@@ -61,7 +61,8 @@ class Checkpoint:
     model: RecipeModel
     node: Node
     label: str
-    """Shortened digest of the config, which is part of the names of steps."""
+    """First 12 digits of a digest of the model's config, or of its config file while that is not downloaded;
+    part of the names of steps."""
     config: ModelConfig | None
     """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
@@ -71,13 +72,15 @@ class Checkpoint:
     most: int = UNKNOWN_MEMORY
     """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
     root: Path | None = None
-    """The path of the GGUF file or of the directory; None for a checkpoint that is not downloaded."""
+    """The path of the GGUF file or of the checkpoint's directory; None for a checkpoint that is not
+    downloaded."""
     settings: str = ""
     """The checkpoint's quantization_config as JSON; "" for unquantized weights, and while it is not
     downloaded.
     """
     adapters: tuple[Node, ...] = ()
-    """The directories of the adapters that are merged into the checkpoint, in order."""
+    """The graph nodes that provide the directories of the LoRA adapters merged into the checkpoint, in
+    order."""
 
     @property
     def name(self) -> str:
@@ -85,12 +88,14 @@ class Checkpoint:
 
     @property
     def params(self) -> dict[str, Json]:
-        """Returns name -> value of the parameters that all steps have that read this checkpoint."""
+        """Returns name -> value of the parameters that every step has which reads this checkpoint: {"file":
+        path} for a GGUF file, {} for a directory."""
         return {} if self.file is None else {"file": self.file}
 
     @property
     def weights_params(self) -> dict[str, Json]:
-        """Returns name -> value of the parameters that all steps have that read this checkpoint's weights."""
+        """Returns name -> value of the parameters that every step has which reads this checkpoint's weights:
+        the GGUF file, and the factors of the adapters."""
         factors: list[Json] = [repr(adapter.weight) for adapter in self.model.adapters]
         return {**self.params, **({"adapters": factors} if factors else {})}
 
@@ -120,23 +125,23 @@ class Checkpoint:
 
     @cached_property
     def largest(self) -> int:
-        """Returns the size of the model's largest matrix in float32, in bytes. Stacks of experts count as one
-        of their matrices, since every step reads them one at a time.
-        """
+        """Returns the size in float32 of the model's largest matrix, in bytes. The matrices of experts count
+        one by one, since every step reads them one at a time. Without a config it is a quarter of the assumed
+        size."""
         if self.config is None:
             return self.most // 4
         return 4 * max(math.prod(param.matrix or param.shape) for param in self.parameters)
 
 
 def check(recipe: Recipe) -> None:
-    """Checks that the variants of a recipe fit their local models. Raises InputError with all problems."""
+    """Checks the local models of a recipe: that each can be read, and that its config allows the scheme, the
+    target and the context window of the recipe's variants. Raises InputError with all problems."""
     examined(recipe, expand(recipe), None)
 
 
 def faults(models: Iterable[RecipeModel]) -> Iterator[Problem]:
-    """Yields the problems of a recipe's local models, which `recipe.load` reports together with all
-    others.
-    """
+    """Yields the problems of a recipe's local models: invalid configs, damaged or missing files, wrong
+    adapters. `recipe.load` reports them together with all others."""
     read = cache(_read_local)  # cached, since many models may share a directory
     for model in models:
         yield from _adapter_faults(model)
@@ -160,9 +165,9 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
 
 
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
-    """Examines the models of variants, and returns model name -> its checkpoint; without a lock, only for
-    local models. Raises InputError with all problems of these models.
-    """
+    """Reads the checkpoints of the variants' models, checks that the variants fit them, and returns model
+    name -> its checkpoint. lock: the pinned files of models on a hub; if it is None, only local models are
+    examined. Raises InputError with all problems of these models."""
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
     problems = Problems(faults(models.values()))
@@ -194,7 +199,9 @@ def _checkpoints(models: Mapping[str, RecipeModel], lock: Lock | None) -> dict[s
 
 
 def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
-    """Yields the graph nodes that provide a model's LoRA adapters; those on a hub only if there is a lock."""
+    """Yields the graph nodes that provide a model's LoRA adapters. lock: the pinned files of adapters on a
+    hub; if it is None, only those of local adapters are yielded. Raises InputError for a repository without
+    adapter."""
     for i, adapter in enumerate(model.adapters):
         name = f"fetch/{model.name}/{adapter_argument(i)}"
         if isinstance(adapter.source, LocalSource):
@@ -237,8 +244,7 @@ def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
     """Returns a scheme with the formats of a quantized checkpoint in place of `as-is`, or an error message.
-    root: the checkpoint's path, None if it is not downloaded; settings: its quantization_config as JSON.
-    """
+    root: the checkpoint's path, None if it is not downloaded; settings: its quantization_config as JSON."""
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.gguf_names import names_in_file
     from mlcbuild.checkpoints.mapping import locate
@@ -282,7 +288,8 @@ def _pinned(model: RecipeModel, source: HubSource, lock: Lock) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Local:
-    """A checkpoint on this machine, as far as it is read before any step runs."""
+    """The properties of a checkpoint on this machine that are read before any step runs: its config, the
+    names of its files and how its weights are stored."""
 
     root: Path
     files: tuple[str, ...]
@@ -310,9 +317,8 @@ def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[
 
 
 def _read_local(root: Path) -> _Local | list[str]:
-    """Reads the config and the file list of a local checkpoint. Returns a list of error messages if it is
-    invalid.
-    """
+    """Reads the config and the file list of the local checkpoint at the path `root`. Returns a list of error
+    messages if it is invalid."""
     try:
         if root.suffix == ".gguf":
             return _read_gguf(root)
@@ -361,9 +367,8 @@ def _unreadable(variant: Variant) -> Iterator[Problem]:
 
 
 def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> Iterator[Problem]:
-    """Yields a problem for each requirement of a variant that its model does not meet, as far as the model's
-    config is known.
-    """
+    """Yields a problem for each requirement of a variant that its model does not meet, such as its context
+    window; nothing while the model's config is unknown."""
     if checkpoint.config is None:
         return
     place, config = variant.model.place, checkpoint.config

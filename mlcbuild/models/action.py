@@ -21,9 +21,8 @@ from mlcbuild.models.tensor_names import TensorNames
 
 TENSOR_NAMES = "tensors.json"
 STORAGE = "quantization.json"
-"""Name of the file with the field of config.json that describes how weights are stored. It is absent for
-unquantized weights.
-"""
+"""Name of the file that holds, as JSON, the part of config.json that describes how weights are stored (such
+as quantization_config). The file is absent for unquantized weights."""
 LARGEST = 4 << 20
 """Maximum size of a config.json in bytes. A usual one has a few thousand; tables of labels can make it
 longer.
@@ -31,11 +30,12 @@ longer.
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: translates the config.json of a model into this project's form.
+    """Action: translates the config.json of a checkpoint into a ModelConfig and the names of its tensors.
 
-    Reads `config.json` in inputs["checkpoint"]; writes `config.json` (canonical bytes of `to_json`),
-    `tensors.json` (those of TensorNames.to_json), and STORAGE if the weights are quantized. Raises
-    CheckpointError for a missing or invalid config.json, or an unsupported architecture. It has no params.
+    Reads `config.json` in inputs["checkpoint"] and writes three JSON files to `out`: `config.json` (the
+    ModelConfig), `tensors.json` (the names), and `quantization.json` (the quantization_config) if the weights
+    are quantized. params is not read. Raises CheckpointError for a missing or invalid config.json, or an
+    unsupported architecture.
     """
     source = inputs["checkpoint"] / "config.json"
     values = read_json(source)
@@ -56,9 +56,8 @@ def quantization(values: object) -> object:
 
 
 def write_config(config: ModelConfig, out: Path, names: TensorNames | None = None) -> None:
-    """Writes config.json and tensors.json of a model to the directory `out`. names: which tensors hold which
-    parameter; None: those that the model's family names.
-    """
+    """Writes config.json and tensors.json of a model to the directory `out`, which is created. names:
+    parameter -> the checkpoint's tensors that hold it; None: the names that the model's family defines."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_bytes(canonical(to_json(config)))
     (out / TENSOR_NAMES).write_bytes(canonical((names or tensor_names(config)).to_json()))
@@ -66,8 +65,7 @@ def write_config(config: ModelConfig, out: Path, names: TensorNames | None = Non
 
 def read_json(path: Path) -> object:
     """Reads a JSON file of a checkpoint and returns the decoded document. Raises CheckpointError for a file
-    that is missing, malformed, or has duplicate keys or NaN.
-    """
+    that is missing, larger than 4 MiB, malformed, or has duplicate keys or NaN."""
     try:
         text = regular.read(path, LARGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
-"""Describes a mixture of experts as data: a feed-forward with many parts, of which each row uses the few that
-a router chooses.
+"""Describes a mixture of experts as data: many feed-forwards, of which each token uses the few that a router
+chooses.
 
-The output is a sum over the chosen experts e, with weights w that the router computes from the normalized row
-x:
+The output is a sum over the chosen experts e, with weights w that the router computes from the token's
+normalized hidden state x:
 
     y = sum_e w_e down_e(gate(gate_up_e(x)))  [+ shared(x), or sigmoid(g . x) shared(x)]
 
@@ -24,16 +24,16 @@ class Router:
     """The rule by which a router chooses a token's experts from one logit per expert.
 
     Logits become scores. The experts with the largest scores are chosen, from the groups with the largest
-    scores if experts are grouped; a correction may be added to the scores for this choice. The scores of
-    the chosen experts are their weights. Of equal scores the lowest index is chosen: torch.topk promises no
+    scores if experts are grouped; a correction may be added to the scores for this choice. The scores of the
+    chosen experts are their weights. Of equal scores the lowest index is chosen: torch.topk promises no
     order, and libraries must give one answer.
     """
 
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     """The function from a router's logits to scores. softmax: over all experts; with `normalized` it equals a
-    softmax over the chosen ones. sigmoid: each by itself. sparsemixer: two choices, one after the other, each
-    weighted by its softmax over the experts whose logits are within 2 * jitter of the largest one,
-    relatively."""
+    softmax over the chosen ones. sigmoid: each by itself. sparsemixer: chooses two experts one after the
+    other; the weight of each is a softmax over the experts e with (largest - logit_e) / max(|logit_e|,
+    largest) <= 2 * jitter."""
     normalized: bool = True
     """True if the weights of the chosen experts are divided by their sum."""
     bias: bool = False
@@ -43,27 +43,24 @@ class Router:
     experts' weights.
     """
     groups: int = 1
-    """Number of groups into which neighbouring experts are divided; a group's score is the sum of its two
-    largest scores."""
+    """Number of groups of equal size into which the experts are divided by their index. The score of a group
+    is the sum of the two largest scores of its experts, unless `group_by_largest` is set."""
     groups_kept: int = 1
-    """Number of groups of experts that are kept, those with the largest scores; only their experts can be
-    chosen."""
+    """Number of groups from which experts are chosen: those with the largest group scores."""
     scale: float = 1.0
-    """Factor of the weights of chosen experts, applied at the end."""
+    """Factor by which the weights of the chosen experts are multiplied, after any division by their sum."""
     jitter: float | None = None
-    """Half of the relative distance within which sparsemixer counts other experts' logits as near the largest
-    one, for the weight of the chosen expert; None for other scores.
-    """
+    """The parameter of sparsemixer: an expert counts for the softmax only if its logit l satisfies (largest -
+    l) / max(|l|, largest) <= 2 * jitter. None for other kinds of scores."""
     group_by_largest: bool = False
-    """True if the score of a group of experts is the largest one in it (DeepSeek-V2) and not the sum of the
-    two largest."""
+    """True if the score of a group of experts is the largest score of one of them (DeepSeek-V2), False if it
+    is the sum of the two largest."""
 
 
 @dataclass(frozen=True)
 class Clamp:
-    """The limits of gpt-oss's gate, which computes (up + 1) * g * sigmoid(alpha * g) with g = min(gate,
-    limit), and `up` clipped to -limit .. limit.
-    """
+    """The limits of gpt-oss's gated feed-forward, which computes (up + 1) * g * sigmoid(alpha * g) with g =
+    min(gate, limit), and `up` clipped to -limit .. limit."""
 
     limit: float
     alpha: float
@@ -80,7 +77,7 @@ class Experts:
     activation: Activation = "silu"
     router: Router = Router()
     bias: bool = False
-    """True if gate, up and down of each expert have biases."""
+    """True if the matrices gate, up and down of each expert have biases."""
     clamp: Clamp | None = None
     """The limits of gpt-oss's clamped gate, which then replaces the function `activation`; None: `activation`
     is used."""
@@ -89,14 +86,14 @@ class Experts:
     there is none.
     """
     shared_gate: bool = False
-    """True if the shared feed-forward is multiplied by sigmoid(weight . x)."""
+    """True if the output of the shared feed-forward, which every token uses, is multiplied by sigmoid(weight
+    . x), where x is the feed-forward's input."""
 
 
 def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of a mixture of experts; the weights of all experts are one stack. The router's
-    weights are never quantized, since a small error would choose other experts. hidden: size of the
-    residual stream.
-    """
+    """Yields the parameters of a mixture of experts, of which each matrix kind is one tensor [experts, rows,
+    columns]. The router's weights are never quantized, since a small error would choose other experts.
+    hidden: size of the residual stream."""
     router = block.router
     yield Param("mlp.router.weight", (block.count, hidden), stored="plain")
     if router.bias:
@@ -145,7 +142,8 @@ def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
 
 
 def experts_numbers(block: Experts) -> Iterator[float]:
-    """Yields those numbers in the description of a mixture of experts that must be finite and above 0."""
+    """Yields the numbers in the description of a mixture of experts that must be finite and above 0, such as
+    the factor of its weights."""
     yield block.router.scale
     if block.router.jitter is not None:
         yield block.router.jitter

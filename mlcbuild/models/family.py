@@ -1,4 +1,4 @@
-"""Model families: each has a function from config.json to layers, and a table of tensor names."""
+"""Defines model families: each has a function from config.json to layers, and a table of tensor names."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "xielu": "xielu",
 }
 """Name of an activation function in transformers -> name in this project. transformers' `gelu` is the exact
-one, by erf.
-"""
+one, by erf."""
 
 Names = Mapping[str, tuple[str, ...]]
-"""Parameter name within a layer -> names of the checkpoint's tensors below `model.layers.<i>.`: one tensor
-for the whole parameter, or one for each of its parts."""
+"""Name of a parameter within a layer -> names of the checkpoint's tensors below `model.layers.<i>.`: one for
+the whole parameter, or one for each of the matrices that it joins, such as gate and up."""
 
 NORMS: Names = {
     "attn_norm.weight": ("input_layernorm.weight",),
@@ -47,8 +46,8 @@ POST_NORMS: Names = {
     "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
 }
-"""Parameter name within a layer -> names of the checkpoint's tensors, for layers that also have norms after
-attention and after the feed-forward. Gemma 2 and OLMo 2 introduced them."""
+"""Name of a parameter within a layer -> names of the checkpoint's tensors, for layers that also have norms
+after attention and after the feed-forward. Gemma 2 and OLMo 2 introduced them."""
 KINDS = ("weight", "bias")
 MEGATRON: Names = {
     **{f"attn.qkv.{kind}": (f"self_attention.query_key_value.{kind}",) for kind in KINDS},
@@ -56,9 +55,8 @@ MEGATRON: Names = {
     **{f"mlp.up.{kind}": (f"mlp.dense_h_to_4h.{kind}",) for kind in KINDS},
     **{f"mlp.down.{kind}": (f"mlp.dense_4h_to_h.{kind}",) for kind in KINDS},
 }
-"""Tensor names of layers without gates whose query, key and value are one tensor. Megatron
-introduced them.
-"""
+"""Name of a parameter within a layer -> names of the checkpoint's tensors, for layers whose query, key and
+value are one tensor and whose feed-forward has no gate. Megatron introduced them."""
 ATTENTION: Names = {
     "attn.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "attn.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -80,9 +78,8 @@ LATENT: Names = {
     "attn.k_b.weight": ("self_attn.kv_b_proj.weight",),
     "attn.v_b.weight": ("self_attn.kv_b_proj.weight",),
 }
-"""Tensor names of latent attention. The rows of one matrix belong alternately to the parameters k_b and v_b,
-head after head.
-"""
+"""Name of a parameter of latent attention -> names of the checkpoint's tensors. The rows of kv_b_proj belong
+alternately to the parameters k_b and v_b, head after head."""
 DENSE: Names = {
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
@@ -100,47 +97,46 @@ EXPERTS: Names = {
     "mlp.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "mlp.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
 }
-"""Tensor names of experts. {} stands for the number of an expert; a name without {} is that of a stack of all
-experts.
-"""
+"""Name of a parameter of experts -> names of the checkpoint's tensors. {} stands for the number of an expert;
+a name without {} is that of one tensor with the matrices of all experts."""
 LAYER: Names = {**NORMS, **ATTENTION, **LATENT, **DENSE, **EXPERTS}
-"""Parameter name within a layer -> Llama's tensor names, for all blocks of a layer. A family lists only the
-names that differ."""
+"""Name of a parameter within a layer -> names of the tensors in Llama's checkpoints, for every kind of
+attention and feed-forward. A family lists only the names that differ."""
 
 
 @dataclass(frozen=True)
 class Common:
-    """The config.json fields that all model families share, as blocks from which a family builds its
-    layers."""
+    """The values of the config.json fields that all model families share, as descriptions of attention,
+    feed-forward, norm and model from which a family builds its layers."""
 
     attention: Attention
-    """Attention over all positions, without biases and without norms of queries and keys, with the rotary
-    embedding of index 0.
-    """
+    """The description of attention over all positions, without biases and norms of queries and keys, and with
+    the first rotary embedding of the model."""
     feed_forward: Dense
     norm: Norm
     count: int
     """Number of layers of the model."""
     model: ModelConfig
-    """The config of the model without its layers. Its last norm is `norm`."""
+    """The config of the model, without its layers yet. Its norm before the output matrix is `norm`."""
 
     def layer(self, **attention: Any) -> LayerSpec:
-        """Returns a layer with a norm before each half. attention: fields to replace in its attention."""
+        """Returns a layer with a norm before attention and before the feed-forward. attention: name of a
+        field of Attention -> the value that replaces the family's common one."""
         return LayerSpec(replace(self.attention, **attention), self.feed_forward, Norms(self.norm))
 
     def of(self, layers: Iterable[LayerSpec], **changes: Any) -> ModelConfig:
-        """Returns a copy of the model's config with `layers` as its layers. changes: further fields to
-        replace."""
+        """Returns a copy of the model's config with `layers` as its layers. changes: name of another field of
+        ModelConfig -> the value that replaces it."""
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
-        """Returns `count` equal layers. window: attention window in tokens, or None. Adds a problem to
-        `fields` if config.json's layer_types contradicts this."""
+        """Returns one copy of `layer` for each layer of the model. window: attention window in tokens, or
+        None. Adds a problem to `fields`, the reader of config.json, if layer_types there contradicts this."""
         return windowed(layer, same_window(fields, self.count, window))
 
     def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-        """Returns one layer for each window (in tokens; None: no window), in which layers with a window use
-        the model's last rotary embedding."""
+        """Returns one copy of a layer for each attention window (in tokens; None: no window). Copies with a
+        window use the model's last rotary embedding."""
         local = len(self.model.ropes) - 1
         return tuple(
             spec if spec.mixer.window is None else replace(spec, mixer=replace(spec.mixer, rope=local))
@@ -192,9 +188,9 @@ class TensorRules:
     alternating: bool = False
     """True if the rows of gate and up alternate in the checkpoint's tensors of experts."""
     unused: str = ""
-    """Regular expression for names of tensors that no model of the family reads. {layers} stands for the
-    number of layers, which is also the index of an additional layer for drafts that some checkpoints have.
-    """
+    """Regular expression for names of checkpoint tensors that no model of the family reads. {layers} stands
+    for the number of layers, which is also the index of an additional layer for drafts that some checkpoints
+    have."""
 
     def own_names(self, config: ModelConfig) -> Names:
         """Returns the tensor names that differ from Llama's in a model with this config: `names` itself or,
@@ -211,7 +207,7 @@ class Family:
     """The class that `architectures` in config.json must name, where it names any."""
     read: Callable[[Fields, Common], ModelConfig]
     """Function that reads the fields of config.json which only one model family has, and returns the model
-    with its layers."""
+    with its layers. Its second argument holds what all families share."""
     rope: RopeRules | None = field(default_factory=RopeRules)
     """Rules for reading the rotary embedding from config.json; None: no layer is rotated."""
     config: ConfigRules = field(default_factory=ConfigRules)
@@ -226,8 +222,8 @@ class Family:
 
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """Returns parameter name -> the checkpoint tensors, or parts of them, that make it up when stacked
-    along axis 0."""
+    """Returns parameter name -> descriptions (Piece) of the checkpoint's tensors, or of ranges of their rows,
+    that make up the parameter when they are joined along axis 0."""
     names = {**LAYER, **WHOLE, **family.tensors.own_names(config)}
     sources = {}
     for param in parameters(config):
@@ -249,8 +245,9 @@ def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ..
 
 
 def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Piece, ...]:
-    """Returns the checkpoint's tensors that hold a parameter: a single one, one for each part (such as gate
-    and up), one for each expert, or one for each part of each expert."""
+    """Returns descriptions (Piece) of the checkpoint's tensors that hold a parameter: a single one, one for
+    each matrix that it joins (such as gate and up), one for each expert, or one for each matrix of each
+    expert. tensors: their names. Raises CheckpointError if the number of names does not fit."""
     rest = param.shape[1:]
     numbered = any("{}" in name for name in tensors)
     if len(tensors) == 1 and numbered and not rest:
@@ -269,7 +266,8 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
 
 
 def _whole(family: Family, param: Param, tensor: str) -> Piece:
-    """Returns the single checkpoint tensor that holds a whole parameter, and which of its rows these are."""
+    """Returns the description (Piece) of the one checkpoint tensor that holds a whole parameter, with its
+    order of rows or columns if that differs from the parameter's."""
     kind, count = param.name.split(".", 2)[-1], param.shape[0]
     columns: tuple[Range, ...] = ()
     if family.tensors.alternating and kind.startswith("mlp.experts.gate_up."):
@@ -284,8 +282,8 @@ def _whole(family: Family, param: Param, tensor: str) -> Piece:
 def _reordered(
     family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Returns the checkpoint's tensors `pieces` that hold an attention parameter, each with the ranges of
-    rows that belong to the parameter, in the parameter's order. mixer: the layer's attention."""
+    """Returns the descriptions `pieces` of the checkpoint's tensors that hold an attention parameter, with
+    the ranges of rows that belong to it added, in the parameter's order. mixer: the layer's attention."""
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
     if is_qkv and family.tensors.fused_heads:
@@ -306,9 +304,10 @@ def _reordered(
 def latent_pieces(
     mixer: LatentAttention, kind: str, pieces: tuple[Piece, ...], interleaved: bool
 ) -> tuple[Piece, ...]:
-    """Returns the checkpoint's tensors `pieces` that hold a parameter of latent attention, each with the
-    ranges of rows that belong to the parameter, in the parameter's order. kind: name of the parameter in its
-    layer. interleaved: True if rotated dimensions form pairs of neighbours in the tensors."""
+    """Returns the descriptions `pieces` of the checkpoint's tensors that hold a parameter of latent
+    attention, with the ranges of rows that belong to it added, in the parameter's order. kind: name of the
+    parameter in its layer. interleaved: True if rotated dimensions form pairs of neighbours in the tensors.
+    """
     both = mixer.head_dim + mixer.value_dim
     if kind == "attn.k_b.weight":
         rows, take = mixer.heads * mixer.latent, ((0, mixer.head_dim, 1),)
@@ -331,8 +330,8 @@ def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec
 
 
 def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | None, ...]:
-    """Returns `window` for each of `count` layers. Adds a problem to `fields` if config.json's
-    `layer_types` contradicts this."""
+    """Returns `window` (in tokens; None: no window) `count` times, once for each layer. Adds a problem to
+    `fields`, the reader of config.json, if `layer_types` there contradicts this."""
     kind = LAYER_KINDS[0] if window is None else LAYER_KINDS[1]
     layer_windows(fields, [kind] * count, window)
     kinds = fields.get("layer_types")
@@ -342,8 +341,9 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Returns the attention window of each layer in tokens, None for layers without one. kinds: kind of
-    each layer (of LAYER_KINDS) if config.json has no `layer_types`; window: tokens of a window."""
+    """Returns the attention window of each layer in tokens, None for layers without one. kinds: the kind of
+    each layer, "full_attention" or "sliding_attention", if config.json (`fields`) has no layer_types, which
+    decides otherwise. window: tokens of a window."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):
@@ -360,8 +360,8 @@ def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> t
 
 
 def every(step: int, count: int) -> list[str]:
-    """Returns the kind (of LAYER_KINDS) of each of `count` layers: every `step`-th layer has no attention
-    window, the others have one."""
+    """Returns a list of `count` kinds of layers: "full_attention" (no window) for every `step`-th layer,
+    "sliding_attention" for the others."""
     full, sliding = LAYER_KINDS
     return [sliding if (index + 1) % step else full for index in range(count)]
 
@@ -375,8 +375,8 @@ def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[Lay
 
 
 def scaled_embedding(fields: Fields, hidden: int) -> float:
-    """Returns sqrt(hidden) in the checkpoint's dtype, which scales Gemma's embeddings. transformers 5 calls
-    the field `dtype`, before it was `torch_dtype`."""
+    """Returns sqrt(hidden), by which Gemma's embeddings are multiplied, rounded to the checkpoint's dtype.
+    config.json states it as `dtype` (transformers 5) or `torch_dtype` (before)."""
     dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
     scale: float = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(hidden)))
     return scale

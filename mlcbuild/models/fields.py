@@ -1,8 +1,8 @@
 """Reads the fields of a JSON object that another program wrote, each once and by name, and collects every
 problem.
 
-A reader returns a valid substitute for a wrong field, so that one pass reports all problems. Code that
-computes with a value checks `sound` first, so that one mistake is not reported twice.
+A method that reads a field returns a valid substitute for a wrong one, so that all problems are reported at
+once. Code that computes with a value calls `sound` first, so that one mistake is not reported twice.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from mlcbuild.errors import CheckpointError, did_you_mean, one_line
 T = TypeVar("T")
 
 ABSENT: Final = object()
-"""The value that `Fields.get` returns for an absent name. A JSON null is returned as None."""
+"""The value that `Fields.get` returns for a field that does not exist. A JSON null is returned as None."""
 
 MOST_UNKNOWN = 50
-"""Maximum number of unknown fields for which an error message is written; a file with more is not a
-config.json.
-"""
+"""Maximum number of unknown fields of a JSON file that get an error message each; a file with more is not a
+config.json."""
 LARGEST = 2**31 - 1
 """Maximum integer that a field of config.json may hold: the largest index in a compiled library."""
 
 
 class Fields:
-    """Reads the fields of one JSON object and collects problems. place: the file, for messages; inside: the
-    path of the object within the file, such as "text_config.".
-    """
+    """Reads the fields of one JSON object and collects error messages about them. place: the file's name for
+    these messages; inside: the path of the object within the file, such as "text_config."."""
 
     def __init__(self, place: str, values: Mapping[str, object], inside: str = "") -> None:
         self.place = place
@@ -41,18 +39,19 @@ class Fields:
         self._known: set[str] = set()
         self._wrong: set[str] = set()
         self._shown: dict[str, str] = {}
-        """Name that all families share for a field -> name in the file, if it differs."""
+        """Name that all model families share for a field -> name in config.json, if it differs."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
-        """Returns a reader (Fields) of `values`, the JSON object in the field `name`. Its problems are
-        collected separately until they are passed to `adopt`."""
+        """Returns a Fields that reads `values`, the JSON object in the field `name` of this one. It collects
+        its own problems; `adopt` adds them to this object's."""
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
-        """Returns a Fields that reads this JSON object under the field names that all families share, and
-        adds problems to the same list.
+        """Returns another Fields for this JSON object that reads it under the field names that all model
+        families share, and adds problems to this object's list. Two spellings of one field with different
+        values are a problem.
 
-        spellings: name that only a family uses -> shared name. defaults: shared name -> value of an absent
+        spellings: name that only one family uses -> shared name. defaults: shared name -> value of an absent
         field.
         """
         values: dict[str, object] = {}
@@ -84,7 +83,8 @@ class Fields:
         return not self._wrong.intersection(names)
 
     def get(self, name: str) -> object:
-        """Returns the unchecked value of a field, or ABSENT, and marks the field as read."""
+        """Returns the value of a field as it stands in the JSON object, or ABSENT, and marks the field as
+        read."""
         self._read.add(name)
         self._known.add(name)
         return self._values.get(name, ABSENT)
@@ -93,9 +93,8 @@ class Fields:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """Returns the integer in a field, which must be in low..high; otherwise records a problem and
-        returns a valid substitute. default: value if the field is absent or null; None: it is required.
-        """
+        """Returns the integer in a field, which must be in low..high; otherwise records a problem and returns
+        a valid substitute. default: value if the field is absent or null; None: the field is required."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return low if (default := self._default(name, default)) is None else default
@@ -106,9 +105,8 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
         """Returns the number in a field, which must be finite, above `low` and at most `high`; otherwise
-        records a problem and returns a valid substitute. default: value if the field is absent or null;
-        None: it is required.
-        """
+        records a problem and returns a valid substitute. default: value if the field is absent or null; None:
+        the field is required."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return high if (default := self._default(name, default)) is None else default
@@ -118,11 +116,8 @@ class Fields:
         return float(value)
 
     def maybe_integer(self, name: str, default: int | None) -> int | None:
-        """Returns the integer in a field; None if it is null, which turns a feature off; `default` if the
-        field is absent.
-
-        Records a problem for any other value.
-        """
+        """Returns the integer in a field, which must be at least 1; None if it is null, which turns a feature
+        off; `default` if the field is absent. Records a problem for any other value, and returns 1."""
         if self.get(name) is ABSENT:
             return default
         return None if self.get(name) is None else self.integer(name)
@@ -133,9 +128,8 @@ class Fields:
         return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns the boolean in a field. default: value if the field is absent; null is false to
-        transformers, so it is a problem if `default` is True.
-        """
+        """Returns the boolean in a field. default: value if the field is absent, or wrong, which records a
+        problem. null counts as false, as in transformers, and is a problem if `default` is True."""
         value = self.get(name)
         if value is ABSENT or (value is None and not default):
             return default
@@ -145,9 +139,8 @@ class Fields:
         return value
 
     def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
-        """Returns the entry of `values` whose key is the text in a field; records a problem if there is
-        none. default: the key if the field is absent.
-        """
+        """Returns the value in `values` whose key is the text in a field. default: the key to use if the
+        field is absent or null, and if it holds no key of `values`, which records a problem."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return values[default]
@@ -174,9 +167,8 @@ class Fields:
         return [bool(item) for item in value]
 
     def integers(self, name: str, count: int, default: int, high: int = 2**22) -> list[int]:
-        """Returns `count` positive integers from a field that holds a list of them or one integer for all.
-        default: each integer if the field is absent; high: maximum.
-        """
+        """Returns `count` integers from 1 to `high` from a field that holds a list of them, or one integer
+        for all. default: each integer if the field is absent or wrong; a wrong one records a problem."""
         value = self.get(name)
         if not isinstance(value, list):
             return [self.integer(name, default, high=high)] * count
@@ -205,20 +197,21 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Marks fields of the JSON object as read, so that no problem is recorded for them: they do not
-        affect results, whatever their values.
-        """
+        """Marks fields as read, so that `close` records no problem for them: they do not affect results,
+        whatever their values. names: fields of the JSON object, some of which may be absent."""
         self._read.update(names)
 
     def ignore_private(self) -> None:
-        """Marks fields that begin with an underscore as read: programs store notes in them."""
+        """Marks fields of the JSON object whose names begin with an underscore as read: programs store notes
+        in them."""
         self.ignore(name for name in self._values if name.startswith("_"))
 
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
-        """Records a problem for each field that was not read and whose value may change results. table:
-        field name -> values that change none.
+        """Records a problem for each field that was not read before and has another value than those in
+        `table`.
 
-        owner: the model type that messages name.
+        table: field name -> values with which the field does not change results. owner: the model family that
+        messages name.
         """
         for name, allowed in table.items():
             if name in self._read or name not in self._values:
@@ -231,8 +224,7 @@ class Fields:
 
     def close(self, owner: str) -> None:
         """Records a problem for each field that was not read, since it may change results. owner: the model
-        type that messages name.
-        """
+        family or type of rotary embedding that messages name."""
         unknown = sorted(set(self._values) - self._read)
         for name in unknown[:MOST_UNKNOWN]:
             close = did_you_mean(name, self._known)
@@ -271,7 +263,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def show(value: object) -> str:
-    """Returns a JSON value as shortened text, for an error message."""
+    """Returns a JSON value as text of at most 60 characters, for an error message."""
     try:
         text = json.dumps(value, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError):

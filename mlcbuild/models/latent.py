@@ -1,8 +1,10 @@
-"""Describes multi-head latent attention as data: for each token it caches one short row that all heads share.
+"""Describes multi-head latent attention as data: a layer caches one short vector per token, which all heads
+share.
 
-A token's row x becomes a latent c = norm(A x) and a rotated key r that all heads share. Head h has the key
-(K_h^T c, r) and the value V_h c. Programs apply these products to the query and to the result instead: they
-compute the query (K_h q, q_rotated) over the cached rows (c, r), and V_h times the weighted sum of c.
+The layer's input x of a token becomes a latent c = norm(A x) and a rotated key r that all heads share. Head h
+has the key (K_h^T c, r) and the value V_h c. Programs apply these products to the query and to the result
+instead: they compute the query (K_h q, q_rotated) over the cached vectors (c, r), and V_h times the weighted
+sum of c.
 
 DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -18,9 +20,8 @@ from mlcbuild.models.param import Param
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention. The query of each head consists of its unrotated dimensions, followed by
-    its rotated ones.
-    """
+    """The description of one layer's multi-head latent attention. The query of each head consists of its
+    unrotated dimensions, followed by its rotated ones."""
 
     heads: int
     latent: int
@@ -47,8 +48,8 @@ class LatentAttention:
 
     @property
     def cached(self) -> int:
-        """Returns the number of values that are cached for a token: its latent, and the key that all heads
-        share."""
+        """Returns the number of values that one layer caches for each token: the latent vector, and the
+        rotated key that all heads share."""
         return self.latent + self.rope_dim
 
     @property
@@ -58,9 +59,8 @@ class LatentAttention:
 
 
 def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of multi-head latent attention. The matrices between the heads and the latents,
-    attn.k_b and attn.v_b, are stacks with one matrix for each head. hidden: size of the residual stream.
-    """
+    """Yields the parameters of a layer with multi-head latent attention. attn.k_b and attn.v_b, the matrices
+    between heads and latents, are tensors [heads, rows, columns]. hidden: size of the residual stream."""
     queries = block.heads * block.query_dim
     if block.query_latent:
         yield Param("attn.q_a.weight", (block.query_latent, hidden))
@@ -83,8 +83,7 @@ def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
 
 def latent_faults(block: LatentAttention, ropes: Sequence[Any]) -> Iterator[str]:
     """Yields an error message for each contradiction between the fields of a latent attention. ropes: the
-    model's rotary embeddings.
-    """
+    model's rotary embeddings, to which its field `rope` is an index."""
     window = 1 if block.window is None else block.window
     sizes = (block.heads, block.latent, block.head_dim, block.rope_dim, block.value_dim, window)
     if min(sizes) < 1:

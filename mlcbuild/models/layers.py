@@ -1,8 +1,8 @@
-"""The layers of a decoder as data, and the table of each kind of block that a layer is made of.
+"""Describes the layers of a decoder as data, and lists the kinds of attention and feed-forward that exist.
 
-A LayerSpec names a mixer (which combines positions), a feed-forward (which works on one position), and the
-norms and the residual form around them. A new kind of block is a dataclass and an entry in its table here, a
-table of tensor names in `family.py`, and a function in `bundles/reference_blocks.py`.
+A LayerSpec names a mixer (attention, which combines positions), a feed-forward (which works on one position),
+and the norms and the residual form around them. A new kind of either is a dataclass and an entry in its table
+here, a table of tensor names in `family.py`, and a function in `bundles/reference_blocks.py`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class Rope:
 
     @property
     def columns(self) -> int:
-        """Returns the number of values that a program stores for each position: cosines, sines, and the
-        query's scale if there is one.
-        """
+        """Returns the number of float32 values of rotary embedding that a compiled program computes for each
+        position: `dim` cosines and sines, and the scale of the query if there is one."""
         return self.dim + (self.query_scale is not None)
 
 
@@ -110,16 +109,14 @@ Norm: TypeAlias = RmsNorm | LayerNorm
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms before and after each half of a layer, which are its mixer and its feed-forward."""
+    """The norms of a layer: before and after its mixer (attention), and before and after its feed-forward."""
 
     before: Norm | None
-    """The norm of the input that a half of the layer reads from the residual stream; None: the input is not
-    normalized.
-    """
+    """The norm of the input that the mixer and the feed-forward each read from the residual stream; None: the
+    input is not normalized."""
     after: Norm | None = None
-    """The norm of the output that a half of the layer adds to the residual stream (Gemma 2); None: the output
-    is not normalized.
-    """
+    """The norm of the output that the mixer and the feed-forward each add to the residual stream (Gemma 2);
+    None: the output is not normalized."""
 
 
 @dataclass(frozen=True)
@@ -184,15 +181,17 @@ class LayerSpec:
     norms: Norms
     residual: Residual = "sequential"
     residual_scale: float = 1.0
-    """Factor of the output that each half of a layer adds to the residual stream (Granite)."""
+    """Factor of the outputs that a layer's mixer and feed-forward add to the residual stream (Granite)."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The functions and names that other modules need of one kind of mixer or feed-forward."""
+    """One kind of mixer or feed-forward: its name in JSON, and functions of its description (such as an
+    Attention) that return its parameters, the shape of its cache, and contradictions."""
 
     kind: str
-    """Name that stands for one class of mixers or feed-forwards in JSON, as the value of `kind`."""
+    """Value of the field `kind` that stands for one class of mixers or feed-forwards in JSON, such as
+    "attention"."""
     parameters: Callable[[Any, int], Iterator[Param]]
     """Function of (description of a mixer or feed-forward, hidden size) that yields its parameters, named as
     within the layer, in stored order."""
@@ -201,9 +200,8 @@ class Block:
     such as (2, kv_heads, head_dim); () if it caches nothing.
     """
     faults: Callable[[Any, Sequence[Rope]], Iterator[str]]
-    """Function of (block, the model's rotary embeddings) that yields an error message for each contradiction
-    between the block's fields.
-    """
+    """Function of (description of a mixer or feed-forward, the model's rotary embeddings) that yields an
+    error message for each contradiction between the description's fields."""
     numbers: Callable[[Any], Iterator[float]]
     """Function that yields those numbers in the description of a mixer or feed-forward, such as scale and
     eps, that must be finite and above 0.
@@ -212,9 +210,8 @@ class Block:
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
     """Yields the weight, and the bias if there is one, of a norm of `size` values as parameters; nothing if
-    `norm` is None. name: prefix of their names; parts: sizes of the parts that checkpoints store
-    separately.
-    """
+    `norm` is None. name: prefix of their names. parts: sizes of the vectors, such as one for each head, that
+    checkpoints store as separate tensors."""
     if isinstance(norm, RmsNorm) or (norm is not None and norm.weight):
         yield Param(f"{name}.weight", (size,), parts)
     if isinstance(norm, LayerNorm) and norm.bias:
@@ -301,19 +298,19 @@ MIXERS: Mapping[type, Block] = {
         latent_numbers,
     ),
 }
-"""Class that describes a kind of mixer, such as Attention -> its name in JSON, and the functions that return
-parameters, cached shape and faults of such a mixer."""
+"""Class that describes a kind of mixer, such as Attention -> the kind's name in JSON and the functions for
+such descriptions: parameters, shape of the cache per token, contradictions."""
 FEED_FORWARDS: Mapping[type, Block] = {
     Dense: Block("dense", _dense_parameters, lambda block: (), _dense_faults, lambda block: iter(())),
     Experts: Block("experts", experts_parameters, lambda block: (), experts_faults, experts_numbers),
 }
-"""Class that describes a kind of feed-forward, such as Dense -> its name in JSON, and the functions that
-return parameters and faults of such a feed-forward."""
+"""Class that describes a kind of feed-forward, such as Dense -> the kind's name in JSON and the functions for
+such descriptions: parameters and contradictions."""
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
-    """Returns two pairs (the `Block` with the functions for a block's class, the block): one for a layer's
-    mixer, such as attention, then one for its feed-forward."""
+    """Returns (functions, description) of a layer's mixer, then of its feed-forward. functions: the Block
+    that belongs to the description's class, such as Attention."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
 
@@ -333,9 +330,8 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
 
 
 def cached_shape(layer: LayerSpec) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the arrays that a layer caches for each token, such as those of its key and its
-    value.
-    """
+    """Returns the shapes of the arrays that a layer caches for each token, such as (2, kv_heads, head_dim)
+    for its key and value."""
     shapes = (entry.cached(block) for entry, block in blocks(layer))
     return tuple(shape for shape in shapes if shape)
 

@@ -19,29 +19,29 @@ quantization, in the scheme's floating point type. float32: in float32 in every 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of a model with its shape before any packing. Matrices are [out, in].
+    """One parameter of a model with its shape before any packing. A matrix is [out, in].
 
-    A stack of matrices is [experts, out, in]; each of its matrices is packed separately.
+    Several matrices of equal size, such as one for each expert, are one parameter [count, out, in]; each
+    matrix is packed separately.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[int, ...] = ()
-    """Number of rows of each part of the parameter that checkpoints may store as a separate tensor, in order;
-    (): the parameter has no parts. In a stack, these are rows of each matrix.
-    """
+    """Numbers of rows of the matrices or vectors that a parameter joins, such as gate and up, and that
+    checkpoints may store as separate tensors, in order; (): nothing is joined. For a parameter [count, out,
+    in], the rows count within one matrix."""
     stored: Stored = "scheme"
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Returns (out, in) of the matrix that a quantization scheme packs, or of each matrix of a stack;
-        None for a parameter that is not quantized.
-        """
+        """Returns (out, in) of the matrix that a quantization scheme packs, or of each of the matrices in a
+        parameter [count, out, in]; None for a parameter that is not quantized."""
         if self.stored != "scheme" or len(self.shape) < 2:
             return None
         return self.shape[-2], self.shape[-1]
 
     @property
     def count(self) -> int:
-        """Returns the number of matrices in a stacked parameter; 1 for any other parameter."""
+        """Returns the number of matrices in a parameter [count, out, in]; 1 for any other parameter."""
         return self.shape[0] if len(self.shape) == 3 else 1

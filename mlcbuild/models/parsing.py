@@ -43,16 +43,16 @@ def load_family(name: str) -> Family:
 
 
 _STAND_IN = Rope(2, (1.0,))
-"""The rotary embedding that replaces an invalid one, so that the other fields are still checked. It becomes
-part of no model.
-"""
+"""A valid rotary embedding that replaces an invalid one of a config.json, so that the other fields are still
+checked. No model is returned then."""
 
 
 def parse(values: object, place: str = "config.json") -> ModelConfig:
-    """Returns the model that a checkpoint's config.json describes. values: the decoded JSON document.
+    """Returns the model that a checkpoint's config.json describes. values: the decoded JSON document. place:
+    the beginning of each error message, such as the file's path.
 
-    Every field must be understood, be listed among those that change no numbers, or have a value that changes
-    none. place: the beginning of each message. Raises CheckpointError with all problems, one per line.
+    Raises CheckpointError with all problems, one per line. A field that is neither read, nor in the list of
+    fields without effect on results, nor has a value without effect, is a problem.
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")
@@ -67,9 +67,8 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
 
 
 def _model(fields: Fields, family: Family) -> ModelConfig:
-    """Reads a text model from config.json and returns it. Problems are added to `fields`; the model is then
-    not valid.
-    """
+    """Reads a text model from the fields of config.json and returns it. Adds a problem to the collection in
+    `fields` for each wrong field; the model is then not valid."""
     fields = fields.respelled(family.config.spellings, family.config.defaults)
     config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)
@@ -81,9 +80,9 @@ def _model(fields: Fields, family: Family) -> ModelConfig:
 
 
 def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
-    """Returns the text model of a config.json that describes a model with several parts, such as a vision
-    tower, which are ignored. Returns None, with a problem added to `fields`, if there is none.
-    """
+    """Returns the text model, under `text_config`, of a config.json that describes a model with several
+    parts, such as a vision tower, which are ignored. fields: reads config.json and collects problems. Returns
+    None, with a problem added, if there is no supported text model."""
     _check_code(fields, family)
     inner_values = fields.get("text_config")
     if not isinstance(inner_values, Mapping):
@@ -113,9 +112,8 @@ def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
-    """Returns the names of the checkpoint tensors that make up each parameter, according to the config's
-    family.
-    """
+    """Returns parameter name -> the checkpoint's tensors that make it up, and a pattern for the tensors to
+    ignore, as the model's family defines them."""
     family = load_family(config.family)
     unused = family.tensors.unused.replace("{layers}", str(len(config.layers)))
     return TensorNames(sources_of(family, config), unused)
@@ -136,9 +134,9 @@ def _family(fields: Fields, values: Mapping[str, object]) -> Family:
 
 
 def _common(fields: Fields, family: Family) -> Common:
-    """Reads the config.json fields that all model families have, and returns their meaning as blocks of
-    layers.
-    """
+    """Reads the config.json fields that all model families have, and returns a Common: descriptions of
+    attention, feed-forward and norm, the number of layers, and a ModelConfig without layers. fields: collects
+    a problem for each wrong field."""
     _check_code(fields, family)
     rules = family.config
     hidden = fields.integer("hidden_size", high=2**20)

@@ -26,9 +26,10 @@ ROPE_FIELDS = (
 )
 LAYER_KINDS = ("full_attention", "sliding_attention")
 Extension: TypeAlias = Literal["alpha", "mscale", "beta"]
-"""Fields of a rope object that one family has: `alpha`, with which `dynamic` scaling increases rope_theta by
-a fixed factor, whatever the length (Hunyuan); `short_mscale` and `long_mscale`, LongRoPE's attention factors
-(Phi); `llama_4_scaling_beta`, which scales queries by their position (Ministral)."""
+"""Optional features of the rope object in config.json, each of one model family: `alpha`, with which
+`dynamic` scaling increases rope_theta by a fixed factor, whatever the length (Hunyuan); `mscale`:
+short_mscale and long_mscale, LongRoPE's attention factors (Phi); `beta`: llama_4_scaling_beta, which scales
+queries by their position (Ministral)."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,17 @@ class RopeRules:
     theta: float = 10000.0
     """The value of rope_theta if config.json does not state it."""
     by_kind: bool = False
-    """True if layers with a window have a separate rotary embedding, without scaling unless it is stated for
-    their kind.
-    """
+    """True if layers with an attention window have a rotary embedding of their own, without frequency scaling
+    unless config.json states it for sliding_attention."""
     local_theta: float | None = None
-    """The value of rope_theta for layers with a window if rope_local_base_freq is absent; None: that of the
-    other layers.
-    """
+    """The value of rope_theta for layers with an attention window if config.json lacks rope_local_base_freq;
+    None: that of the other layers."""
     extensions: tuple[Extension, ...] = ()
-    """The optional fields of config.json's rope object that are read for checkpoints of one model family;
-    other families refuse them."""
+    """The optional features of config.json's rope object that a model family has, of "alpha", "mscale" and
+    "beta"; other families refuse their fields."""
     ignored: tuple[str, ...] = ()
-    """Names of fields of the rope object that do not change results for text."""
+    """Names of fields in the rope object of config.json (rope_scaling or rope_parameters) that do not change
+    results for text."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
     aliases: Mapping[str, str] | None = None
     original_max_position: int | None = None
@@ -68,7 +68,8 @@ class RopeRules:
 
 @dataclass(frozen=True)
 class _Setting:
-    """The fields of config.json beside its rope object that have an effect on rotary embeddings."""
+    """The fields of config.json outside its rope object (rope_scaling or rope_parameters) that have an effect
+    on rotary embeddings."""
 
     head_dim: int
     max_position: int
@@ -92,11 +93,13 @@ class _Base:
 
 
 def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRules) -> dict[str, Rope]:
-    """Returns kind of layer (of LAYER_KINDS) -> its rotary embedding. max_position: the model's context in
-    tokens. Only families with `by_kind` may have two different ones.
+    """Reads the rotary embeddings that config.json describes, and returns "full_attention" and
+    "sliding_attention" (the kind of a layer) -> the rotary embedding of such layers. The two may differ only
+    if `rules.by_kind`.
 
-    Adds a problem to `fields` for each wrong field, and then returns a valid rotary embedding in place of
-    the wrong one.
+    fields: the fields of config.json. For each wrong field a problem is added to it, and a valid rotary
+    embedding replaces the wrong one. head_dim: dimensions of an attention head. max_position: the model's
+    context in tokens. rules: those of the model family.
     """
     setting = _Setting(
         head_dim,
@@ -130,8 +133,8 @@ def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRule
 
 
 def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
-    """Records a problem if two kinds of layers have different rotary embeddings. ropes: kind of layer ->
-    its rotary embedding.
+    """Records a problem if several fields of config.json describe different rotary embeddings for layers that
+    must share one. ropes: name of a field, such as "rope_scaling" -> the rotary embedding that it describes.
     """
     if not ropes:
         return
@@ -142,9 +145,8 @@ def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
 
 
 def _local(fields: Fields, setting: _Setting) -> _Setting:
-    """Returns the fields of config.json outside of its rope object that apply to layers with an attention
-    window.
-    """
+    """Returns the fields of config.json outside its rope object as they apply to layers with an attention
+    window, for which rope_local_base_freq may replace rope_theta."""
     name = "rope_local_base_freq"
     default = setting.rules.local_theta
     if not setting.rules.by_kind:
@@ -162,8 +164,8 @@ def _original(fields: Fields) -> int | None:
 
 
 def _objects(fields: Fields) -> dict[str, Fields]:
-    """Returns name of a field of config.json -> the rope object in it. Without a rope object it returns one
-    empty object under the name "rope_theta"."""
+    """Returns name of a field of config.json -> a Fields that reads the rope object in it. Without a rope
+    object it returns an empty one under the name "rope_theta"."""
     objects: dict[str, Fields] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name)
@@ -240,9 +242,9 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
 
 
 def _base(inner: Fields, setting: _Setting) -> _Base | None:
-    """Reads the fields that every type of rotary embedding has. Returns None, with a problem recorded, if
-    one is so wrong that the others cannot be used.
-    """
+    """Returns the values that every type of rotary embedding has: rotated dimensions, theta, and the contexts
+    of the model and of its training in tokens. inner: the rope object of config.json. Returns None, with a
+    problem recorded, if no valid number of dimensions is stated."""
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
     share = (setting.rules.partial or 1.0) if partial is None else partial
@@ -263,9 +265,9 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
 
 
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
-    """Returns the number in a field of config.json that may be inside the rope object, outside of it
-    (`outer`), or in both if equal; None if it is absent or wrong. high: maximum.
-    """
+    """Returns the number in a field that may stand in the rope object of config.json (`inner`), beside it
+    (`outer`, its value there or None), or in both; None if it stands in neither. If both differ, a problem is
+    recorded, and the value of `inner` returned. high: maximum."""
     low = 1.0 if name == "rope_theta" else 0.0
     if not inner.has(name):
         inner.get(name)

@@ -20,35 +20,36 @@ WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lm_head.bias": ("lm_head.bias",),
     }
 )
-"""Name of a parameter outside the layers -> tensor names that most families use for it in transformers."""
+"""Name of a parameter outside the layers -> names of the tensors in transformers' checkpoints that hold it,
+in most model families."""
 Range = tuple[int, int, int]
-"""Range of rows or columns as (start, stop, step), as in range()."""
+"""A range of rows or columns of a tensor as (start, stop, step), without `stop`, as in Python's range()."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint, and which of its rows or columns belong to a parameter."""
+    """A tensor of a checkpoint, and the ranges of its rows and columns that belong to one parameter of a
+    model."""
 
     tensor: str
     rows: int
     block: int = 0
-    """Number of rows in each block of a checkpoint's tensor, if a model parameter has only some rows of each
-    block; 0: the tensor's rows are those of the parameter, in order.
-    """
+    """Number of rows in each block of the checkpoint's tensor, if the model's parameter consists of some rows
+    of each block, such as the queries of each head; 0: it consists of all rows, in order."""
     take: tuple[Range, ...] = ()
-    """Ranges of rows that belong to the model parameter, in its order, counted from the start of each block
-    of `block` rows of a checkpoint's tensor."""
+    """Ranges (start, stop, step) of the rows within each block of `block` rows of the checkpoint's tensor
+    that belong to the model's parameter, in the parameter's order."""
     columns: tuple[Range, ...] = ()
-    """The tensor's columns in the order of the parameter; (): in stored order."""
+    """Ranges (start, stop, step) of columns of the checkpoint's tensor, in the order in which the model's
+    parameter has them; (): in stored order."""
     transposed: bool = False
     """True if a checkpoint's tensor stores a parameter's matrix transposed, so that its columns are rows of
     the parameter. It then holds one or more whole matrices."""
 
     @property
     def taken(self) -> list[int]:
-        """Returns the indices, within a block of rows of the stored tensor, of the rows that belong to the
-        parameter, in the parameter's order.
-        """
+        """Returns the indices of the rows that belong to the model's parameter, in its order, counted within
+        each block of `block` rows of the checkpoint's tensor."""
         return [row for part in self.take for row in range(*part)]
 
     @property
@@ -66,8 +67,9 @@ class Piece:
         return not (self.block or self.columns or self.transposed)
 
     def to_json(self) -> list[Json]:
-        """Returns the fields of a checkpoint tensor's description as the JSON list [tensor, rows, block?,
-        take?, columns?, transposed?], without those at the end that have their default value."""
+        """Returns this description of a checkpoint's tensor as the JSON list [tensor, rows, block, take,
+        columns, transposed], without the fields at the end that have their default value. take and columns
+        are lists of [start, stop, step]."""
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [
             self.tensor,
@@ -99,15 +101,14 @@ class TensorNames:
     """
 
     sources: Mapping[str, tuple[Piece, ...]]
-    """Parameter name, in the order of `parameters` -> the tensors whose rows, joined along axis 0, are the
-    parameter.
-    """
+    """Parameter name -> descriptions of the tensors in a checkpoint whose rows, joined along axis 0, are the
+    parameter. The order of names is that in which weights are stored."""
     unused: str = ""
     """Regular expression for the names of those tensors in a checkpoint that no model of the family reads."""
 
     def to_json(self) -> dict[str, Json]:
-        """Returns {"sources": {parameter: [Piece.to_json(), ...]}, "unused": regular expression for tensor
-        names that no parameter needs}; "unused" is absent if it is empty."""
+        """Returns {"sources": {parameter name: [[tensor name, rows, ...], ...]}, "unused": regular expression
+        for names of tensors that no parameter needs}; "unused" is absent if it is empty."""
         sources: dict[str, Json] = {
             name: [part.to_json() for part in pieces] for name, pieces in self.sources.items()
         }
@@ -123,10 +124,8 @@ class TensorNames:
 
 
 def aliases(config: ModelConfig) -> Mapping[str, str]:
-    """Returns name of a tensor in `sources` -> another name under which a checkpoint may store it.
-
-    A tied matrix is stored once, under either of its two names, whichever the writer kept.
-    """
+    """Returns "model.embed_tokens.weight" -> "lm_head.weight" if the output matrix is the embedding:
+    checkpoints store this matrix once, under either name. Returns an empty mapping for other models."""
     if not config.tie_embeddings:
         return MappingProxyType({})
     return MappingProxyType(dict(zip(WHOLE["embed.weight"], WHOLE["lm_head.weight"], strict=True)))
@@ -141,10 +140,11 @@ _OTHER_PARTS = re.compile(
 
 
 def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
-    """Returns the reason why a checkpoint's tensor that no parameter needs may be ignored, or None if it
-    may not be.
+    """Returns the reason why a checkpoint's tensor that no parameter needs may be ignored, or None if it may
+    not be.
 
-    tensor: its name; unused: TensorNames.unused.
+    tensor: its name. unused: regular expression for the names of tensors that no model of the family reads;
+    "": there are none.
     """
     if _ROTARY_TABLE.fullmatch(tensor):
         return "old checkpoints store the rotary frequencies, which config.json already gives"
@@ -158,11 +158,12 @@ def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
 
 
 def other_names(sources: Sequence[str], stored: Sequence[str]) -> Mapping[str, str]:
-    """Returns stored name -> the name in `sources` that it stands for, if a checkpoint stores the text model
-    under another prefix: inside a model of several parts, or without its head.
+    """Returns name of a tensor in the checkpoint -> the name in `sources` that it stands for, if the
+    checkpoint stores the text model under another prefix: inside a model of several parts, or without its
+    head.
 
     sources: names of the tensors that parameters need, the embedding's first. stored: names in the
-    checkpoint. If the embedding's name is among them, no other names are needed.
+    checkpoint. If the embedding's name is among them, the result is empty.
     """
     first, names = sources[0], set(stored)
     if first in names:

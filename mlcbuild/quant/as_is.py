@@ -1,6 +1,5 @@
-"""Resolves the scheme `as-is`, which keeps the values of a quantized checkpoint: chooses a stored format for
-each parameter by the types of its tensors.
-"""
+"""Chooses formats for the scheme `as-is`, which keeps the values of a quantized checkpoint: for each
+parameter one that can store every value of the types in which the checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ from mlcbuild.quant.scheme import Scheme, matches
 
 NAME = "as-is"
 AS_IS = Scheme(NAME, NAME, activation_bits=8)
-"""The scheme `as-is` of a recipe. Its format is a placeholder: `resolved` replaces the scheme once the types
-of a checkpoint's tensors are known.
-"""
+"""The scheme `as-is` that a recipe may name, which keeps the values of a quantized checkpoint. Its format is
+a placeholder: `resolved` replaces it once the types of the checkpoint's tensors are known."""
 
 FORMATS: Mapping[str, str] = {
     "Q4_0": "q4_0",
@@ -50,18 +48,16 @@ UNQUANTIZED = (
     "'as-is' keeps the values of quantized tensors, and this checkpoint has none; choose a scheme such as "
     "q4a8_1, or q0f16 for no quantization"
 )
-"""The error message for a checkpoint whose tensors are not quantized."""
+"""The error message if `as-is` is chosen for a checkpoint whose tensors are not quantized."""
 _LAYER = re.compile(r"^layers\.\d+\.")
 LONGEST_PATTERN = 400
-"""Maximum length of an override's pattern in characters, because a manifest limits the length of its texts.
-Longer patterns are divided into several overrides.
-"""
+"""Maximum length in characters of the pattern of one override, because a bundle's manifest limits the length
+of its texts. Longer patterns are divided into several overrides."""
 
 
 def format_for(types: Collection[str]) -> str:
-    """Returns the name of the smallest format that stores the values of every type in `types`, the types of
-    the tensors that make up one matrix.
-    """
+    """Returns the name of the smallest stored format, such as "q4_0" or "f32", that can store the values of
+    every type in `types`: the types, such as "Q4_K", of the checkpoint's tensors that make up one matrix."""
     formats = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
     if len(formats) == 1:
         return formats.pop()
@@ -77,16 +73,15 @@ def format_for(types: Collection[str]) -> str:
 
 
 def is_as_is(scheme: Scheme) -> bool:
-    """Returns True if a scheme has the placeholder format of `as-is`, which `resolved` must replace before
-    use.
-    """
+    """Returns True if a scheme is `as-is` with its placeholder format, which must be replaced by formats that
+    suit the checkpoint before use."""
     return scheme.format == NAME
 
 
 def undecided(scheme: Scheme) -> Scheme:
-    """Returns a scheme for a checkpoint that is not downloaded: a step chooses, as `resolved` does, among all
-    formats that can be the result. Overrides in `scheme` decide first.
-    """
+    """Returns the scheme `as-is` for a checkpoint that is not downloaded. Its `choices` are all formats that
+    can store quantized tensors, among which a build step chooses by the types of the checkpoint's tensors.
+    The overrides of `scheme` stay, and decide first."""
     names = sorted({*FORMATS.values(), *_NOT_IN_GGUF.values(), *_MIXED, _EXACT})
     choices = {
         other.name: other for other in (*map(_scheme, names), *(other for _, other in scheme.overrides))
@@ -120,9 +115,9 @@ def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Seque
 
 
 def name_patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Returns patterns for overrides that together match all of `names` and no other name in `every`. A
-    parameter that occurs in each layer is matched by one glob for all layers if `names` has it for all.
-    """
+    """Returns patterns (globs joined by "|", at most LONGEST_PATTERN characters) that together match all of
+    `names` and no other name in `every`, the names of all parameters. A parameter that occurs in each layer
+    is matched by one glob for all layers if `names` has it for all."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_LAYER.sub("layers.*.", name), []).append(name)

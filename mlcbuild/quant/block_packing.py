@@ -22,9 +22,10 @@ infinite. No published file comes near.
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs the codes and scales of a quantized matrix in tiles of 16 rows (the layout x16), and returns the
-    stored tensors in the order of the format's `tensors`: q_weight, then scales and minima. rows: consecutive
-    ranges of the matrix's rows, whose codes and scales `blocks` can represent.
+    """Packs the codes, scales and minima of a quantized matrix in tiles of 16 rows (the layout x16) and
+    returns the stored arrays: q_weight, then those of scales and minima, as `blocked.tiles` defines them.
+    blocks: types of codes and scales of the format; rows: consecutive rows of the matrix, which they can
+    represent.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
@@ -35,16 +36,18 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
 
 
 def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs the codes and scales of a quantized matrix row by row (the layout `row`), and returns (q_weight,
-    q_scale) in the shapes of blocked.rows. rows: consecutive ranges of the matrix's rows; name: the matrix in
-    messages. Raises CheckpointError if a scale or a minimum is NaN, or 2**120 or larger."""
+    """Packs the codes, scales and minima of a quantized matrix row by row (the layout `row`) and returns
+    (q_weight, q_scale), each with one row per row of the matrix, in the types of `blocks`. rows: consecutive
+    rows of the matrix; name: its name in messages. Raises CheckpointError if a scale or a minimum is NaN, or
+    2**120 or larger."""
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 
 def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
-    """Converts parts of quantized rows to the numbers that a format stores, and returns its fields (codes,
-    then scales and minima), each with the rows of all parts concatenated.
-    """
+    """Converts quantized rows to the numbers that a format stores, and returns a list of arrays with all
+    rows: codes uint8 [rows, columns], then scales and minima. rows: consecutive rows, perhaps in several
+    BlockRows. Raises CheckpointError, naming `name`, if a scale or a minimum is not a finite number below
+    2**120."""
     parts = [_conformed(blocks, part, name) for part in rows]
     return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
 
@@ -56,9 +59,9 @@ def _number_dtypes(blocks: Blocks) -> list[DTypeLike]:
 
 
 def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any], ...]:
-    """Converts quantized rows to the numbers that a format stores, and returns the codes, one byte each, then
-    scales and minima, in the order of the format's tensors. If the format's groups are smaller than those of
-    the rows, numbers are repeated.
+    """Converts quantized rows to the numbers that a format stores, and returns the codes, uint8 [rows,
+    columns], then scales and minima [rows, count], in the order of the format's tensors. If the format's
+    groups are smaller than those of the rows, scales and minima are repeated.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
@@ -96,8 +99,9 @@ def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
 
 
 def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
-    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16), and returns q_weight uint8
-    [tiles, groups, 64 * bits]."""
+    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16) and returns q_weight, uint8
+    [tiles, groups of 32 columns, 64 * bits]. The bytes of a tile's group lie in `bits` lines [row][4
+    weights]: first the low bits of all codes, then their other bits, as `blocked.tiles` defines."""
     padded = np.ascontiguousarray(_whole_tiles(codes))
     groups = padded.shape[1] // GROUP
     words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)
@@ -122,9 +126,9 @@ def _in_each_byte(value: int) -> np.uint32:
 
 
 def _high_bits(width: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Packs the high bits of codes, `width` (1 or 2) of each code, and yields arrays uint32 [tiles, groups,
-    rows], each with 8 or 4 quads (four consecutive weights): byte i holds one bit, or two, of weight i of
-    each quad.
+    """Packs the high bits of codes, `width` (1 or 2) of each code, and yields uint32 arrays [tiles, groups,
+    rows], 1 or 2 of them. A quad is four consecutive weights. Byte i of a word holds the bits of weight i of
+    8 / width consecutive quads, those of the first quad in its lowest bits.
 
     high: these bits, uint32 [tile, group, quad, row], with one byte for each weight of a quad.
     """
@@ -137,9 +141,9 @@ def _high_bits(width: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint
 
 
 def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes tensors in the layout x16, tiles of 16 rows, and returns float32 [N, K] without padding:
-    code * scale + minimum, each operation rounded. shape: (N, K).
-    """
+    """Dequantizes tensors in the layout x16 (tiles of 16 rows) and returns float32 [N, K] without padding:
+    code * scale + minimum, each operation rounded. tensors: q_weight, then those of scales and minima; shape:
+    (N, K)."""
     rows, columns = shape
     q_weight, *numbers = tensors
     padded = q_weight.shape[1] * GROUP
@@ -158,8 +162,8 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:
     """Returns the scales, or the minima, of a matrix in tiles of 16 rows (the layout x16) as float32 [rows,
-    columns / group]. tensors: the stored floats, or for two-level scales the integer factors, whose type is
-    `steps`, and the float16 of each 256 weights."""
+    columns / group]. tensors: the stored numbers or, with two-level scales, the integer of each group and the
+    float16 of each 256 weights. steps: type of these integers."""
     first = _by_rows(tensors[0])
     if len(tensors) == 1:
         return first.astype(np.float32)

@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 
 def tiles(blocks: Blocks) -> Format:
-    """Returns the format that stores codes, scales and minima in tiles of 16 rows and 32 columns (the layout
-    x16). The number of columns is a multiple of 32, or of 256 with two-level scales.
+    """Returns the format that stores codes, scales and minima in tiles of 16 rows and groups of 32 columns
+    (the layout x16). The number of columns is a multiple of 32, or of 256 with two-level scales.
 
-    q_weight is uint8 [tiles, groups, 64 * bits], ordered as grouped.tiles describes; with 6 bits, two more
-    lines hold the high bits: bytes [line][row][weight of a quad], two bits for each quad of weights 0..15 in
-    the first line and 16..31 in the second. With 3 bits, two lines hold the low two bits of quads j, 2 + j,
-    4 + j and 6 + j, and a third line the high bits, one for each quad. q_scale is [tiles, groups, 16]. With
-    two-level scales, q_scale is uint8 [tiles, groups, 16 or 32], the bits of int8 factors of groups of 32 or
-    16 columns, and q_block float16 [tiles, blocks of 256 columns, 16]. q_min and q_block_min, if any, have
-    the same shapes.
+    q_weight is uint8 [tiles, groups, 64 * bits]. Each tile's group has `bits` lines of 64 bytes [row][weight
+    of a quad]; quads 0..7 are four consecutive columns each. With 8 bits, line j holds quad j. With 4 to 6
+    bits, line j of four holds the low four bits of quad j, and above them those of quad 4 + j; with 3 bits,
+    line j of two holds the low two bits of quads j, 2 + j, 4 + j and 6 + j. The high bits follow: one bit of
+    each quad in one line, or two bits of quads 0..3 in a line and of 4..7 in another, lowest bits first.
+
+    q_scale is [tiles, groups, 16]. With two-level scales it is uint8 [tiles, groups, 16 or 32], the bits of
+    int8 factors of groups of 32 or 16 columns, and q_block is float16 [tiles, blocks of 256 columns, 16].
+    q_min and q_block_min, if there are minima, have the same shapes.
     """
     return _format(blocks, tuple(_tensors(blocks)), TILE_ROWS, _bits_per_weight(blocks))
 
@@ -41,11 +43,12 @@ def rows(blocks: Blocks) -> Format:
     """Returns the format that stores codes, scales and minima row by row (the layout `row`). The number of
     columns is a multiple of 32, or of 256 with two-level scales.
 
-    q_weight is uint32 [N, groups.row_words(bits, K)]: the low four bits of a row's codes, eight to a word, or
-    with 3 bits the low two, sixteen to a word; then their high bits. q_scale is [N, groups] of the type of
-    the scales; with minima it is uint32, the scale's float16 in the low half and the minimum's in the high
-    one. With two-level scales it is uint32 [N, blocks * words]: for each block of 256 columns its float16
-    numbers in one word, then a byte for each scale, then one for each minimum.
+    q_weight is uint32 [N, words]: the low four bits of a row's codes, eight to a word from its low end, or
+    with 3 bits the low two, sixteen to a word; then their high bits in the same way. Codes of 8 bits lie four
+    to a word. q_scale is [N, groups] of the type of the scales; with minima it is uint32, the scale's float16
+    in the low half and the minimum's in the high one. With two-level scales it is uint32 [N, blocks * words]:
+    for each block of 256 columns its float16 numbers in one word, then a byte for each scale, then one for
+    each minimum.
     """
     words = 1 + BLOCK_WEIGHTS // blocks.group // 4 * (1 + blocks.minimum)
     dtype = "uint32" if blocks.minimum or blocks.scale == "levels" else blocks.scale
@@ -78,8 +81,8 @@ def _format(
 
 
 def both(blocks: Blocks) -> dict[str, Format]:
-    """Returns layout name -> the format that stores a matrix of codes, scales and minima as `blocks`
-    describes: "x16" in tiles of 16 rows, "row" row by row."""
+    """Returns layout name -> the format that stores a matrix of codes, scales and minima of the types in
+    `blocks`: "x16" in tiles of 16 rows, "row" row by row."""
     return {"x16": tiles(blocks), "row": rows(blocks)}
 
 

@@ -33,13 +33,11 @@ class Blocks:
     group: Literal[16, 32] = 32
     """Number of consecutive weights that share a scale and, where there is one, a minimum."""
     scale: Literal["float16", "float32", "levels"] = "float16"
-    """Type of the scales. "levels": the scale of a group is a float16, shared by BLOCK_WEIGHTS weights, times
-    an int8 of the group.
-    """
+    """Type of the scales. "float16" or "float32": a number for each group. "levels": the scale of a group is
+    a float16, shared by 256 weights of a row, times an int8 of the group."""
     minimum: bool = False
     """True if a minimum is added to each weight. It is a float16 of the group or, if `scale` is "levels", the
-    product of a float16 shared by BLOCK_WEIGHTS weights and a uint8 of the group.
-    """
+    product of a float16 shared by 256 weights and a uint8 of the group."""
     signed: bool = True
     """True if codes are from -2**(bits - 1) to 2**(bits - 1) - 1, stored with 2**(bits - 1) added; False if
     they are from 0 to 2**bits - 1.
@@ -80,7 +78,7 @@ class BlockRows:
     """The codes of the weights, [rows, columns]."""
     scale: NDArray[np.float32]
     """The scales of the weights as float32: [rows, columns / 32], one for each group; or, with two-level
-    scales, [rows, columns / BLOCK_WEIGHTS], which `steps` multiplies by an integer for each group."""
+    scales, [rows, columns / 256], which `steps` multiplies by an integer for each group."""
     steps: NDArray[np.int8] | None = None
     """The integer factor of each group's scale, [rows, columns / 16 or 32]; None: all are 1."""
     minimum: NDArray[np.float32] | None = None
@@ -90,6 +88,7 @@ class BlockRows:
     """The integer factor of each group's minimum, [rows, columns / 16 or 32]; None: all are 1."""
 
     def take(self, rows: NDArray[np.intp]) -> BlockRows:
-        """Returns a new BlockRows with the rows whose indices are passed, in that order."""
+        """Returns a new BlockRows with some rows of this one. rows: their indices, in the order of the
+        result."""
         fields: list[Any] = [None if field is None else field[rows] for field in vars(self).values()]
         return BlockRows(*fields)

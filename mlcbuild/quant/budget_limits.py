@@ -1,4 +1,5 @@
-"""Computes the size that a budget allows a model, and expresses a choice of schemes as overrides."""
+"""Computes the size in bytes that a budget of size allows a model's stored weights, and expresses a choice of
+one scheme per parameter as one scheme with overrides for name patterns."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from mlcbuild.quant.scheme import BudgetKind, Storage, stored_bytes
 def base_and_overrides(
     names: Mapping[str, str], params: Sequence[Param]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Returns (name of the scheme that most parameters have, overrides for the others as pairs (pattern,
-    scheme name)). names: parameter name -> scheme name, in the model's order; params: all parameters.
+    """Returns (name of the scheme that most parameters have, overrides for the others as pairs (pattern of
+    names, scheme name)). names: parameter name -> scheme name, in the model's order; params: all parameters.
     """
     by_scheme: dict[str, list[str]] = {}
     for param, scheme in names.items():
@@ -30,16 +31,14 @@ def base_and_overrides(
 
 
 def weight_count(params: Sequence[Param]) -> int:
-    """Returns the number of weights of a model, by which its stored bits are divided for the budget
-    `target_bits`.
-    """
+    """Returns the number of weights of a model. Its stored bits divided by this number are bits per
+    weight."""
     return sum(prod(param.shape) for param in params)
 
 
 def byte_limit(kind: BudgetKind, limit: float, params: Sequence[Param]) -> int | None:
     """Returns the maximum size of a model's stored tensors under a budget, in bytes; None for the budget
-    `max_kl`. limit: bits per weight for `target_bits`, bytes for `max_size`.
-    """
+    `max_kl`. limit: bits per weight for the budget `target_bits`, bytes for `max_size`."""
     if kind == "max_kl":
         return None
     return int(limit if kind == "max_size" else limit * weight_count(params) / 8)
@@ -48,9 +47,8 @@ def byte_limit(kind: BudgetKind, limit: float, params: Sequence[Param]) -> int |
 def budget_fault(
     kind: BudgetKind, limit: float, candidates: Sequence[Storage], params: Sequence[Param]
 ) -> str:
-    """Returns an error message if even the smallest candidate of each parameter exceeds a budget of size, or
-    "" if they fit or the budget is `max_kl`.
-    """
+    """Returns an error message if a model in the smallest of the candidate schemes for each parameter is
+    larger than a budget of size, `limit`; "" if it is not or the budget is `max_kl`."""
     most = byte_limit(kind, limit, params)
     least = sum(min(stored_bytes([param], candidate) for candidate in candidates) for param in params)
     if most is None or least <= most:

@@ -15,17 +15,16 @@ from mlcbuild.quant.scheme import Storage, from_json
 
 CHOICE = "choice.json"
 """Name of the file in which a step writes its choice of formats, a JSON object: `base` is the name of a
-candidate scheme, `overrides` a list of [pattern, name of a candidate], and `name` the result's name where it
-is not derived from these.
-"""
+candidate scheme, `overrides` a list of [pattern of parameter names, name of a candidate], and `name` the
+result's name where it is not derived from these."""
 INPUT = "budget"
-"""Name of the step input that is the directory with choice.json, the formats that an earlier step chose."""
+"""Name of the step input that is the directory with choice.json, which holds the formats that an earlier step
+chose."""
 
 
 def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage:
-    """Returns the scheme of a step: params["scheme"], or what choice.json in the directory inputs["budget"]
-    chooses among params["candidates"].
-    """
+    """Returns the quantization scheme that a step uses: params["scheme"], or the mixture of
+    params["candidates"] that choice.json in the directory inputs["budget"] describes."""
     if INPUT not in inputs:
         return from_json(params["scheme"])
     document = json.loads((inputs[INPUT] / CHOICE).read_bytes())
@@ -35,10 +34,9 @@ def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage
 
 
 def mixture(candidates: Sequence[Storage], base: str, overrides: Sequence[tuple[str, str]]) -> Storage:
-    """Returns the scheme `base` with overrides, pairs (pattern, scheme name). All names are those of
-    `candidates`. The result has the name that a recipe's scheme with these overrides has, so that both give
-    the same bytes.
-    """
+    """Returns the candidate called `base` with overrides. candidates: the schemes to choose from; overrides:
+    pairs (pattern of parameter names, name of the candidate for these parameters). The result has the name
+    that a recipe's scheme with these overrides has, so that both give the same bytes."""
     by_name = {candidate.name: candidate for candidate in candidates}
     if not overrides:
         return by_name[base]

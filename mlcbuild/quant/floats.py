@@ -1,6 +1,5 @@
-"""Converts floating point weights: to float32, or rounded to a stored dtype with checks for overflow
-and NaN.
-"""
+"""Converts floating point weights to float32, or rounds them to a stored dtype with checks for overflow and
+NaN."""
 
 from __future__ import annotations
 
@@ -14,15 +13,14 @@ from numpy.typing import DTypeLike, NDArray
 from mlcbuild.errors import CheckpointError
 
 Array: TypeAlias = NDArray[np.float32 | np.float16 | np.uint32 | np.uint16 | np.uint8]
-"""An array of weights or codes, from a checkpoint or for a weights file. uint16 holds the bits of bfloat16.
-"""
+"""An array of weights or codes, as checkpoints and weights files store them. uint16 holds the bits of
+bfloat16."""
 
 OVERFLOW = 65520.0
 """The smallest positive number that float16 rounds to infinity."""
 BLOCK = 1 << 17
 """Number of weights that are packed at once. Their float32 copy and scratch arrays take about 1 MB, which
-stays in a core's cache, and the cost of each NumPy call is spread over many weights.
-"""
+stays in a core's cache, and the cost of each NumPy call is spread over many weights."""
 
 
 class Scratch:
@@ -31,14 +29,12 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: dict[str, NDArray[np.uint8]] = {}
         self._views: dict[tuple[str, tuple[int, ...], DTypeLike], NDArray[Any]] = {}
-        """(use, shape, dtype) -> array, cached because a block of weights needs seven arrays, and creating
-        them anew would take 2% of the packing time.
-        """
+        """(purpose, shape, dtype) -> array. Arrays are cached because each block of weights needs seven, and
+        creating them anew would take 2% of the packing time."""
 
     def array(self, use: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """Returns an uninitialised array of this shape and dtype for a purpose named by `use`. The array is
-        valid until the next call with the same `use`.
-        """
+        """Returns an uninitialised array of this shape and dtype. use: name of its purpose; the array is
+        valid until the next call with the same name, which reuses its memory."""
         form = use, tuple(shape), dtype
         view = self._views.get(form)
         if view is None:
@@ -90,8 +86,8 @@ def _widen_half(raw: Array, out: NDArray[np.float32]) -> None:
 
 
 def narrow(raw: Array, dtype: DTypeLike, scratch: Scratch, name: str) -> Array:
-    """Returns `raw` rounded to float32 or float16, in scratch memory that the next call overwrites, or `raw`
-    itself if it has that dtype. raw: float32, float16, or bfloat16 bits in uint16.
+    """Returns `raw` rounded to `dtype`, float32 or float16, in scratch memory that the next call overwrites,
+    or `raw` itself if it has that dtype. raw: float32, float16, or bfloat16 bits in uint16.
 
     Raises CheckpointError, with `name` in its message, if an element is infinite or NaN, or too large for
     float16.
@@ -117,8 +113,7 @@ def narrow(raw: Array, dtype: DTypeLike, scratch: Scratch, name: str) -> Array:
 
 def largest(part: Array) -> float:
     """Returns the largest magnitude of an array's elements; it is infinite or NaN if any element is. part:
-    float32 or float16, not empty.
-    """
+    float32 or float16, not empty."""
     if part.dtype == np.float16:
         # Without their sign, floating point numbers are ordered as their bits.
         return float((part.view(np.uint16) & 0x7FFF).max().view(np.float16))
@@ -136,8 +131,7 @@ def not_finite(name: str) -> CheckpointError:
 
 def overflow(name: str, greatest: float, subject: str) -> CheckpointError:
     """Returns the CheckpointError for a tensor called `name` whose number `greatest` exceeds the range of
-    float16; the caller raises it. subject: words before the number in the message, or "".
-    """
+    float16; the caller raises it. subject: text before the number in the message, or ""."""
     return CheckpointError(
         f"{name}: it holds {subject}{greatest:.6g}, beyond the largest float16, 65504; store this parameter "
         "in float32: use a scheme such as q0f32 or q4f32_1, or an override for it"

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     Unpack: TypeAlias = Callable[[Sequence[Array], tuple[int, int]], NDArray[np.float32]]
 
 Shape: TypeAlias = Callable[[int, int], tuple[int, ...]]
-"""Function from (rows, columns) of a matrix to the shape of one of the tensors that store it."""
+"""Function from (rows, columns) of a matrix to the shape of a stored tensor, such as that of its codes or of
+its scales."""
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 """Dtype that stored tensors may have -> bytes of one element."""
@@ -37,10 +38,12 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 
 @dataclass(frozen=True)
 class FormatTensor:
-    """One of the tensors in which a format stores a matrix: its name, dtype and shape."""
+    """One of the tensors in which a format stores a matrix, such as its codes or its scales: name, dtype and
+    shape."""
 
     suffix: str
-    """Last part of the tensor's name, which is `<parameter without .weight>.<suffix>`."""
+    """Last component of the stored tensor's name, which is `<parameter without .weight>.<suffix>`, such as
+    "q_scale"."""
     dtype: str
     shape: Shape
 
@@ -52,42 +55,43 @@ class Format:
     tensors: tuple[FormatTensor, ...]
     """The tensors that store a matrix, in the order in which weights files hold them and compiled libraries
     take them. Index i of axis 0 of each covers the matrix rows from i * rows_per_index on, so that a matrix
-    can be converted in parts.
-    """
+    can be converted a few rows at a time."""
     pack: Pack
-    """Function of (rows of a matrix, scratch memory, the parameter's name for error messages) that returns
-    the arrays of `tensors` in their order.
+    """Function of (rows of a matrix, scratch memory, the parameter's name for error messages) that quantizes
+    the rows and returns the arrays to store, one for each item of `tensors`, such as codes and scales.
 
     The rows [N, K] are float32, float16, or bfloat16 as its bits in uint16. The arrays may lie in the scratch
     memory, which the next call overwrites, or be the argument itself. Raises CheckpointError for weights that
     the format cannot hold.
     """
     unpack: Unpack
-    """Function of (the arrays of `tensors`, (N, K)) that returns the dequantized matrix, float32 [N, K]."""
+    """Function of (the stored arrays of a matrix, such as codes and scales, in the order of `tensors`; the
+    matrix's size (N, K)) that returns the dequantized matrix, float32 [N, K]."""
     bits_per_weight: float
     """Number of stored bits per weight, scales included, for a matrix whose size needs no padding."""
     bits: int = 0
     """Number of bits of one quantized weight; 0: weights are stored as floating point numbers."""
     group_size: int = 0
-    """Number of consecutive weights of a row that share a scale; 0 without scales."""
+    """Number of consecutive weights of a row that share a scale; 0 for a format without scales."""
     dtype: Literal["float32", "float16"] = "float16"
-    """Type of the stored scales. Vectors such as norm weights, and the KV cache, also have it."""
+    """Type of the stored scales. In a model in this format, vectors such as norm weights and the KV cache
+    have it too."""
     rows_per_index: int = 1
-    """Number of matrix rows that one index of axis 0 of every stored tensor covers: 1, or 16 for tiles."""
+    """Number of matrix rows that one index of axis 0 of every stored tensor covers: 1, or 16 if the matrix is
+    stored in tiles of 16 rows."""
     blocks: Blocks | None = None
-    """Description of the codes, scales and minima, for formats that keep the values of quantized checkpoints
-    or whose scales are the product of a float16 shared by 256 weights and an integer; None for other formats.
-    """
+    """The bits and types of codes, scales and minima, for formats that keep the values of quantized
+    checkpoints or whose scales are the product of a float16 shared by 256 weights and an integer; None for
+    other formats."""
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
-    """Function of (consecutive quantized rows, the parameter's name for error messages) that returns the
-    arrays of `tensors` without changing a value. Raises CheckpointError for infinite or NaN scales and
-    minima. None: the format cannot store quantized rows.
-    """
+    """Function of (consecutive rows of an already quantized matrix, the parameter's name for error messages)
+    that returns the arrays to store, one for each item of `tensors`, without changing a value. Raises
+    CheckpointError for infinite or NaN scales and minima. None: the format cannot store quantized rows."""
     pack_calibrated: Callable[[Array, NDArray[np.float32], str], Sequence[Array]] | None = None
     """Function of (rows of a matrix [N, K], the importance of each column, float32 [K], the parameter's name
-    for error messages) that packs rows as `pack` does, but counts the squared errors of a column by its
-    importance. None: the format's scales do not follow from squared errors.
-    """
+    for error messages) that quantizes the rows and returns the arrays to store, one for each item of
+    `tensors`. The scales minimize squared errors times the importance of their columns. None: the format's
+    scales do not follow from squared errors."""
 
 
 @cache
@@ -104,9 +108,8 @@ def format_module(name: str) -> str:
 
 @cache
 def layouts(name: str) -> Mapping[str, Format]:
-    """Loads a stored format by its name and returns layout name -> format in this layout. Raises UsageError
-    for an unknown format name.
-    """
+    """Loads a stored format by its name and returns name of a physical layout, such as "row" -> the format in
+    this layout. Raises UsageError for an unknown format name."""
     if name not in format_names():
         raise UsageError(f"format '{name}' does not exist; {did_you_mean(name, format_names())}")
     by_layout: Mapping[str, Format] = import_module(format_module(name)).FORMATS

@@ -25,9 +25,10 @@ def _group_count(columns: int) -> int:
 
 
 def rows(groups: Groups) -> Format:
-    """Returns the format that stores a matrix [N, K] row by row (the layout `row`), with codes and scales as
-    `groups` describes: q_weight uint32 [N, words], a row's codes packed as groups.row_words describes, and
-    q_scale [N, ceil(K/32)]. K is padded with zeros to a multiple of 32."""
+    """Returns the format that stores a matrix [N, K] row by row (the layout `row`). q_weight is uint32 [N,
+    words]: codes of 4 or 8 bits fill a row's words from their low ends; with 5 bits the low four of all codes
+    come first, then the fifth ones. q_scale is [N, ceil(K/32)]. K is padded with zeros to a multiple of 32.
+    groups: bits of codes and type of scales."""
     return _format(
         groups,
         FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(groups.bits, k))),
@@ -38,13 +39,14 @@ def rows(groups: Groups) -> Format:
 
 def tiles(groups: Groups) -> Format:
     """Returns the format that stores a matrix [N, K] in tiles of 16 rows and 32 columns (the layout x16), for
-    products of 16 rows at a time. N and K are padded with zeros to whole tiles.
+    products of 16 rows at a time. N and K are padded with zeros to whole tiles. groups: bits of codes and
+    type of scales.
 
     q_weight uint8 [ceil(N/16), ceil(K/32), 64 * bits] holds the codes and q_scale [ceil(N/16), ceil(K/32),
     16] the scales. The bytes of a tile are ordered [quad][row][weight of the quad], a quad being four
     consecutive weights. With 4 and 5 bits there are four quads: low halves of bytes belong to weights 0..15,
-    high halves to 16..31. With 5 bits, bytes [row][weight of a quad] with the fifth bits follow, one bit for
-    each quad.
+    high halves to 16..31. With 5 bits, bytes [row][weight of a quad] with the fifth bits follow; bit q
+    belongs to quad q of the 32 weights.
     """
     size = GROUP * TILE_ROWS * groups.bits // 8
     return _format(

@@ -16,20 +16,21 @@ int32 lane.
 QUADS = GROUP // QUAD
 """Number of quads (four consecutive weights) in a group."""
 TILE_ROWS = 16
-"""Number of rows in a tile of the layout x16: as many as int32 lanes in the widest vectors of CPUs."""
+"""Number of rows in a tile of the layout x16 of matrices: as many as int32 lanes in the widest vectors of
+CPUs."""
 
 
 def low_bits(bits: int) -> int:
     """Returns the number of low bits of each code that are packed first; its other bits, if any, are packed
-    separately. bits: number of bits of a code, 3 to 8. In the layout x16, a byte holds the low bits of
-    several codes, and each other bit of the codes has a line of bytes. In the layout `row`, the low bits of a
-    whole row precede the other bits.
-    """
+    separately. bits: number of bits of a code, 3 to 8. In tiles of 16 rows (the layout x16), a byte holds the
+    low bits of several codes, and each other bit of the codes has bytes of its own. In the layout `row`, the
+    low bits of a whole row precede the other bits."""
     return 8 if bits == 8 else 2 if bits == 3 else 4
 
 
 def row_words(bits: int, columns: int) -> int:
-    """Returns the number of uint32 words that hold the codes of a row in the layout `row`.
+    """Returns the number of uint32 words that hold the codes of a matrix row in the layout `row`. bits: of a
+    code; columns: length of the row.
 
     Codes of 4 or 8 bits fill words from their low ends. Codes of 5 and 6 bits are divided: first the low four
     bits of all codes in the row, then their one or two high bits. Codes of 3 bits are divided into two low

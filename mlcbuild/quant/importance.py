@@ -1,4 +1,5 @@
-"""Reads the importance of the columns of a model's matrices, which a step `calibrate/<model>` measured."""
+"""Reads the importance of the columns of a model's matrices, float32 [columns] for each matrix, which the
+step `calibrate/<model>` of a build measured."""
 
 from __future__ import annotations
 
@@ -11,22 +12,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INPUT = "calibration"
-"""Name of the step input that is the directory with the importance of columns."""
+"""Name of the step input that is the output directory of the step `calibrate/<model>`, with the importance of
+matrix columns."""
 IMPORTANCE = "importance.npz"
-"""Name of the file in it: arrays named after parameters, float32 [columns], each the mean square of the
-activations that are multiplied with a column, rounded to five significant bits.
-"""
+"""Name of the file in which the step `calibrate/<model>` stores the importance of matrix columns: an array
+float32 [columns] under each parameter's name, the mean square of the activations that are multiplied with a
+column, rounded to five significant bits."""
 
 REPORT = "calibration.json"
-"""Name of the file in it that bundles contain: a JSON object with the number of `prompts` and of `tokens`,
-the names of the `matrices` whose columns were measured, and the `blake3` of IMPORTANCE.
-"""
+"""Name of the file in which the step `calibrate/<model>` states what it measured, and which bundles include:
+a JSON object with the number of `prompts` and of `tokens`, the names of the `matrices`, and the `blake3` of
+importance.npz."""
 
 
 def importance_of(inputs: Mapping[str, Path]) -> Mapping[str, NDArray[np.float32]]:
-    """Returns name of a matrix -> importance of its columns, float32 [columns], from the input of a step that
-    packs weights; {} for a step without calibration. Matrices of experts are absent.
-    """
+    """Returns name of a matrix -> importance of its columns, float32 [columns], for a step that packs
+    weights. inputs: name of an input of the step -> its directory; {} is returned if no input is a
+    calibration. Matrices of experts are absent."""
     if INPUT not in inputs:
         return {}
     import numpy as np

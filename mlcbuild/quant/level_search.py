@@ -1,6 +1,5 @@
-"""Quantizes floating point weights to codes with two-level scales and minima, which are the product of a
-float16 shared by 256 weights and an integer of each group.
-"""
+"""Quantizes floating point weights to codes with scales and minima of two levels: each is the product of a
+float16 shared by 256 weights and an integer of its group of 16 or 32 weights."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ Floats = NDArray[np.float32]
 _STARTS = (0.5, 0.0, -0.5, -1.0, -1.5, -2.0)
 """Numbers added to the largest code; the range of a group's weights is divided by each sum to get the step
 widths from which the search for a scale starts. With half of them the squared error is 4 % larger (weights of
-Student's t, 5 degrees of freedom); each takes 2 of the 30 ns that the search takes for a weight.
-"""
+Student's t, 5 degrees of freedom); each takes 2 of the 30 ns that the search takes for a weight."""
 _SIGNED_STARTS = (0.0, 0.2, 0.4, 0.6, 0.8, -0.2)
 """Starting points of the search for the scale of eight signed codes, -4 to 3. For each number s, the search
 starts from the scale with which the weight of largest magnitude is s - 4 steps. With the first number alone,
 the squared error of gaussian weights is 6 % larger. With 64 codes, the other numbers gain nothing.
 """
 _WEIGHED_SIGNED_STARTS = (*_SIGNED_STARTS, -0.5, -1.0, -1.5, -2.0, -3.0)
-"""The starting points if columns differ in importance: a large weight that counts little may then be far
-beyond the codes. Without the additional ones SmolLM2-135M loses 0.53 nats in 3 bits with calibration, with
-them 0.33.
-"""
+"""Starting points of the search for a group's scale with signed codes if columns differ in importance. For
+each number s, the search starts from the scale with which the weight of largest magnitude is s steps above
+the lowest code; with s below 0, as suits a large weight that counts little, it is beyond the codes. Without
+the last five SmolLM2-135M loses 0.53 nats in 3 bits with calibration, with them 0.33."""
 _MOST_STEPS, _MOST_MINIMUM_STEPS = 127, 255
-"""The largest integer factors of scales and of minima, which are stored as int8 and as uint8."""
+"""The largest integer factors of the scales and of the minima of groups, which are stored as int8 and as
+uint8."""
 
 
 def quantize(blocks: Blocks, weight: Array, name: str, importance: Floats | None = None) -> list[BlockRows]:
@@ -38,9 +37,8 @@ def quantize(blocks: Blocks, weight: Array, name: str, importance: Floats | None
 
     weight: float32, float16, or bfloat16 bits in uint16. Columns are padded with zeros to whole groups of 32.
     importance: factor of each column's squared error, float32 [K], such as the mean square of the activations
-    that meet it; None: all columns count alike.
-    Raises CheckpointError, with `name` in its message, for weights that are infinite or NaN, or need a scale
-    beyond float16.
+    that are multiplied with it; None: all columns count alike. Raises CheckpointError, with `name` in its
+    message, for weights that are infinite or NaN, or need a scale beyond float16.
     """
     step = max(1, BLOCK // max(1, weight.shape[1]))
     return [
@@ -85,10 +83,9 @@ def _rows(blocks: Blocks, weight: Floats, name: str, importance: Floats | None) 
 
 
 def _shares(blocks: Blocks, importance: Floats, rows: int) -> Floats:
-    """Returns the factor of each weight's squared error, shaped like the planes of `rows` rows: [weights of a
-    group, groups]. importance: factors of the columns. A column without activations counts a millionth of the
-    greatest, so that sums stay above zero.
-    """
+    """Returns the factors by which the squared errors of `rows` rows of weights are multiplied, float32
+    [weights of a group, groups of all rows]. importance: factor of each column, float32 [columns]. A column
+    without activations counts a millionth of the greatest, so that sums stay above zero."""
     greatest = np.float32(max(float(importance.max(initial=0)), 1e-37))
     padded = np.full(-(-importance.size // BLOCK_WEIGHTS) * BLOCK_WEIGHTS, 1e-6, np.float32)
     padded[: importance.size] = np.maximum(importance / greatest, np.float32(1e-6))
@@ -96,17 +93,18 @@ def _shares(blocks: Blocks, importance: Floats, rows: int) -> Floats:
 
 
 def _weighted(values: Floats, shares: Floats | None) -> Floats:
-    """Returns `values` times the factors of the squared errors of weights; all are 1 without `shares`."""
+    """Returns `values`, numbers [weights of a group, groups], times `shares`, the factors of the weights'
+    squared errors in the same shape; `values` itself if `shares` is None."""
     return values if shares is None else values * shares
 
 
 def _with_minimum(blocks: Blocks, planes: Floats, shares: Floats | None) -> tuple[Floats, Floats]:
-    """Returns (scales, minima) of least squared error for the groups in `planes`, each float32 [groups];
-    minima are at most 0. planes: the weights [weights of a group, groups]; shares: factors of their squared
-    errors, shaped alike, or None.
+    """Returns (scales, minima) of least squared error for groups of weights, each float32 [groups]; minima
+    are at most 0. planes: the weights [weights of a group, groups]; shares: factors of their squared errors
+    in the same shape, or None.
 
-    From each of several starts the codes are rounded; the best scale and minimum for these codes follow from
-    two linear equations. Those of the start with the least error are returned.
+    From each of several starting points the codes are rounded; the best scale and minimum for these codes
+    follow from two linear equations. Those with the least error are returned.
     """
     size = np.float32(blocks.group) if shares is None else shares.sum(axis=0)
     top = (1 << blocks.bits) - 1
@@ -141,10 +139,10 @@ def _with_minimum(blocks: Blocks, planes: Floats, shares: Floats | None) -> tupl
 
 def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
     """Returns the scale of each group of weights for signed codes, float32 [groups]. planes: the weights
-    [weights of a group, groups]; shares: factors of their squared errors, shaped alike, or None.
+    [weights of a group, groups]; shares: factors of their squared errors in the same shape, or None.
 
     The weight of largest magnitude gets the lowest code or one near it; the other codes follow from it. Of
-    several starts, the scale of least squared error for their codes is returned.
+    several starting points, the scale of least squared error for their codes is returned.
     """
     high, low = planes.max(axis=0), planes.min(axis=0)
     extreme = np.where(high >= -low, high, low)
@@ -167,9 +165,9 @@ def _signed(blocks: Blocks, planes: Floats, shares: Floats | None) -> Floats:
 
 
 def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None) -> Floats:
-    """Returns the codes of weights as whole numbers in float32, shaped like `planes` [weights of a group,
-    groups], for a scale and minimum per group. They are clipped to the range of the format's codes.
-    """
+    """Returns the codes of weights as whole numbers in float32 [weights of a group, groups]: (weight -
+    minimum) / scale, rounded and clipped to the range of the format's codes. planes: the weights in the same
+    shape; scale, minimum: float32 [groups]; minimum None: 0."""
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=np.abs(scale) > 2.0**-100)
     codes = planes * inverse if minimum is None else (planes - minimum) * inverse
     np.rint(codes, out=codes)
@@ -180,9 +178,9 @@ def _codes(blocks: Blocks, planes: Floats, scale: Floats, minimum: Floats | None
 
 def _levels(numbers: Floats, most: int, name: str) -> tuple[Floats, Floats]:
     """Approximates `numbers` [rows, count] by products of a float16 of each row with integers of at most
-    `most`; returns (the float16 numbers, as float32; the integers). A number that is not zero has the integer
-    zero only if its row's float16 is zero.
-    """
+    `most`. Returns (the float16 numbers as float32 [rows], the integers as float32 [rows, count]). A number
+    that is not zero has the integer zero only if its row's float16 is zero. Raises CheckpointError, with
+    `name` in its message, if a float16 would be infinite."""
     extreme = np.where(numbers.max(axis=1) >= -numbers.min(axis=1), numbers.max(axis=1), numbers.min(axis=1))
     unit = extreme / np.float32(most)
     if (greatest := largest(unit)) >= OVERFLOW:

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 def both(blocks: Blocks) -> dict[str, Format]:
     """Returns layout name -> the format that quantizes any float matrix and stores it in this layout. blocks:
-    the number of bits and the range of codes; its scale must be "levels", which means the product of a
-    float16 shared by 256 weights and an integer of each group.
-    """
+    bits, groups and range of the codes; its field `scale` must be "levels": a scale is the product of a
+    float16 shared by 256 weights and an integer of each group."""
     return {layout: _quantizing(blocks, form) for layout, form in blocked.both(blocks).items()}
 
 
@@ -59,7 +58,9 @@ def _calibrated(
     importance: NDArray[np.float32] | None,
     name: str,
 ) -> Sequence[Array]:
-    """Quantizes rows of a matrix. importance: factor of each column's squared error; None: all are 1."""
+    """Quantizes rows of a matrix [N, K], float32, float16, or bfloat16 bits in uint16, and returns the arrays
+    to store, in the order and shapes of `tensors`. importance: factor of each column's squared error, float32
+    [K]; None: all are 1."""
     from mlcbuild.quant import block_packing, level_search
 
     pack = block_packing.pack_rows if rows_per_index == 1 else block_packing.pack

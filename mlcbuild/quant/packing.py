@@ -1,9 +1,8 @@
 """Quantizes matrices with one scale per group of 32 weights, packs them, and dequantizes them.
 
-Work is done in blocks of rows that stay in a core's cache. A block is rearranged so that consecutive groups
-lie side by side and the eight quads (four consecutive weights) of a group lie in eight planes. Every step is
-then one NumPy call over long contiguous rows, in memory that is reused, and the scales of a whole plane are
-one broadcast row.
+Some rows that fit a core's cache are quantized at once. They are rearranged to an array [8, 4 * groups],
+whose row i holds the i-th four weights (a quad) of every group. Every step is then one NumPy call over long
+contiguous rows, in memory that is reused, and a scale is broadcast to eight rows.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Packer:
     """Quantizes rows of one weight matrix and packs the codes, in reusable scratch memory."""
 
     def __init__(self, groups: Groups, tile: int, columns: int, scratch: Scratch, name: str) -> None:
-        """Stores the parameters of packing for one matrix. groups: codes and rounding; tile: 16 for the
-        layout x16, 1 for the layout `row`; columns: weights of a row; name: the matrix in error messages.
-        """
+        """Prepares to pack rows of one matrix. groups: bits, rounding and type of scales of the format; tile:
+        16 for tiles of 16 rows (the layout x16), 1 for the layout `row`; columns: number of weights in a row;
+        scratch: reusable memory; name: the matrix in error messages."""
         self._format = groups
         self._tile = tile
         self._name = name
@@ -39,8 +38,9 @@ class Packer:
         self._scratch = scratch
 
     def pack(self, weight: Array, q_weight: Array, q_scale: Array) -> None:
-        """Quantizes `weight` [N, K] (float32, float16, or bfloat16 bits in uint16) and writes codes and
-        scales into `q_weight` and `q_scale`, arrays in the shapes of the layout.
+        """Quantizes `weight` [N, K] (float32, float16, or bfloat16 bits in uint16), and writes its codes into
+        `q_weight` and its scales into `q_scale`: [N, words] and [N, groups] in the layout `row`, or [tiles,
+        groups, 64 * bits] and [tiles, groups, 16] in the layout x16.
 
         Raises TypeError for another dtype, CheckpointError for weights that are infinite or NaN, or need a
         scale beyond float16.
@@ -70,11 +70,12 @@ class Packer:
         return padded
 
     def _planes(self, block: Array, shape: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.float32]:
-        """Copies the weights of some rows into eight planes and returns them, float32 [8, 4 * groups] in
-        scratch memory: plane i holds the i-th four weights (a quad) of every group of 32.
+        """Rearranges the weights of some rows and returns them as float32 [8, 4 * groups] in scratch memory:
+        row i holds the i-th four weights (a quad) of every group of 32 weights.
 
-        shape: (.., 8), dimensions in which the rows' quads are viewed; order: permutation of these dimensions
-        that puts the plane first and so determines the order of groups.
+        shape: (..., 8), the dimensions into which the quads of `block` are divided, eight quads to a group.
+        order: permutation of these dimensions that puts the last one first; the others determine the order of
+        groups in the result.
         """
         quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
         quads = block.view(quad).reshape(shape).transpose(order)
@@ -108,8 +109,9 @@ class Packer:
         q_weight.view(np.uint16).reshape(groups, QUADS)[...] = merged.astype(np.uint8).view(np.uint16).T
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Quantizes the rows of `block`, whole tiles of 16, and writes codes and scales in the layout x16
-        into `q_weight` [tiles, groups, 64 * bits] and `q_scale` [tiles, groups, 16]."""
+        """Quantizes the rows of `block`, whole tiles of 16, and writes the codes into `q_weight`, uint8
+        [tiles, groups, 64 * bits], whose bytes are ordered [quad][row][weight of the quad], and the scales
+        into `q_scale` [tiles, groups, 16]. A quad is four consecutive weights."""
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)
@@ -119,9 +121,9 @@ class Packer:
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE_ROWS)[...] = words.transpose(1, 2, 0, 3)
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
-        """Quantizes groups of 32 weights and returns their codes, uint8 [8, 4 * groups] in scratch memory.
-        planes: float32 [8, 4 * groups], whose row i holds the i-th four weights of every group; overwritten.
-        out: receives the scale of each group, [groups]."""
+        """Quantizes groups of 32 weights and returns their codes, one byte each from 0 to `groups.top`, uint8
+        [8, 4 * groups] in scratch memory. planes: float32 in the same shape, whose row i holds the i-th four
+        weights of every group; overwritten. out: receives the scale of each group, [groups]."""
         groups = self._format
         out[...] = scale = self._scales(planes)
         divisor = scale.astype(np.float32)
@@ -135,10 +137,10 @@ class Packer:
         return q
 
     def _scales(self, planes: NDArray[np.float32]) -> Array:
-        """Computes the scale of each group of weights and returns [groups] in the stored dtype; a scale of
-        zero is never -0. planes: the weights, float32 [8, 4 * groups]. Raises CheckpointError for infinite or
-        NaN weights and scales beyond float16.
-        """
+        """Computes the scale of each group of 32 weights and returns [groups] in the stored dtype: the
+        largest magnitude divided by the code of the weight 0 with 8 bits, the scale of least squared error
+        with fewer. planes: float32 [8, 4 * groups], whose row i holds the i-th four weights of every group.
+        Raises CheckpointError for infinite or NaN weights and scales beyond float16."""
         groups = self._format
         extreme = self._extreme(planes)
         if groups.bits in SEARCHES:
@@ -155,9 +157,9 @@ class Packer:
         return scale
 
     def _extreme(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns the weight of largest magnitude of each group, with its sign: float32 [groups]. Raises
-        CheckpointError if it is infinite or NaN.
-        """
+        """Returns the weight of largest magnitude of each group, with its sign: float32 [groups]. planes:
+        float32 [8, 4 * groups], whose row i holds the i-th four weights of every group. Raises
+        CheckpointError if a weight is infinite or NaN."""
         high, low = _over_groups(np.maximum, planes), _over_groups(np.minimum, planes)
         extreme = np.where(high >= -low, high, low)
         if not math.isfinite(largest(extreme)):
@@ -166,9 +168,9 @@ class Packer:
 
 
 def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Packs codes of 4 or 5 bits, one byte each in eight rows `q`, and returns them as four rows with two
-    4-bit values in a byte. With 5 bits, a fifth row holds the fifth bits, eight in a byte. Overwrites `q`.
-    """
+    """Packs codes of 4 or 5 bits. q: the codes, one byte each, in eight rows. Returns four rows, whose byte
+    holds the low four bits of a code of row j and, above them, of the same position in row 4 + j. With 5
+    bits, a fifth row follows, whose bit i is the fifth bit of the code in row i. Overwrites `q`."""
     low, high = q[: QUADS // 2], q[QUADS // 2 :]
     fifth = None
     if bits == 5:
@@ -183,18 +185,18 @@ def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
 
 
 def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the largest or smallest weight of each group, float32 [groups]; NaN for a group that has a NaN.
-    extreme: np.maximum or np.minimum; planes: the weights [8, 4 * groups].
-    """
+    """Returns the largest or smallest weight of each group of 32, float32 [groups]; NaN for a group that has
+    a NaN. extreme: np.maximum or np.minimum; planes: the weights [8, 4 * groups], of which columns 4g to 4g +
+    3 are group g."""
     quads = extreme.reduce(planes, axis=0).reshape(-1, QUAD)
     both: NDArray[np.float32] = extreme(extreme(quads[:, 0], quads[:, 1]), extreme(quads[:, 2], quads[:, 3]))
     return both
 
 
 def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes a matrix that is stored row by row and returns (code - groups.zero) * scale, float32 [N, K]
-    without padding. tensors: q_weight [N, words] and q_scale [N, groups], as grouped.rows describes; shape:
-    (N, K)."""
+    """Dequantizes a matrix that is stored row by row and returns (code - zero) * scale, float32 [N, K]
+    without padding; zero is the code of the weight 0. tensors: q_weight uint32 [N, words], the packed codes,
+    and q_scale [N, groups of 32]; shape: (N, K); groups: bits and zero of the format."""
     q_weight, q_scale = tensors
     rows, columns = shape
     q = row_packing.unpack_codes(q_weight.view(np.uint32), groups.bits, -(-columns // GROUP))
@@ -204,9 +206,10 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
 
 
 def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes a matrix in tiles of 16 rows (the layout x16) and returns (code - groups.zero) * scale,
-    float32 [N, K] without padding. tensors: q_weight [tiles, groups, 64 * bits] and q_scale [tiles, groups,
-    16]; shape: (N, K)."""
+    """Dequantizes a matrix in tiles of 16 rows (the layout x16) and returns (code - zero) * scale, float32
+    [N, K] without padding; zero is the code of the weight 0. tensors: q_weight uint8 [tiles, groups of 32, 64
+    * bits], the packed codes, and q_scale [tiles, groups of 32, 16]; shape: (N, K); groups: bits and zero of
+    the format."""
     q_weight, q_scale = tensors
     rows, columns = shape
     tiles, count, _ = q_weight.shape

@@ -16,9 +16,9 @@ from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
 
 def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Packs the codes of rows, uint8 [rows, columns], into words, and returns uint32 [rows, words] in the
-    order that groups.row_words describes. columns: a multiple of 32.
-    """
+    """Packs the codes of rows, uint8 [rows, columns], into words and returns uint32 [rows, words]. Codes of 4
+    or 8 bits fill words from their low ends; of 5 and 6 bits the low four, of 3 bits the low two of all codes
+    in a row come first, then their high bits. columns: a multiple of 32; words: padded to a multiple of 4."""
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
     columns = codes.shape[1]
@@ -32,8 +32,9 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 
 
 def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[np.uint8]:
-    """Unpacks the codes of rows, of 3, 4, 5, 6 or 8 bits, from uint32 [rows, words] in the order that
-    groups.row_words describes. Returns uint8 [rows, groups * 32]."""
+    """Unpacks the codes of rows, of 3, 4, 5, 6 or 8 bits, and returns uint8 [rows, groups * 32]. words:
+    uint32 [rows, words], which hold them from the low ends on: of 5 and 6 bits the low four, of 3 bits the
+    low two of all codes in a row come first, then their high bits."""
     columns = groups * GROUP
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
@@ -46,9 +47,8 @@ def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[n
 
 
 def _in_words(fields: NDArray[np.uint32], width: int) -> NDArray[np.uint32]:
-    """Packs fields of `width` bits, [rows, columns], into words, from their low ends; returns uint32 [rows,
-    columns * width / 32].
-    """
+    """Packs `fields`, numbers of `width` bits [rows, columns], into words of 32 bits, the first into the
+    lowest bits, and returns uint32 [rows, columns * width / 32]."""
     places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
     words: NDArray[np.uint32] = np.bitwise_or.reduce(
         fields.reshape(len(fields), -1, 32 // width) << places, axis=2
@@ -57,17 +57,18 @@ def _in_words(fields: NDArray[np.uint32], width: int) -> NDArray[np.uint32]:
 
 
 def _from_words(words: NDArray[np.uint32], width: int) -> NDArray[np.uint8]:
-    """Returns the fields that `_in_words` packed, uint8 [rows, columns]. words: [rows, words]; width: bits
-    of a field.
-    """
+    """Returns the numbers of `width` bits that are packed in words of 32 bits, the first in the lowest bits,
+    as uint8 [rows, words * 32 / width]. words: uint32 [rows, words]."""
     places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
     fields: NDArray[np.uint8] = (words[:, :, None] >> places & ((1 << width) - 1)).astype(np.uint8)
     return fields.reshape(len(words), -1)
 
 
 def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:
-    """Returns (q_weight, q_scale), which store quantized rows one by one as blocked.rows describes (the
-    layout `row`). conformed: codes, then scales and minima, of the format's types."""
+    """Returns (q_weight, q_scale), which store quantized rows one by one (the layout `row`): uint32 [rows,
+    words] with the packed codes, and the scales [rows, groups]. With minima or two-level scales, q_scale is
+    uint32, each word with float16 or 8-bit numbers. conformed: arrays of codes, then of scales and minima, in
+    the format's types."""
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":
@@ -79,10 +80,12 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 
 
 def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
-    """Returns the words that store two-level scales and minima, uint32 [rows, blocks * words]. For each block
-    of 256 weights, the words hold the float16 numbers of the block, then the integer factors of its scales,
-    then those of its minima. each: number of factors in a block; the last block of a row is padded with
-    zeros.
+    """Returns uint32 [rows, blocks of 256 weights * words], which store two-level scales and minima: for each
+    block a word with the float16 of its scales and, above it, that of its minima, then the 8-bit factors of
+    its scales, then those of its minima, four to a word.
+
+    numbers: factors [rows, groups] and float16 numbers [rows, blocks] of the scales, then those of the minima
+    if there are any. each: number of groups in a block; the last block of a row is padded with zeros.
     """
     rows, count = numbers[1].shape
     steps = [
@@ -95,8 +98,9 @@ def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
 
 
 def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Dequantizes a matrix that is stored row by row and returns float32 [N, K]: code * scale + minimum, each
-    operation rounded. tensors: (q_weight, q_scale) as blocked.rows describes them; shape: (N, K)."""
+    """Dequantizes a matrix that is stored row by row (the layout `row`) and returns float32 [N, K]: code *
+    scale + minimum, each operation rounded; without minima, code * scale. blocks: types of codes and scales;
+    tensors: q_weight with the packed codes, and q_scale with scales and minima; shape: (N, K)."""
     rows, columns = shape
     words, numbers = tensors
     codes = unpack_codes(words.view(np.uint32), blocks.bits, -(-columns // GROUP)) - np.uint8(blocks.zero)
@@ -131,7 +135,6 @@ def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArra
 
 def _halves(words: NDArray[Any], upper: bool) -> NDArray[np.float32]:
     """Returns the low or, if `upper`, the high float16 in each uint32 word, converted to float32 in the same
-    shape.
-    """
+    shape."""
     half: NDArray[np.uint16] = (words >> np.uint32(16 * upper) & np.uint32(0xFFFF)).astype(np.uint16)
     return half.view(np.float16).astype(np.float32)

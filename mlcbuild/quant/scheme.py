@@ -14,11 +14,10 @@ from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
 BudgetKind: TypeAlias = Literal["target_bits", "max_size", "max_kl"]
-"""The quantity that a budget limits: bits per weight, total bytes, or KL divergence. It is a key of
-`quantization` in a recipe.
-"""
+"""The quantity that a budget for quantization limits: bits per weight, total bytes, or KL divergence. It is a
+key of `quantization` in a recipe."""
 PLAIN = "plain"
-"""Name of the layout of parameters that are not matrices, such as norm weights: one plain array."""
+"""Name of the layout of parameters that are not matrices, such as norm weights: one unquantized array."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,8 @@ class Scheme:
 
     name: str
     format: str
-    """Name of the stored format of matrices (two-dimensional parameters).
-
-    All other parameters, and the KV cache, have the format's `dtype`. Arithmetic on CPUs is float32.
-    """
+    """Name of the stored format of matrices (two-dimensional parameters). All other parameters, and the KV
+    cache, have the format's `dtype`. Arithmetic on CPUs is float32."""
     activation_bits: Literal[0, 8] = 0
     """8: activations are quantized to int8, with a scale for each group, before each product; 0: they stay
     floating point."""
@@ -45,21 +42,22 @@ class Scheme:
     scheme that has these pairs.
     """
     budget: Budget | None = None
-    """The budget under which a build step chooses the formats of all parameters; None for a scheme that needs
-    no choice. With a budget `format` is the largest candidate's, an upper bound of the size.
-    """
+    """The budget of size or loss under which a build step chooses the formats of all parameters; None for a
+    scheme that needs no choice. With a budget, `format` is that of the largest candidate, an upper bound of
+    the size."""
     choices: tuple[Scheme, ...] = ()
-    """The schemes among which a build step chooses by the types of a checkpoint's tensors, for `as-is` of a
-    checkpoint that is not downloaded; () for any other scheme.
-    """
+    """The schemes among which a build step chooses by the types of a checkpoint's tensors. They are listed
+    for the scheme `as-is`, which keeps a quantized checkpoint's values, if the checkpoint is not downloaded;
+    () for any other scheme."""
     calibration: Path | tuple[str, ...] | None = None
-    """The prompts in which a build step measures how much each column of a matrix counts: the absolute path
-    of a text file with one on each line, or the prompts themselves; None for no calibration.
-    """
+    """The prompts in which a build step measures how much each column of a matrix counts when weights are
+    rounded: the absolute path of a text file with one on each line, or the prompts themselves; None for no
+    calibration."""
 
     @property
     def candidates(self) -> tuple[Scheme, ...]:
-        """Returns the schemes among which a build step chooses; () for a scheme that needs no choice."""
+        """Returns the schemes among which a build step chooses, by a budget or by the types of a checkpoint's
+        tensors; () for a scheme that needs no choice."""
         return self.choices if self.budget is None else self.budget.candidates
 
 
@@ -74,14 +72,14 @@ class Budget:
     """The limit: bits per weight, bytes of all stored tensors, or a mean KL divergence in nats, depending on
     `kind`."""
     candidates: tuple[Scheme, ...]
-    """Schemes that a parameter may have, without overrides, from the smallest to the largest."""
+    """Schemes, from the smallest to the largest, of which one is chosen for each parameter of the model. None
+    of them has overrides, that is other schemes for some parameters."""
 
 
 @dataclass(frozen=True)
 class Storage:
     """A quantization scheme together with the physical layout that a device's backend chose for its format.
-    The other fields are those of Scheme.
-    """
+    The other fields are those of Scheme."""
 
     name: str
     format: str
@@ -89,7 +87,7 @@ class Storage:
     activation_bits: Literal[0, 8] = 0
     overrides: tuple[tuple[str, Storage], ...] = ()
     candidates: tuple[Storage, ...] = ()
-    """The schemes among which a build step chooses, with their layouts; () if it needs no choice."""
+    """The schemes, with their layouts, among which a build step chooses; () if the scheme needs no choice."""
 
     @property
     def definition(self) -> Format:
@@ -114,9 +112,9 @@ class Storage:
 
 
 def storage(scheme: Scheme, layout: Callable[[Scheme], str]) -> Storage:
-    """Returns a quantization scheme with the physical layouts of a device. layout: a backend's function that
-    returns the layout's name for a scheme; it is also called for the scheme of each override and of each
-    candidate of a budget."""
+    """Returns a quantization scheme with the physical layouts in which a device stores its formats. layout: a
+    backend's function from a scheme to the name of its layout; it is also called for the schemes of
+    overrides, and for those among which a build step chooses."""
     overrides = tuple((pattern, storage(other, layout)) for pattern, other in scheme.overrides)
     candidates = tuple(storage(other, layout) for other in scheme.candidates)
     return Storage(scheme.name, scheme.format, layout(scheme), scheme.activation_bits, overrides, candidates)
@@ -159,16 +157,14 @@ def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
 
 
 def plain_dtype(param: Param, storage: Storage) -> Literal["float32", "float16"]:
-    """Returns the dtype of a parameter that is stored unquantized because it is not a matrix. storage: the
-    scheme of this parameter.
-    """
+    """Returns the dtype of a parameter that is stored unquantized because it is not a matrix: float32, or the
+    type of the scales in its scheme. storage: the scheme of this parameter."""
     return "float32" if param.stored == "float32" else storage.dtype
 
 
 def rows_per_index(param: Param, scheme: Storage) -> int:
     """Returns the number of rows of a parameter that one index of axis 0 of its stored tensors covers: 1, or
-    16 for tiles.
-    """
+    16 if the parameter is a matrix in tiles of 16 rows."""
     return 1 if param.matrix is None else scheme_for(scheme, param.name).definition.rows_per_index
 
 
@@ -213,8 +209,8 @@ def check_overrides(scheme: Scheme | Storage, params: Sequence[Param]) -> tuple[
 
 
 def describe(scheme: Storage) -> dict[str, Json]:
-    """Returns the JSON object that describes a scheme in library metadata and manifests, with bits, group
-    size and types instead of the format's name.
+    """Returns the JSON object that describes a scheme in library metadata and manifests: name, bits,
+    group_size, dtype, layout, activation_bits and overrides. It does not hold the name of the stored format.
     """
     form = scheme.definition
     return {
@@ -230,8 +226,7 @@ def describe(scheme: Storage) -> dict[str, Json]:
 
 def to_json(scheme: Storage) -> dict[str, Json]:
     """Returns a scheme as a JSON object for the parameters of a build step: every field except the candidates
-    of a budget, so that a change of any of them changes the step's key.
-    """
+    among which a step chooses, so that a change of any of them changes the step's key."""
     return {
         "name": scheme.name,
         "format": scheme.format,

@@ -1,6 +1,5 @@
-"""Lists the quantization schemes that recipes may name. No action imports this table, so a new scheme changes
-no key.
-"""
+"""Lists the quantization schemes that recipes may name. No function that runs as a build step imports this
+table, so a new scheme causes no step to run again."""
 
 from __future__ import annotations
 
@@ -26,5 +25,4 @@ SCHEMES: dict[str, Scheme] = {
 }
 """Scheme name -> quantization scheme. A name is q<bits><type of scales>_1, as in mlc-llm, where `a8` in place
 of the type means 8-bit activations. A name that ends in `_2` means that a scale is the product of a float16
-per 256 weights and an integer per group; with 4 and 5 bits there are also minima.
-"""
+per 256 weights and an integer per group; with 4 and 5 bits there are also minima."""

@@ -1,6 +1,5 @@
-"""Searches the scale of a group of weights that leaves the least squared error, weighted by the magnitudes of
-the weights.
-"""
+"""Computes the scale of each group of 32 weights, for codes of 4 or 5 bits, that leaves the least squared
+error, in which the error of a weight counts by the weight's magnitude."""
 
 from __future__ import annotations
 
@@ -18,14 +17,13 @@ class Search:
     """Constants of the search for the scale of a group of 32 weights, for one number of bits per code."""
 
     unit: int
-    """The integer to which the weight of largest magnitude in a group is scaled before the search for a
-    scale.
-    """
+    """The integer to which the weight of largest magnitude in a group is scaled before the group's scale is
+    searched."""
     shift: int
-    """Number of bits by which a weight's magnitude is shifted right to get its importance, which weights its
-    error in the search. Before the shift, the group's largest magnitude is scaled to the integer `unit`. The
-    number is chosen so that sums of eight products of importance with two codes fit in int16, which NumPy
-    adds twice as fast as float32, and sums of 32 products with a code and the weight are exact in float32."""
+    """Number of bits by which a weight's magnitude, in units in which the group's largest is the integer
+    `unit`, is shifted right to get the factor of the weight's squared error. It is chosen so that sums of
+    eight products of this factor with two codes fit in int16, which NumPy adds twice as fast as float32, and
+    sums of 32 products with a code and the weight are exact in float32."""
     widths: tuple[int, ...]
     """Step widths between neighbouring codes from which the search for a scale starts, in units in which the
     largest magnitude of the group is the integer `unit`. With the first width that magnitude gets the code
@@ -38,30 +36,31 @@ class Search:
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
-"""Number of bits of a code -> constants of the search for a group's scale. With 8 bits there is no search,
-since it would reduce the error very little."""
+"""Number of bits of a code -> constants of the search for the scale of a group of 32 weights: integer units,
+step widths from which it starts, and largest code. With 8 bits there is no search, since it would reduce the
+error very little."""
 TINY = np.float32(2.0**-96)
-"""Limit on the largest magnitude in a group below which the group counts as zeros when a scale is searched:
-its inverse could overflow.
-"""
+"""Magnitude of a group's largest weight below which all weights of the group count as zeros when its scale is
+searched: the inverse of a smaller one could overflow."""
 
 
 def fit(
     search: Search, planes: NDArray[np.float32], extreme: NDArray[np.float32], scratch: Scratch
 ) -> NDArray[np.float32]:
-    """Returns the best scale of each group of 32 weights for the codes 1 - search.top .. search.top, float32
-    [groups]. Scales may be negative.
+    """Returns the best scale of each group of 32 weights for codes from 1 - t to t, where t is `search.top`,
+    float32 [groups]. Scales may be negative.
 
-    planes: the weights, float32 [8, 4 * groups], whose row i holds the i-th four weights of every group.
-    extreme: the weight of largest magnitude of each group, float32 [groups].
+    search: the constants for the number of bits. planes: the weights, float32 [8, 4 * groups], whose row i
+    holds the i-th four weights of every group. extreme: the weight of largest magnitude of each group,
+    float32 [groups].
 
-    The scale is that of least weighted error, as far as one step of Lloyd's method (1982) from three starts
-    gets there. With 4 bits: u = rint(w * (504 / extreme)) and v = |u| // 8; for steps of 63, 72 and 59 c =
-    clip(floor(u / step + 1/2), -7, 8) and a = sum(v * u * c) / sum(v * c * c); the first c with the largest a
-    * sum(v * u * c) gives fit = extreme * (a / 504). Sums are of whole numbers below 2**24, exact in any
-    order. A group that was dequantized from 4 bits with its extreme at -8 or 7 steps is reproduced exactly
-    (scales in float16). With 5 bits it is the same with 240 for 504, |u| // 16, steps of 15 and 16, and codes
-    -15 .. 16.
+    The scale is that of least squared error, weighted by the weights' magnitudes, as far as one step of
+    Lloyd's method (1982) from three starting points gets there. With 4 bits: u = rint(w * (504 / extreme))
+    and v = |u| // 8; for steps of 63, 72 and 59 c = clip(floor(u / step + 1/2), -7, 8) and a = sum(v * u * c)
+    / sum(v * c * c); the first c with the largest a * sum(v * u * c) gives fit = extreme * (a / 504). Sums
+    are of whole numbers below 2**24, exact in any order. A group that was dequantized from 4 bits with its
+    extreme at -8 or 7 steps is reproduced exactly (scales in float16). With 5 bits it is the same with 240
+    for 504, |u| // 16, steps of 15 and 16, and codes -15 .. 16.
 
     In trained models, unlike random ones, large weights meet large activations. With all weights counting
     alike the squared error is 4 % lower, but the KL divergence of the tiny model in recipes/models is 0.0278
@@ -103,8 +102,8 @@ def fit(
 
 def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
     """Returns the factor that scales the weight of largest magnitude of each group to the integer `unit`:
-    unit / extreme, float32 [groups], and 0 where that magnitude is below TINY. extreme: that weight of each
-    group."""
+    unit / extreme, float32 [groups], and 0 where that magnitude is below TINY. extreme: the weight of largest
+    magnitude of each group, with its sign."""
     tiny = np.abs(extreme) < TINY
     if not tiny.any():  # nearly always
         return np.divide(np.float32(unit), extreme)

@@ -19,11 +19,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def upper_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
-    """Returns the attention window, in tokens, of each of `count` layers; None: no window.
-
-    With use_sliding_window, layers from max_window_layers on have a window. Without it no layer has one, and
-    the other two fields mean nothing.
-    """
+    """Returns the attention window, in tokens, of each of `count` layers; None: no window. In config.json,
+    use_sliding_window turns windows of sliding_window tokens on, for layers from max_window_layers on."""
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):
