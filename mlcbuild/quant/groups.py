@@ -45,10 +45,10 @@ class Groups:
     """The code range and rounding of a format with one scale per group of 32 weights; all arithmetic is
     float32, each step rounded to nearest even.
 
-    A weight w is stored as the code q = clip(rint(w / scale + zero), 0, top), where the scale has been
-    rounded to `dtype`. Before that the scale is
+    A weight w is stored as the code q = clip(rint(w / scale + zero), 0, top), where `zero` is the code of the
+    weight 0, `top` the largest code, and the scale has been rounded to `dtype`. Before that the scale is
 
-      fit(w)              less than 8 bits: see `fit` in search.py
+      fit(w)              less than 8 bits: the scale of least weighted squared error, by `search.fit`
       -fit(w)             the same with signed scales
       max|w| / zero       8 bits
       extreme / -zero     8 bits with signed scales

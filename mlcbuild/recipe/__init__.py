@@ -64,24 +64,29 @@ class Recipe:
     path: Path
     """Path of the recipe file, as the user passed it."""
     directory: Path
-    """Absolute directory to which paths in the recipe are relative."""
+    """Absolute path of the recipe's directory, to which paths in the recipe are relative."""
     name: str
     models: Mapping[str, RecipeModel]
     schemes: Mapping[str, Scheme]
     """Name of a quantization in the recipe -> its quantization scheme."""
     targets: Mapping[str, Target]
     combinations: tuple[tuple[Names, Settings], ...]
-    """The combinations of the recipe's matrix, as pairs ((model, quantization, target), settings)."""
+    """The combinations of model, quantization and target that the recipe builds, as pairs ((model,
+    quantization, target), settings)."""
     output: str
-    """Template for the directory of a bundle, relative to the recipe's directory."""
+    """Template for the path of a bundle's directory, relative to the recipe's directory, such as
+    "dist/{model}-{quantization}-{target}"."""
     lock: Path
     """Absolute path of the lock file, which need not exist."""
     remotes: tuple[Remote, ...] = ()
     """The remote caches through which results are shared, in the order in which they are tried."""
     destinations: tuple[str, ...] = ()
-    """Templates for the addresses to which bundles are published."""
+    """Templates for the addresses to which bundles are published, such as
+    "oci://host/name:{model}-{quantization}": {model}, {quantization} and {target} stand for the names of a
+    bundle's variant."""
     bench: Bench | None = None
-    """The workload with which the speed of bundles is measured; None for no measurement."""
+    """The numbers of prompt and answer tokens with which the speed of bundles is measured; None for no
+    measurement."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ class Variant:
     """The machine for which the bundle is compiled; its `name` is the name that the recipe gives it."""
     limits: RequestedLimits
     verify: Verify | None
-    """Limits on the bundle's loss of accuracy; None if the recipe has no `verify` section."""
+    """Limits on the loss of accuracy that the bundle may have against its model; None if the recipe has no
+    `verify` section."""
     output: Path
     """Absolute path of the bundle's directory."""
     destinations: tuple[str, ...] = ()
@@ -110,7 +116,7 @@ class Variant:
 
 Inspect: TypeAlias = Callable[[Iterable[RecipeModel]], Iterable[Problem]]
 """Function of the models of a recipe that yields a `Problem` (file, line, column, message) for each of their
-faults, so that load() can raise them together with all others."""
+faults, so that loading the recipe reports them together with all others."""
 
 
 def load(
@@ -119,9 +125,9 @@ def load(
     allow_outside: bool = False,
     inspect: Inspect = lambda models: (),
 ) -> Recipe:
-    """Reads and checks a recipe. settings: variable name -> value that overrides the recipe's;
+    """Reads and checks a recipe, and returns it. settings: variable name -> value that replaces the recipe's;
     allow_outside: True if paths may leave the recipe's project; inspect: function that yields further
-    problems of models.
+    problems of the recipe's models.
 
     Raises InputError with all problems of the file.
     """
@@ -151,7 +157,8 @@ def load(
 
 
 def expand(recipe: Recipe) -> tuple[Variant, ...]:
-    """Returns the variants that a recipe builds, in the order of its matrix."""
+    """Returns the variants (bundles to build) of a recipe, in the order of its combinations of model,
+    quantization and target."""
     variants = []
     for names, settings in recipe.combinations:
         model, quantization, target = names
@@ -175,8 +182,8 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
 def _inputs(
     models: Mapping[str, RecipeModel], schemes: Iterable[Scheme], settings: Iterable[Settings]
 ) -> dict[str, Path]:
-    """Returns {description for messages: path} of every file and directory that steps read and that bundles
-    must not replace."""
+    """Returns words for messages, such as "the model 'a'" -> path, for every local file and directory that
+    build steps read and that bundles must not replace."""
     paths = {
         f"the model '{name}'": model.source.path
         for name, model in models.items()
@@ -196,9 +203,9 @@ def _inputs(
 
 
 def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
-    """Returns the recipe in a file that was parsed; None if it is invalid. Problems that the schema does
-    not cover are added to `reading`.
-    """
+    """Returns the recipe whose data, validated by the JSON schema, is in `reading`; None if it is invalid.
+    Problems that the schema does not cover are added to the recipe's list of problems. path: the recipe file;
+    inspect: function that yields further problems of its models."""
     models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
     reading.problems.extend(inspect(models.values()))
     cells = read_cells(reading)
@@ -237,7 +244,8 @@ MOST_OVERRIDES = 100_000
 """Maximum number of overrides of quantization schemes in a recipe, summed over all combinations of model,
 quantization and target, since each step holds its overrides."""
 MOST_PROMPTS = 1 << 26
-"""Maximum number of characters of inline prompts, summed over all combinations."""
+"""Maximum number of characters of the prompts written in a recipe, summed over all combinations of model,
+quantization and target, since each of them is verified with its prompts."""
 
 
 def _check_sizes(
@@ -246,9 +254,9 @@ def _check_sizes(
     schemes: Mapping[str, Scheme],
     settings: Mapping[tuple[int, ...], Settings],
 ) -> None:
-    """Adds a problem to `reading` for values that are small in the recipe but too large once every
-    combination repeats them.
-    """
+    """Adds a problem to the recipe's list if the overrides of quantizations, or the characters of prompts,
+    are too many once they are summed over all combinations of model, quantization and target that the recipe
+    builds. schemes: by name; settings: by the include entries that apply."""
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()
@@ -268,9 +276,9 @@ def _check_sizes(
 
 
 def _lock(reading: Reading, path: Path) -> Path | None:
-    """Returns the path of the lock file: the one that the recipe names, or the recipe's path with the
-    suffix .lock. None for an invalid one, with a problem added to `reading`.
-    """
+    """Returns the absolute path of the lock file: the one that the recipe names, or the recipe's path with
+    the suffix .lock. Returns None for an invalid path, and adds a problem to those of the recipe. path: the
+    recipe file."""
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
     if lock is not None and resolved(lock) == resolved(path):

@@ -18,9 +18,9 @@ from mlcbuild.targets.target import Target
 
 
 def read_schemes(reading: Reading) -> dict[str, Scheme]:
-    """Returns name -> scheme for the valid entries of a recipe's `quantizations`. The others become
-    problems of `reading`.
-    """
+    """Reads the `quantizations` of a recipe, and returns name in the recipe -> quantization scheme for the
+    valid entries. For each of the others a problem is added to the recipe's list. reading: the recipe's data
+    and its problems."""
     schemes: dict[str, Scheme] = {}
     for i in range(len(reading.items("quantizations"))):
         place: Where = ("quantizations", i)
@@ -47,7 +47,9 @@ def read_schemes(reading: Reading) -> dict[str, Scheme]:
 
 
 def _listed_budget(reading: Reading, where: Where) -> Scheme | None:
-    """Reads an item of a list of quantizations that is no text. Returns None for an invalid one."""
+    """Reads an item of a recipe's list of quantizations that is a mapping, such as {max_size: 800MB}, and
+    returns it as a scheme with that budget. Returns None for an invalid one, with a problem added to the
+    recipe's list. where: path of the item."""
     if where in reading.bad or not is_budget(reading, where):
         return None
     return read_budget(reading, where)
@@ -65,8 +67,9 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 
 
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
-    """Reads a quantization with overrides, or a budget, as a scheme. Returns None for an invalid one, with
-    a problem added to `reading`.
+    """Reads a quantization that is a mapping, and returns it as a scheme: a built-in scheme with overrides
+    for some parameters, or a budget of size or loss. Returns None for an invalid one, with a problem added to
+    the recipe's list. where: its path in the recipe.
 
     The scheme's name is derived from its contents, so that it does not depend on the name in the recipe.
     """
@@ -99,9 +102,9 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
 
 
 def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
-    """Returns a scheme with the prompts of the key `calibrate`, if a quantization states it. The scheme keeps
-    its name, since libraries do not depend on the calibration.
-    """
+    """Returns `scheme` with the prompts under the key `calibrate` of a quantization, or unchanged if there is
+    no such key. where: path of the quantization in the recipe. The scheme keeps its name, since libraries do
+    not depend on the calibration."""
     prompts = read_prompts(reading, (*where, "calibrate"), prompts_fault)
     if prompts is None:
         return scheme
@@ -114,16 +117,17 @@ def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
 
 
 def _can_be_calibrated(scheme: Scheme) -> bool:
-    """Returns whether a scheme's format chooses scales by the importance of columns, overrides aside."""
+    """Returns True if a scheme's format can choose scales by the importance of columns. Its overrides are not
+    considered."""
     if as_is.is_as_is(scheme):
         return False
     return any(form.pack_calibrated is not None for form in layouts(scheme.format).values())
 
 
 def read_targets(reading: Reading) -> dict[str, Target]:
-    """Returns name in the recipe -> target for the valid entries of a recipe's `targets`. The others become
-    problems of `reading`.
-    """
+    """Reads the `targets` of a recipe, and returns name in the recipe -> target (machine to compile for) for
+    the valid entries. For each of the others a problem is added to the recipe's list. reading: the recipe's
+    data and its problems."""
     resolved: dict[str, Target | None] = {}
     for i in range(len(reading.items("targets"))):
         name = reading.text("targets", i)

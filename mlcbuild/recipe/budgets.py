@@ -1,4 +1,5 @@
-"""Reads the quantizations of a recipe that name a budget instead of a scheme."""
+"""Reads the quantizations of a recipe that name a budget (a limit of bits per weight, size or KL divergence)
+instead of a scheme."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from mlcbuild.recipe.reading import Reading
 
 KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 CANDIDATES = ("q4a8_1", "q4a8_2", "q5a8_1", "q5a8_2", "q6a8_2", "q8a8_1")
-"""Schemes from which a budget chooses if the recipe names none."""
+"""Names of the schemes from which one is chosen for each matrix under a budget of size or loss, if the recipe
+names none."""
 
 
 def is_budget(reading: Reading, where: Where) -> bool:
-    """Returns True if a quantization states neither a scheme nor overrides, and so must state a budget.
-    Adds problems to `reading` for keys that exclude each other, and for a quantization without scheme and
-    budget.
-    """
+    """Returns True if a quantization in a recipe states neither a scheme nor overrides, and so must state a
+    budget: a limit of bits, size or KL divergence. where: its path in the recipe. Keys that exclude each
+    other, and a quantization without scheme and budget, become problems of the recipe."""
     keys = reading.mapping(*where).keys()
     kinds = [kind for kind in KINDS if kind in keys]
     if isinstance(where[-1], int):
@@ -48,9 +49,9 @@ def is_budget(reading: Reading, where: Where) -> bool:
 
 
 def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> bool:
-    """Returns True if an item of a list of quantizations states a budget; adds problems to `reading` for
-    what only a quantization with a name of its own may state. kinds: the item's keys that are budgets.
-    """
+    """Returns True if an item of a recipe's list of quantizations states a budget: a limit of bits, size or
+    KL divergence. Keys that only a quantization with a name may have become problems of the recipe. where:
+    path of the item; kinds: its keys that are budgets."""
     named = [key for key in ("scheme", "overrides", "calibrate") if key in reading.mapping(*where)]
     for key in named:
         message = (
@@ -65,7 +66,8 @@ def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind
 
 
 def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> None:
-    """Adds a problem to `reading` for each budget of a quantization after its first one."""
+    """Adds a problem to the recipe's list for each budget of a quantization (limit of bits, size or KL
+    divergence) after its first one. where: path of the quantization; kinds: its keys that are budgets."""
     for kind in kinds[1:]:
         message = f"'{kind}' and '{kinds[0]}' are two budgets; give each a quantization of its own"
         reading.report((*where, kind), message, on_key=True)
@@ -73,8 +75,8 @@ def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind])
 
 def listed_name(reading: Reading, where: Where) -> str | None:
     """Returns the name of a quantization in a list: the item itself if it is text, or for a budget its first
-    key and value, such as max_size-800MB. Returns None for an item without a valid one.
-    """
+    key and value, such as max_size-800MB. Returns None for an item without a valid name. where: path of the
+    item in the recipe."""
     text = reading.text(*where)
     if text is not None:
         return text
@@ -96,7 +98,7 @@ def _is_size(text: str) -> bool:
 def read_budget(reading: Reading, where: Where) -> Scheme | None:
     """Reads a recipe's quantization that names a budget (a limit of bits, size or KL divergence) and
     candidate schemes instead of one scheme, and returns it as a `Scheme` with that budget; None for an
-    invalid one, with a problem added to `reading`."""
+    invalid one, with a problem added to the recipe's list. where: its path in the recipe."""
     keys = reading.mapping(*where).keys()
     kind = next((kind for kind in KINDS if kind in keys), None)
     candidates = _candidates(reading, where)
@@ -123,9 +125,9 @@ def _limit(reading: Reading, where: Where, kind: BudgetKind) -> float | None:
 
 
 def _candidates(reading: Reading, where: Where) -> tuple[Scheme, ...] | None:
-    """Returns the schemes from which a budget chooses, from the smallest to the largest; None if one is
-    invalid, with a problem added to `reading`.
-    """
+    """Returns the candidate schemes from which one is chosen for each matrix under a budget, from the
+    smallest to the largest: those that the recipe names at the path `where`, or CANDIDATES. Returns None if
+    one is invalid, with a problem added to the recipe's list."""
     names, is_valid = list(CANDIDATES), True
     if "candidates" in reading.mapping(*where):
         count = len(reading.items(*where, "candidates"))

@@ -1,4 +1,4 @@
-"""Reads the `cache` section: the remote caches through which results are shared."""
+"""Reads the `cache` section of a recipe: the remote caches through which results are shared."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mlcbuild.remotes import Mode, Remote, fault, normal
 
 
 def read_remotes(reading: Reading) -> tuple[Remote, ...]:
-    """Returns the valid remotes of a recipe's `cache` section, in order. The others become problems of
-    `reading`.
-    """
+    """Reads the `cache` section of a recipe, and returns its valid remote caches (address, mode, trusted
+    keys), in order. For each of the others a problem is added to the recipe's list. reading: the recipe's
+    data and its problems."""
     remotes: list[Remote] = []
     for index in range(len(reading.items("cache", "remotes"))):
         where: Where = ("cache", "remotes", index)

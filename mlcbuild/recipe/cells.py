@@ -1,4 +1,5 @@
-"""Reads the `matrix` section: the combinations to build. Reports entries without any effect."""
+"""Reads the `matrix` section of a recipe: the combinations of model, quantization and target to build.
+Reports entries without any effect."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targ
 
 
 def read_cells(reading: Reading) -> tuple[Cell, ...]:
-    """Returns the combinations that a recipe builds. Adds problems to `reading` for names that are unknown,
-    unused or ambiguous.
+    """Returns the combinations of model, quantization and target that a recipe builds. reading: the recipe's
+    data and problems; names that are unknown, unused or ambiguous become problems of the recipe.
 
-    Returns () if a section is too malformed to list its names.
+    Returns () if a section is too malformed to list its names, and if there are too many combinations.
     """
     places = {axis: _places(reading, section) for axis, section in _SECTIONS.items()}
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]
@@ -54,7 +55,8 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
 
 
 def _places(reading: Reading, section: str) -> dict[str, Where]:
-    """Returns name -> position in the file, for the names that a section of the recipe defines."""
+    """Returns name -> path in the recipe, such as ("models", "a"), for the names that a section of the recipe
+    defines. section: "models", "quantizations" or "targets"."""
     places: dict[str, Where] = {}
     for i in range(len(reading.items(section))):
         name = listed_name(reading, (section, i))
@@ -67,9 +69,9 @@ def _places(reading: Reading, section: str) -> dict[str, Where]:
 
 
 def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]:
-    """Returns the names along one axis of the matrix: those that `matrix` lists, or all that the recipe
-    defines. places: name -> position of its definition.
-    """
+    """Returns the names of models, quantizations or targets that are combined: those that the recipe's
+    `matrix` lists, or all that it defines. axis: "model", "quantization" or "target"; places: name -> path of
+    its definition in the recipe."""
     if not isinstance(reading.get("matrix", axis), list):
         return list(places)
     names = []
@@ -81,9 +83,9 @@ def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]
 
 
 def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
-    """Returns the name of a model, quantization or target at a path of the file; None for an unknown name,
-    with a problem added to `reading` if its section is valid.
-    """
+    """Returns the name of a model, quantization or target that stands at the path `where` of a recipe.
+    Returns None for a name that the recipe does not define, with a problem added to the recipe's list;
+    without definitions (`places` is empty) every name is returned."""
     name = reading.text(*where)
     if name is None or name in places or not places:
         return name
@@ -92,9 +94,9 @@ def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str
 
 
 def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[MatrixEntry]:
-    """Returns the entries under `key`, which is "exclude" or "include", whose names are all defined. The
-    others become problems of `reading`. places: axis -> name -> position of its definition.
-    """
+    """Returns the entries of the recipe's `matrix` under `key`, "exclude" or "include", whose names are all
+    defined: the index and the names of each. Unknown names become problems of the recipe. places: "model",
+    "quantization" or "target" -> name -> path of its definition."""
     entries = []
     for i in range(len(reading.items("matrix", key))):
         where: Where = ("matrix", key, i)
@@ -129,9 +131,9 @@ def _report_unused(reading: Reading, expansion: Expansion, places: Mapping[str, 
 
 
 def _distinct(reading: Reading, cells: tuple[Cell, ...], models: Mapping[str, Where]) -> tuple[Cell, ...]:
-    """Returns the combinations whose variants have unique names; the others become problems of `reading`,
-    for example model `a-b` with quantization `c`, and `a` with `b-c`.
-    """
+    """Returns those of `cells`, combinations of model, quantization and target, whose variants have unique
+    names. For each of the others a problem is added to the recipe's list: model `a-b` with quantization `c`
+    has the name of `a` with `b-c`. models: name -> path of its definition."""
     owners: dict[str, Names] = {}
     unique_cells = []
     for cell in cells:

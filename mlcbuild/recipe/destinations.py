@@ -1,4 +1,4 @@
-"""Reads the `publish` section: the destinations of `mlcbuild publish`."""
+"""Reads the `publish` section of a recipe: the addresses to which `mlcbuild publish` uploads bundles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mlcbuild.recipe.reading import Reading
 
 
 def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ...]:
-    """Returns the valid address templates of a recipe's `publish` section, in order. Invalid ones, and
-    those that give two bundles one address, become problems of `reading`.
-    """
+    """Returns the valid address templates of a recipe's `publish` section, such as
+    "oci://host/name:{model}-{target}", in order. Invalid ones, and those that give two bundles one address,
+    become problems of the recipe. cells: (model, quantization, target) of each bundle."""
     templates: list[str] = []
     listed: Sequence[Names] = list(cells)
     for index in range(len(reading.items("publish"))):
@@ -30,9 +30,9 @@ def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ..
 
 
 def _check(reading: Reading, where: Where, template: str, cells: Sequence[Names]) -> bool:
-    """Returns True if a template gives each combination a different address to which bundles can be
-    published; otherwise adds problems to `reading`.
-    """
+    """Returns True if an address template gives each bundle a different address to which it can be published;
+    otherwise adds a problem to the recipe's list. cells: (model, quantization, target) of each bundle; where:
+    path of the template in the recipe."""
     by_place: dict[str, Names] = {}
     for names in cells:
         place = render(template, names)

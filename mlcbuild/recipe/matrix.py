@@ -1,9 +1,9 @@
 """Computes the combinations of model, quantization and target that a recipe builds, from names only.
 
 The rules are those of a GitHub Actions matrix ("Running variations of jobs in a workflow", include and
-exclude): exclusions apply to the product of the axes. Then each include entry, in order, is merged into every
-combination of the product that it does not contradict; if there is none, it adds a separate combination,
-which later entries do not extend.
+exclude): exclusions apply to all combinations of the listed names. Then each include entry, in order, is
+merged into every such combination that it does not contradict; if there is none, it adds a separate
+combination, which later entries do not extend.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ matrix that applies to it)."""
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """One entry of `exclude` or `include`: for each of model, quantization and target a name, or None if the
-    entry does not name it.
-    """
+    """One entry of `exclude` or `include` in a recipe's matrix: for each of model, quantization and target a
+    name, or None if the entry does not name it."""
 
     index: int
     names: tuple[str | None, str | None, str | None]
@@ -72,11 +71,12 @@ class Expansion:
 def expand(
     axes: Sequence[Sequence[str]], exclude: Sequence[MatrixEntry], include: Sequence[MatrixEntry]
 ) -> Expansion:
-    """Applies exclude and include entries to the product of the axes, and returns the combinations: those
-    of the product in the order of the axes, then those that include entries add.
+    """Applies the exclude and include entries of a recipe's matrix to all combinations of the names in `axes`
+    (models, quantizations, targets), and returns the combinations that remain, in the order of the names,
+    then those that include entries add; also the indices of entries without effect.
 
-    The time is linear in the product, the entries, and the pairs of a combination and an entry that applies
-    to it.
+    The time is linear in the combinations, the entries, and the pairs of a combination and an entry that
+    applies to it.
     """
     excludes, includes = _Index(exclude), _Index(include)
     excluding: set[int] = set()
@@ -123,8 +123,8 @@ def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[i
 
 class _Index:
     """An index of the include or exclude entries of a matrix. Entries that name the same of model,
-    quantization and target share one table, so that matching a combination takes one look-up for each
-    table."""
+    quantization and target (such as all that name only a model) share one table, so that matching a
+    combination takes one look-up for each table."""
 
     def __init__(self, entries: Sequence[MatrixEntry]) -> None:
         self.tables: dict[tuple[bool, ...], dict[tuple[str, ...], list[int]]] = {}
@@ -133,8 +133,8 @@ class _Index:
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """Returns the indices of the include or exclude entries that agree with a combination, as lists of
-        the entries that name the same of model, quantization and target. names: model, quantization,
-        target."""
+        """Returns the indices of the entries whose names all occur in a combination, as one list for each set
+        of axes that entries name, such as all matching entries that name only a model. names: (model,
+        quantization, target) of the combination."""
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

@@ -1,6 +1,5 @@
-"""Computes the output directories of bundles, and checks that none overwrites another one or any
-other file.
-"""
+"""Computes the output directories of bundles, and checks that none overwrites another one or any other
+file."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ _WHERE: Where = ("bundle", "output")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _SHOWN = 3
 """Maximum number of output directories that are reported one by one because they collide with each other or
-with other files. A template without an axis causes thousands."""
+with other files. A template without placeholders causes thousands."""
 
 
 def read_template(reading: Reading) -> str | None:
-    """Returns the normalised template of output directories in a recipe; None for an invalid one, with a
-    problem added to `reading`.
+    """Returns the recipe's template for output directories of bundles, such as "dist/{model}-{target}",
+    without redundant "." and "/". Returns None for an invalid one, with a problem added to the recipe's list.
     """
     text = reading.text(*_WHERE) if "output" in reading.mapping("bundle") else DEFAULT
     if text is None:
@@ -38,9 +37,8 @@ def read_template(reading: Reading) -> str | None:
 
 
 def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
-    """Returns True if every placeholder in a template is the name of an axis, such as {model}; otherwise
-    adds problems to `reading`.
-    """
+    """Returns True if every placeholder in a template is {model}, {quantization} or {target}; otherwise adds
+    problems to the recipe's list. where: path of the template in the recipe; text: the template."""
     before = len(reading.problems)
     for name in _PLACEHOLDER.findall(text):
         if name not in AXES:
@@ -51,17 +49,19 @@ def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
 
 
 def render(template: str, names: Names) -> str:
-    """Returns the output directory of the bundle of one model, quantization and target, relative to the
-    recipe's directory. template: text such as "dist/{model}-{quantization}-{target}"."""
+    """Returns a template with its placeholders replaced by names, such as the output directory of a bundle or
+    the address to publish it. template: text such as "dist/{model}-{quantization}-{target}"; names: (model,
+    quantization, target)."""
     return _PLACEHOLDER.sub(lambda match: names[AXES.index(match[1])], template)
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
-    """Adds problems to `reading` for bundles with equal output directories, and for output directories that
-    contain or lie in a protected path.
+    """Adds problems to the recipe's list for bundles with equal output directories, and for output
+    directories that contain or lie in a protected path.
 
-    Names are compared without case, because many filesystems do so. No output contains another: names
-    contain no '/', so all have the same depth. protected: words for a message -> path of the recipe.
+    Names are compared without case, because many filesystems do so. No output contains another: names contain
+    no '/', so all have the same depth. template: of output directories; cells: (model, quantization, target)
+    of each bundle; protected: words for a message -> path that bundles must not replace.
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []
@@ -113,9 +113,8 @@ def _check_protected(
 
 
 def _file_above(directory: Path) -> tuple[Path, str] | None:
-    """Returns (path, kind of the file in words) if something above an output directory is not a directory;
-    None otherwise.
-    """
+    """Returns (path, kind of the file in words) of the nearest existing file at or above an output's parent
+    directory if it is not a directory; None otherwise."""
     for path in (directory, *directory.parents):
         file_kind = kind(path)
         if file_kind != "missing":
@@ -124,9 +123,8 @@ def _file_above(directory: Path) -> tuple[Path, str] | None:
 
 
 def _no_directory(path: Path) -> str:
-    """Returns the kind of the file at the path of a bundle's directory, in words; "" if it is a directory
-    or if nothing is there.
-    """
+    """Returns the kind of the file at the path of a bundle's directory, such as "a regular file"; "" if it is
+    a directory or if nothing is there."""
     if path.is_symlink():
         return "a symbolic link"
     file_kind = kind(path)

@@ -1,4 +1,4 @@
-"""Holds the state that the readers of a recipe's sections share: data, the line and column of each value, the
+"""Holds what the modules that read a recipe's sections share: data, the line and column of each value, the
 project directory that paths must not leave, and problems."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlcbuild.documents.document import Data, Document, Where
 from mlcbuild.errors import Problems
 
 LONGEST_NAME = 240
-"""Maximum length of one component of a path in bytes. Filesystems allow 255, and files beside an output have
-longer names.
-"""
+"""Maximum length in bytes of one component of a path in a recipe. Filesystems allow 255, and files beside an
+output have longer names."""
 LONGEST_PATH = 3840
-"""Maximum length of a path in bytes. Systems allow 4095, and an output contains further files."""
+"""Maximum length in bytes of the absolute path of a file or output directory in a recipe. Systems allow 4095,
+and files within an output directory have longer paths."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Reading:
 
     document: Document
     directory: Path
-    """Absolute directory of the recipe, to which its paths are relative."""
+    """Absolute path of the recipe's directory, to which paths in the recipe are relative."""
     project: Path
     """The directory of the recipe's project, with symbolic links resolved. Paths in the recipe must not
     leave it.
@@ -42,14 +42,14 @@ class Reading:
     """Paths of the values in a recipe that the JSON schema rejected. The data of the recipe omits these
     values."""
     bad_keys: frozenset[Where]
-    """Paths of the mapping entries whose keys are not valid names."""
+    """Paths (keys and indices from the top) of the mapping entries in a recipe whose keys the JSON schema
+    rejected, such as names with invalid characters."""
     origins: Mapping[Where, str]
     problems: Problems
 
     def report(self, where: Where, message: str, on_key: bool = False) -> None:
-        """Adds a problem of the recipe. where: path of the value concerned; message: text of the problem;
-        on_key: True if the problem is at the value's key.
-        """
+        """Adds a problem of the recipe. where: path (keys and indices) of the value concerned; message: text
+        of the problem; on_key: True if the problem is at the value's key."""
         place = self.document.key_place(where) if on_key else self.document.place(where)
         if where in self.origins and not on_key:
             message = f"{message} (from {self.origins[where]})"
@@ -71,9 +71,8 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """Returns the absolute path for a path in the recipe; None, with a problem added, if it is invalid
-        or leaves the project. where: position of the text.
-        """
+        """Returns the absolute path for a path in the recipe; None, with a problem added, if it is invalid or
+        leaves the project. where: keys and indices that lead to `text` in the recipe."""
         path = self.directory / text
         if text.startswith("~"):
             message = f"'{text}': '~' does not stand for a home directory here; write the path out"
@@ -89,9 +88,9 @@ class Reading:
         return None
 
     def unwritable(self, text: str) -> str | None:
-        """Returns the reason why a filesystem may be unable to hold a path, such as a name that is too
-        long; None if every supported one can hold it.
-        """
+        """Returns the end of an error message if a filesystem may be unable to hold the path `text`, relative
+        to the recipe's directory, such as one with a name that is too long; None if every supported one can
+        hold it."""
         if not text.isprintable():
             return "holds an invisible character; a path has visible letters and spaces only"
         if "\\" in text:
@@ -107,9 +106,8 @@ class Reading:
 
 
 def project_of(directory: Path) -> Path:
-    """Returns the nearest directory, at or above this one, that is the root of a Git checkout; this directory
-    if there is none.
-    """
+    """Returns the root of the Git checkout that contains `directory`, with symbolic links resolved;
+    `directory` itself if it is in none."""
     real = directory.resolve()
     for candidate in (real, *real.parents):
         if kind(candidate / ".git") != "missing":
@@ -135,9 +133,8 @@ def loops(path: Path) -> bool:
 
 
 def kind(path: Path) -> str:
-    """Returns the kind of a file in words, such as "a regular file" or "a directory"; "missing" if it cannot
-    be examined.
-    """
+    """Returns the kind of a file in words, such as "a regular file" or "a directory"; "missing" if it does
+    not exist or cannot be examined."""
     try:
         return regular.kind(path)
     except OSError:

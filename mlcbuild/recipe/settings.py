@@ -1,4 +1,5 @@
-"""Reads the `compile`, `verify` and `bench` sections, and the values that include entries replace."""
+"""Reads the `compile`, `verify` and `bench` sections of a recipe, with the values that `include` entries of
+its matrix state in their place for some combinations."""
 
 from __future__ import annotations
 
@@ -15,9 +16,8 @@ from mlcbuild.errors import closest_name
 from mlcbuild.recipe.reading import Reading
 
 LARGEST_PROMPTS = 1 << 20
-"""Maximum size of a file of prompts in bytes. The reference computes each line in float64, which takes
-seconds.
-"""
+"""Maximum size in bytes of a text file of prompts. The reference computes each line in float64, which takes
+seconds."""
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
@@ -29,12 +29,12 @@ _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 
 @dataclass(frozen=True)
 class RequestedLimits:
-    """The limits of a library as the recipe states them, without a model's defaults."""
+    """The limits of a compiled library as the recipe states them, before a model's defaults replace missing
+    ones."""
 
     context_window: int | None = None
-    """Number of tokens of one sequence, prompt and answer together. None means the model's maximum, but not
-    more than models.LARGEST_DEFAULT.
-    """
+    """Number of tokens of one sequence, prompt and answer together. None: the maximum of the model, but not
+    more than models.LARGEST_DEFAULT."""
     prefill_chunk: int = _PREFILL_CHUNK
     """Number of prompt tokens that one call of the library processes, at most context_window."""
     max_batch: int = _MAX_BATCH
@@ -63,7 +63,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Bench:
-    """The workload with which the speed of every bundle is measured."""
+    """The workload with which the speed of every bundle is measured: numbers of prompt and answer tokens."""
 
     prompt_tokens: int
     generate_tokens: int
@@ -83,8 +83,8 @@ class Settings:
 
 _Value: TypeAlias = int | float | str | Path | tuple[str, ...]
 _Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
-"""The settings that one section of the recipe states, such as `compile`: key -> (value, its position in the
-file)."""
+"""The settings that one section of the recipe states, such as `compile`: key -> (value, its path in the
+recipe)."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ class _Layer:
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
-    """Returns the settings that result when certain `include` entries of a recipe's matrix are applied to its
-    general settings: indices of the entries, in order -> settings. uses: the tuples of indices to compute; ()
-    stands for the general settings alone. Invalid settings become problems of `reading`.
-    """
+    """Returns the settings of a recipe for combinations to which certain `include` entries of its matrix
+    apply: indices of the entries, in order -> settings. uses: the tuples of indices to compute; () means that
+    no entry applies. For invalid settings, problems are added to the recipe's list."""
     look = cache(prompts_fault)  # Many entries may name the same file.
     base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
@@ -148,10 +147,9 @@ def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> 
 def read_prompts(
     reading: Reading, where: Where, look: Callable[[Path], str]
 ) -> Path | tuple[str, ...] | None:
-    """Returns the prompts that a key of a recipe states: a path or texts; () for invalid ones, with a
-    problem added to `reading`; None if there are none. look: function from the path of a file of prompts to
-    its problem, or "".
-    """
+    """Returns the prompts at the path `where` of a recipe: the absolute path of their text file, or the
+    texts; None if there are none. Invalid ones give (), with a problem added to the recipe's list. look:
+    function from the path of such a file to the reason why it is invalid, or ""."""
     if where in reading.bad:
         return ()
     listed = tuple(item for item in reading.items(*where) if isinstance(item, str))
@@ -171,7 +169,8 @@ def read_prompts(
 
 
 def prompts_fault(path: Path) -> str:
-    """Returns the reason why a file of prompts is invalid, as the end of a sentence; "" if it is valid."""
+    """Returns the reason why a text file of prompts is invalid, such as "it does not exist"; "" if it is
+    valid."""
     try:
         data = regular.read(path, LARGEST_PROMPTS)
     except FileNotFoundError:

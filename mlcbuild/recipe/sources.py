@@ -1,4 +1,4 @@
-"""Reads the models of a recipe and the sources of their checkpoints."""
+"""Reads the models of a recipe, and the paths or addresses of their checkpoints and adapters."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class RecipeModel:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Returns the sources (directory, file or address) of a model's checkpoint and of the adapters that
+        """Returns the sources (directory, file or address) of the model's checkpoint and of the adapters that
         are merged into it."""
         return self.source, *(adapter.source for adapter in self.adapters)
 
 
 def read_models(reading: Reading) -> dict[str, RecipeModel]:
-    """Returns name -> model for the models of a recipe with a valid source. The others become problems of
-    `reading`.
-    """
+    """Reads the `models` of a recipe, and returns name -> model for those with a valid source (directory,
+    GGUF file or hf:// address). For each of the others a problem is added to the recipe's list. reading: the
+    recipe's data and its problems."""
     siblings = cache(_directories)  # a cache, since many models may be in one directory
     models: dict[str, RecipeModel] = {}
     sources: dict[str, Source] = {}

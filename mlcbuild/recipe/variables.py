@@ -11,9 +11,8 @@ from mlcbuild.errors import Problems, close_names, did_you_mean
 
 SECTION = "vars"
 LARGEST = MAX_BYTES
-"""Maximum number of characters of all texts with substituted variables together, as many as a whole file may
-have.
-"""
+"""Maximum number of characters of all texts of a recipe with substituted variables together, as many as a
+whole file may have."""
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
@@ -24,21 +23,21 @@ class Variable:
 
     value: Scalar
     text: str
-    """The variable's value as it is written in the file, as which it is inserted where a longer text refers
-    to the variable."""
+    """The text of the variable's value, as the recipe or the command line spells it. It replaces a reference
+    that is only a part of a text, such as "model-${name}"."""
 
 
 @dataclass
 class Substitution:
-    """The result of substituting the variables in a recipe."""
+    """The result of substituting variables in a recipe: the new document, and the problems that occurred."""
 
     document: Document
     origins: dict[Where, str] = field(default_factory=dict)
-    """Path of a value that contained references to variables -> its text before substitution."""
+    """Path (keys and indices) of a value in the recipe that contained references to variables -> its text
+    before substitution."""
     failed: set[Where] = field(default_factory=set)
-    """Paths of values in which substitution failed. Other checks skip them, since their messages would
-    mislead.
-    """
+    """Paths (keys and indices) of values in the recipe whose references to variables cannot be replaced.
+    Other checks skip these values, since their messages would mislead."""
     problems: Problems = field(default_factory=Problems)
     used: set[str] = field(default_factory=set)
     size: int = 0
@@ -86,9 +85,9 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
-    """Returns True if all references to variables in a text can be replaced; otherwise adds the text's path
-    to `done.failed`.
-    """
+    """Returns True if all references to variables in a text can be replaced, which the caller then does.
+    Otherwise adds problems to `done.problems`, and the text's path to `done.failed`. where: path of the text
+    in the recipe; variables: name -> variable."""
     names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
         return True
@@ -114,9 +113,9 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 
 
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
-    """Returns name -> variable for the entries of a recipe's `vars` with a scalar value. The schema reports
-    the others.
-    """
+    """Returns name -> variable for the entries of a recipe's `vars` with a scalar value; the JSON schema
+    reports the others. settings: variable name -> value from the command line, which replaces the recipe's.
+    Wrong names and types become problems in `done.problems`."""
     section = document.get((SECTION,))
     variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():

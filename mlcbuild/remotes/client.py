@@ -47,15 +47,15 @@ from mlcbuild.remotes.transport import CHUNK, PAUSES, SLOWEST, TIMEOUT, Body, Pa
 _BUSY = {429, 500, 502, 503, 504}
 _FULL = {413, 507}
 _SENT = 1 << 17
-"""Number of bytes of a request body that must be sent within the timeout. A larger number would require a
-higher rate than the slowest one that transfers may have.
-"""
+"""Number of bytes of a request body that are passed to the socket at once, each time within the timeout. A
+much larger block would require a higher rate than the slowest that is allowed."""
 _SHORT = 1 << 16
 """Maximum bytes that are read of an HTTP response of which only the status, or the beginning of the body,
 matters.
 """
 _KEPT = 32
-"""Maximum number of idle connections that are kept: one for each concurrent request."""
+"""Maximum number of idle connections to one server that are kept open for later requests, as many as there
+are concurrent requests."""
 Response = BaseHTTPResponse
 _BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
@@ -94,8 +94,9 @@ class Client:
         headers: Mapping[str, str] | None = None,
         source: BinaryIO | None = None,
     ) -> Response:
-        """Sends an HTTP request and returns the response. source: the body of the request, or None. Raises
-        RemoteError, and SlowError after the timeout.
+        """Sends an HTTP request and returns the response. target: path and query of the URL; source: the body
+        of the request, or None. Raises RemoteError for a request that fails, and SlowError if it exceeds the
+        timeout.
 
         Transient failures are retried, except for PATCH, of which a part may have arrived, and after the
         timeout.
@@ -119,11 +120,9 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """Returns a stream of an HTTP response's body, for a request for an object's bytes from `start` on.
-        Raises RemoteError if the remote cache sends another range, or is too slow.
-
-        share: number of concurrent transfers that together must not be slower than SLOWEST.
-        """
+        """Returns a stream of an HTTP response's body. start: the first byte of the object that was
+        requested. share: number of concurrent transfers that together must not be slower than SLOWEST. Raises
+        RemoteError if the response is another range, or later if the server is too slow."""
         begin = 0
         if response.status == 206:
             stated = re.match(r"bytes ([0-9]{1,18})-", response.headers.get("Content-Range", ""))
@@ -211,7 +210,8 @@ class Client:
         return data
 
     def _reason(self, error: Exception) -> RemoteError:
-        """Returns a RemoteError for a failed HTTP request. Its message is worded as the end of a sentence."""
+        """Returns the RemoteError for a failed HTTP request, with a message that continues a sentence, such
+        as "it does not answer"."""
         causes = list(_chain(error))
         invalid = next((cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), None)
         if invalid is not None:
@@ -230,9 +230,8 @@ class _FinalError(RemoteError):
 
 
 def status_words(status: int, code: str = "") -> str:
-    """Returns a description of an unexpected HTTP status and of the server's error code, as the end of a
-    sentence.
-    """
+    """Returns a description of an unexpected HTTP status and of the server's error code, such as "it is full
+    (status 507)"."""
     words = f"status {status}, {code}" if code else f"status {status}"
     if 300 <= status < 400:
         return f"it redirects clients ({words}): write the final address into the recipe"
