@@ -22,10 +22,11 @@ infinite. No published file comes near.
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
-    """Packs the codes, scales and minima of a quantized matrix in tiles of 16 rows (the layout x16) and
-    returns the stored arrays: q_weight, then those of scales and minima, as `blocked.tiles` defines them.
-    blocks: types of codes and scales of the format; rows: consecutive rows of the matrix, which they can
-    represent.
+    """Packs the codes, scales and minima of a quantized matrix in tiles of 16 rows and groups of 32 columns
+    (the layout x16). Returns codes, uint8 [tiles, groups, 64 * bits], then scales [tiles, groups, 16] or,
+    with two levels, their integers uint8 [tiles, groups, 16 or 32] and float16 [tiles, blocks of 256 columns,
+    16]; then minima in the same shapes, if the format has them. blocks: types of codes and scales of the
+    format; rows: consecutive rows of the matrix.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
@@ -99,9 +100,11 @@ def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
 
 
 def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
-    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16) and returns q_weight, uint8
-    [tiles, groups of 32 columns, 64 * bits]. The bytes of a tile's group lie in `bits` lines [row][4
-    weights]: first the low bits of all codes, then their other bits, as `blocked.tiles` defines."""
+    """Packs codes, uint8 [rows, columns], in tiles of 16 rows (the layout x16) and returns uint8 [tiles,
+    groups of 32 columns, 64 * bits]. Its bytes are [line][row][weight of a quad], a quad being four
+    consecutive columns. Line j of four holds the low four bits of quad j and, above them, of quad 4 + j;
+    lines with the high bits follow. With 8 bits line j holds quad j; with 3 bits line j of two holds the low
+    two bits of quads j, 2 + j, 4 + j and 6 + j."""
     padded = np.ascontiguousarray(_whole_tiles(codes))
     groups = padded.shape[1] // GROUP
     words = padded.view(np.uint32).reshape(-1, TILE_ROWS, groups, QUADS).transpose(0, 2, 3, 1)

@@ -39,9 +39,8 @@ class MatrixEntry:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of model, quantization and target, with the indices of the include entries that apply
-    to it, in order.
-    """
+    """One combination of model, quantization and target, with the indices of the include entries of the
+    recipe's matrix that apply to it, in order."""
 
     names: Names
     includes: tuple[int, ...] = ()

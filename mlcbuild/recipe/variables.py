@@ -19,7 +19,7 @@ _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a recipe, and the value by which references to the variable are replaced."""
+    """A variable of a recipe, and the value by which references to it are replaced."""
 
     value: Scalar
     text: str
