@@ -14,7 +14,7 @@ from mlcbuild.pipeline import Pipeline, Product
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a recipe that is planned or run; by default all of it."""
+    """The options that select the part of a recipe to plan or run; by default all of it."""
 
     only: tuple[str, ...] = ()
     """Names or shell patterns of variants and steps. The steps that they need are included. () selects
@@ -44,9 +44,9 @@ class Selected:
     only: tuple[str, ...] | None
     """Names of the selected steps, whose dependencies are included; None: all steps; (): none."""
     phases: tuple[tuple[str, ...] | None, ...]
-    """For each phase of a run the names of its steps, or None for all steps. Phases run one after
-    the other.
-    """
+    """The names of the steps that each phase of a run executes, or None for all steps of the recipe. Phases
+    run one after the other: one phase, or two for a shard, which begins with steps that need few results of
+    other shards."""
     outputs: tuple[str, ...]
     """Names of the steps whose files must be on this machine after a run: parts of bundles, and steps that
     the user named.

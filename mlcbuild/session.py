@@ -165,8 +165,8 @@ class Session:
         return RecipePlan(outcomes.with_lacks(plan, self.pipeline.lacks), selected.products, memory)
 
     def explain(self, step: str) -> Explanation:
-        """Computes why a step would run, down to the parameter, file or tool that differs. step: its name, or
-        a shell pattern. Raises UsageError unless one step matches, SourceError for unreadable sources."""
+        """Returns an `Explanation` of why a step would run: parameters, files, tools that differ. step: its
+        name, or a pattern. Raises UsageError unless one step matches, SourceError for unreadable sources."""
         names = sorted(self.pipeline.graph.match([step]))
         if len(names) > 1:
             raise UsageError(f"'{step}' means {len(names)} steps: {', '.join(names)}; name one")
@@ -175,7 +175,7 @@ class Session:
         return outcomes.explained(planned, changes, self.pipeline.lacks)
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
-        """Returns a picture of all steps of the recipe with their states, as text in the format `form`."""
+        """Returns a drawing of all steps and their states as Mermaid, DOT, SVG or HTML text: see `form`."""
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -188,10 +188,10 @@ class Session:
     def jobs(
         self, matrix: Matrix, selection: Selection = EVERYTHING, on_event: Reporter = silent
     ) -> list[CiJob]:
-        """Returns the jobs of a CI matrix: one for each selected variant that needs work, or shards of them.
-
-        Raises UsageError for unknown names or labels, SourceError for an unreadable source, StoreError.
-        """
+        """Returns the jobs of a CI matrix, each with a name, a runner and the arguments of `mlcbuild run`:
+        one for each selected variant that needs work, or `matrix.shards` jobs that share all work. Raises
+        UsageError for unknown names or targets, SourceError for an unreadable source, StoreError for the
+        store."""
         from mlcbuild.ci import job_matrix as matrices
 
         products = select(self.pipeline, selection, on_event).products
@@ -358,7 +358,7 @@ class Session:
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the remote caches that a run reads, or those that it writes to; UsageError if none."""
+        """Returns the remote caches that runs read ("read") or fill ("write"). Raises UsageError if none."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]

@@ -39,17 +39,16 @@ def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
 
 
 def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
-    """Returns argument of the action -> input, for the inputs that all steps have which read a checkpoint's
-    weights.
-    """
+    """Returns name of an argument of a step's action -> the files that are passed as this argument, as
+    `Input`, for the arguments of every step that reads a checkpoint's weights: the checkpoint and its
+    adapters."""
     adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
     return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
 
 
 def labels_of(variant: Variant) -> dict[str, str]:
-    """Returns name of a parameter -> words, by which messages describe the parameters of a
-    variant's steps.
-    """
+    """Returns name of a parameter of a build step -> text, such as "scheme q4", by which messages name its
+    value in the steps of one variant of a recipe."""
     return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
 
 
@@ -69,11 +68,10 @@ def weights_step(
     chosen: Mapping[str, Input],
     calibrated: str | None = None,
 ) -> Step:
-    """Returns the step that quantizes and writes a checkpoint's weights. config: name of the config step;
-    chosen: {"budget": input from the step that chose a format for each matrix}, or {} without a budget;
-    calibrated: name of the step that measured the importance of columns, or None. The report of that step
-    does not enter the key.
-    """
+    """Returns the step that quantizes and writes a checkpoint's weights. config: name of the step with the
+    model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or {} without
+    a budget; calibrated: name of the step that measured the importance of columns, or None. The report of
+    that step does not enter the key."""
     measured = {}
     if calibrated is not None:
         measured[importance.INPUT] = Input(calibrated, (importance.IMPORTANCE,))
@@ -91,16 +89,16 @@ def weights_step(
 
 
 def choice_input(budget: str) -> dict[str, Input]:
-    """Returns argument of the action -> input, by which a step reads the choice of the step `budget`. The
-    other files of that step do not enter its key.
-    """
+    """Returns the input of a step that reads choice.json, the formats that the step called `budget` chose for
+    a model's matrices: name of the action's argument -> `Input`. Other files of that step do not enter the
+    key of the reading step."""
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
 
 
 def formats_step(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
-    """Returns the step that chooses the formats for `as-is` by the types of a checkpoint's tensors. config:
-    name of the config step.
-    """
+    """Returns the step that chooses stored formats for the quantization `as-is`, which keeps the values of a
+    quantized checkpoint: for each matrix the smallest format that holds them exactly. config: name of the
+    step that reads the model's config."""
     scheme = storage_of(variant)
     overrides: list[Json] = [[pattern, other.name] for pattern, other in scheme.overrides]
     return Step(
@@ -121,9 +119,8 @@ def exact_step(
     inputs: Mapping[str, Input],
     prompts: Path | tuple[str, ...],
 ) -> Step:
-    """Returns a step that evaluates a model's exact weights on prompts. inputs: argument of the action -> its
-    input, without the checkpoint's.
-    """
+    """Returns a step that evaluates a model's exact weights on prompts. inputs: name of an argument of the
+    action -> its input, without the checkpoint's; prompts: file with the prompts, or their texts."""
     return Step(
         name,
         action,
@@ -140,9 +137,9 @@ def exact_step(
 
 
 def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, reference: str) -> Step:
-    """Returns the step that measures the loss of each matrix in each candidate scheme of the variant's
-    budget. config, reference: names of the steps that it reads.
-    """
+    """Returns the step that measures, for each matrix and each candidate scheme of a variant's budget, how
+    much the model's output changes if only this matrix is quantized. config, reference: names of the steps
+    with the model's config and with the logits of its exact weights."""
     name, action = f"sensitivity/{checkpoint.name}", "mlcbuild.bundles.sensitivity:sensitivity"
     return _evaluation(name, action, variant, checkpoint, {"config": config, "reference": reference}, {})
 
@@ -151,8 +148,8 @@ def budget_step(
     variant: Variant, checkpoint: Checkpoint, config: str, reference: str, sensitivity: str
 ) -> Step:
     """Returns the step that chooses a scheme for each matrix under the variant's budget. config, reference,
-    sensitivity: names of the steps that it reads.
-    """
+    sensitivity: names of the steps with the model's config, the logits of its exact weights, and the loss of
+    each matrix in each scheme."""
     name = f"budget/{checkpoint.name}/{variant.quantization}"
     budget, steps = variant.scheme.budget, {"config": config, "reference": reference}
     assert budget is not None
@@ -169,9 +166,8 @@ def _evaluation(
     steps: Mapping[str, str],
     params: Mapping[str, Json],
 ) -> Step:
-    """Returns a step that evaluates a model with quantized weights. steps: argument of the action -> name
-    of the step that it reads.
-    """
+    """Returns a step that evaluates a model with quantized weights. steps: name of an argument of the action
+    -> name of the step whose files are passed as this argument; params: further parameters of the action."""
     scheme = storage_of(variant)
     return Step(
         name,

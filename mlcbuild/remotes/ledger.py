@@ -1,4 +1,5 @@
-"""Stores which results of a store each remote cache has received, so that the next run fills a new remote.
+"""Stores, for each remote cache, the keys of the step results that it has received from this store, so that
+the next run uploads everything to a new remote cache.
 
 The file `sent/<digest of the remote's URL>` of a store has one key per line. It only saves requests: without
 it, uploads query the remote for every file. A remote that was emptied is filled by `mlcbuild cache push`.
@@ -41,8 +42,8 @@ class Ledger:
             return frozenset()
 
     def add(self, key: str) -> None:
-        """Adds the key of a step's result that the remote cache has received; does nothing in a store that
-        cannot be written."""
+        """Adds a key to the list, in the store, of the step results that one remote cache has received. Does
+        nothing in a store that cannot be written."""
         if key in self._added or key in self.keys:
             return
         self._added.add(key)

@@ -1,4 +1,4 @@
-"""Reads an object in ranges, over as many connections as make it faster.
+"""Reads an object of a remote cache in ranges of its bytes, over as many connections as make it faster.
 
 Some servers limit the rate of each connection, others give all their bandwidth to one connection. With the
 latter, several connections cost the server and the local processors a fifth more.
@@ -21,17 +21,18 @@ from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.transport import Body, Buffer
 
 FIRST = 8 << 20
-"""Number of bytes in the first range of an object. Its transfer measures the speed of the server."""
+"""Number of bytes in the first range that is requested of a remote object. Its transfer measures the speed of
+the server."""
 FAST = 200_000_000
 """Download rate in bytes per second above which an object is read over one connection only."""
 GROWTH = 8
-"""Ratio of a range's size to that of the previous range, on a fast connection."""
+"""Ratio of the number of bytes in one requested range of a remote object to that in the range before it,
+while one fast connection transfers the object."""
 PIECE = 4 << 20
-"""Number of bytes in each range when several ranges of an object are requested at the same time."""
+"""Number of bytes in each range when several ranges of a remote object are requested at the same time."""
 AHEAD = 6
-"""Maximum number of ranges that are requested at the same time. Memory holds at most these and the one in
-use.
-"""
+"""Maximum number of ranges of a remote object that are requested at the same time. Memory holds at most these
+and the one in use."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,16 @@ class Range:
 
     body: Body
     size: int
-    """Size in bytes of the whole object to which the range belongs."""
+    """Size in bytes of the whole remote object, of which a range was requested; 0 if the server sent the
+    whole object instead."""
     version: str
     """The ETag of the object, which identifies its version; "" if the server sends none."""
 
 
 Ask = Callable[[int, int, str, int], Range]
-"""Function that requests the bytes start..end-1 of a remote object: (start, end, version, number of
-concurrent requests) -> response.
-"""
+"""Function that requests the bytes `start` to `end` - 1 of a remote object: (start, end, ETag that the object
+must still have or "" for any, number of concurrent requests) -> response. It raises RemoteError if the object
+was replaced or removed."""
 
 
 class Ranges:

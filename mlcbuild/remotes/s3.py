@@ -40,9 +40,9 @@ PARTS = 4
 """Number of parts of one upload that are sent at the same time."""
 _MOST_PARTS = 10_000
 EXPIRY = timedelta(minutes=20)
-"""Validity of a signed URL, 20 minutes. It is used for a shorter time, because clocks may differ."""
+"""Validity of a signed URL, a timedelta. A new URL is signed after 5 minutes, because clocks may differ."""
 _SKEW = 15 * 60
-"""Seconds by which clocks may differ from that of an S3 server."""
+"""Seconds by which this machine's clock may differ from that of an S3 server."""
 Result = TypeVar("Result")
 
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mlcbuild.remotes.link import Link
 
 _CONCURRENT_LOOKUPS = 16
-"""Number of step records that are requested from a remote cache at the same time."""
+"""Number of step records (files that describe the results of steps) that are requested from a remote cache at
+the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
 """Maximum length in bytes of the line that names the remote cache from which a step's record was read."""
@@ -73,8 +74,8 @@ class Sharing:
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
-        """Requests the step records of many keys from the remote caches in parallel, and caches them for
-        `find`."""
+        """Requests the step records of many keys from the remote caches in parallel, and caches the answers
+        for `find`, which looks up one key."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
@@ -116,12 +117,12 @@ class Sharing:
             part.replace(place)
 
     def fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
-        """Downloads a blob into the store from the first remote that has it. Returns "", or the reason for
-        failing.
+        """Downloads the file that `entry` describes into the store, from the first remote cache that has it.
+        Returns "", or the reason for failing.
 
-        on_bytes: called with the number of new bytes. The caller must hold a working directory of the store
-        (`Store.staging`). Waits while another process downloads the same blob. Raises CancelledError if the
-        run is cancelled.
+        stop: event that cancels the run; on_bytes: called with the number of new bytes. The caller must hold
+        a working directory of the store (`Store.staging`). Waits while another process downloads the same
+        file. Raises CancelledError if the run is cancelled.
         """
         try:
             (self.store.root / "partial").mkdir(exist_ok=True)
@@ -146,7 +147,8 @@ class Sharing:
                 (self._unsent / key).touch()
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
-        """Returns those of `keys` whose results have not been uploaded to all writable remote caches yet."""
+        """Returns those of `keys`, the keys of step results, whose results have not been uploaded to all
+        writable remote caches yet."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
@@ -154,7 +156,8 @@ class Sharing:
         return frozenset(key for key in keys if key in promised or key not in sent)
 
     def kept(self, key: str) -> None:
-        """Notes in the store that every writable remote has the result of a key."""
+        """Notes in the store that every writable remote cache has the step result with this key, so that no
+        later run uploads it again."""
         for name in self.writers:
             self._ledgers[name].add(key)
         with suppress(OSError):
@@ -220,8 +223,8 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> RemoteRecord | None:
-        """Returns the step record, of the step with this key, that an earlier run read from a remote cache
-        and `keep` stored on this machine; None if it is missing or damaged."""
+        """Returns the step record with a key, as an earlier run read it from a remote cache and stored it on
+        this machine, and the URL of that remote cache; None if it is missing or damaged."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")

@@ -14,13 +14,14 @@ from mlcbuild.reports.chart import Curve, Panel, panels
 
 _CELL, _ROW, _LEFT, _TOP = 92.0, 18.0, 64.0, 22.0
 MOST_ROWS = 200
-"""Maximum number of layers that the picture of a budget shows."""
+"""Maximum number of layers in the SVG table that shows how many bits a weight has in each matrix of a model
+whose quantization schemes were chosen under a budget."""
 
 
 def picture(budget: Mapping[str, Any]) -> str:
-    """Returns HTML with a sentence about the result of a budget, an SVG chart of loss against size, and an
-    SVG table of the bits of each matrix. budget: the document that a budget step wrote.
-    """
+    """Returns HTML about the schemes that were chosen for a model's matrices under a budget: a sentence, an
+    SVG chart of loss against size, and an SVG table of the bits of each matrix. budget: the content of
+    budget.json."""
     limit = sizes.show(float(budget["limit"])) if budget["kind"] == "max_size" else f"{budget['limit']}"
     words = (
         f"{budget['kind']} {limit}: {budget['bits']:g} bits a weight, {sizes.show(budget['bytes'])}, KL "
@@ -37,9 +38,9 @@ def picture(budget: Mapping[str, Any]) -> str:
 
 
 def bits_of_matrices(matrices: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an SVG with a row for each layer and a cell for each matrix, which shows the matrix's bits
-    per weight, darker for more bits.
-    """
+    """Returns an SVG with a row for each layer of a model and a cell for each matrix, which shows the
+    matrix's bits per weight, darker for more bits. matrices: entries of budget.json with name, bits, scheme
+    and bytes."""
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for matrix in matrices:
         first, *rest = matrix["name"].split(".", 2)

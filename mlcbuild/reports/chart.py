@@ -21,16 +21,15 @@ COLOURS: Mapping[str, str] = {
     "bundle": "#c9a227",
     "verify": "#4f9d5b",
 }
-"""Kind of step -> colour of its bar."""
+"""Kind of step (the first part of a step's name) -> colour of its bar in the timeline of a run."""
 OTHER = "#8a94a3"
 FAILED = "#c8453b"
 _PALETTE = ("#3f6fb5", "#d9893b", "#4f9d5b", "#8a6fc0", "#c8453b", "#3f8f8a", "#a8863a", "#7a8699")
 _WIDTH, _ROW, _LEFT, _RIGHT = 1040.0, 24.0, 12.0, 28.0
 _CHAR = 6.4
 LEAST = 1e-7
-"""Mean KL divergence, in nats, below which differences are rounding errors; such a variant is drawn
-as exact.
-"""
+"""Mean KL divergence, in nats, up to which a variant's loss counts as a rounding error: the scatter plot
+draws the variant in its row for exact ones."""
 _DOTS = 12
 """Maximum number of points of a curve that are drawn as dots."""
 _GREY = 'fill="#5d6877"'
@@ -83,9 +82,8 @@ def _follows(last: Bar, bar: Bar) -> bool:
 
 
 def timeline(bars: Sequence[Bar], total: float) -> str:
-    """Returns an SVG timeline of a run's steps, with one row for each worker that was needed. total:
-    seconds of the run.
-    """
+    """Returns an SVG timeline of a run's steps, in as few rows as possible: the steps of a row ran on one
+    machine, one after the other. total: seconds of the run."""
     rows = lanes(bars)
     total = max([total, *(bar.start + bar.seconds for bar in bars)]) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / total
@@ -239,9 +237,8 @@ class Panel:
 
 
 def panels(listed: Sequence[Panel]) -> str:
-    """Returns an SVG of diagrams, two per row, with one legend. Curves with the same name have the same
-    colour in all diagrams.
-    """
+    """Returns an SVG of line diagrams, two per row, with one legend. Curves with the same name have the same
+    colour in all diagrams."""
     width, height, columns = 520.0, 300.0, min(2, max(1, len(listed)))
     names = list(dict.fromkeys(curve.name for panel in listed for curve in panel.curves))
     colours = {name: _PALETTE[index % len(_PALETTE)] for index, name in enumerate(names)}

@@ -1,4 +1,5 @@
-"""Groups the steps of a drawn graph into lanes: one for each model, and one for what models share."""
+"""Groups the steps of a drawn graph into lanes: one for each model, and one for the steps that models share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Mapping
 from mlcbuild.build.graph import Graph, Source
 
 SHARED = "shared by models"
-"""Title of the group of steps, in a drawn graph, that several models or none need."""
+"""Title, in a drawing of a recipe's steps, of the group of those steps that several models share or that no
+model needs."""
 
 
 def lanes(graph: Graph) -> dict[str, str]:

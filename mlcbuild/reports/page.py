@@ -20,13 +20,14 @@ from mlcbuild.reports.chart import Bar, Point
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 
 MOST_DRAWN = 300
-"""Maximum number of nodes of a graph that the page draws."""
+"""Maximum number of steps and sources in the drawing of a recipe's graph in the HTML report of a run. The
+report has no drawing of a larger graph."""
 MOST_ROWS = 500
-"""Maximum number of rows of a table in the report of a run, and of failed steps that it lists. It states how
-many are left out."""
+"""Maximum number of rows of a table in the report of a run, and of failed steps that it lists. The report
+states how many are left out."""
 MOST_PLOTS = 30
 MOST_BARS = 1500
-"""Maximum number of steps in a timeline; of more, the longest are shown."""
+"""Maximum number of steps in the timeline of a run; of more steps, the longest are shown."""
 
 _STYLE = """
 :root{color-scheme:light}
@@ -198,9 +199,8 @@ def _plots(log: RunLog) -> str:
 
 
 def _budgets(log: RunLog) -> str:
-    """Returns HTML with a picture of the schemes that each budget of a run chose for the matrices; ""
-    without budgets.
-    """
+    """Returns HTML that shows, for each quantization of a run that has a budget (a limit of size, bits or
+    loss), which scheme it chose for each matrix of the model; "" without budgets."""
     drawn: dict[str, str] = {}
     for item in log.variants:
         if item.budget:

@@ -172,9 +172,8 @@ def _titled(event: StepStarted | StepFetching) -> str:
 
 
 def _is_cut_off(event: StepFinished) -> bool:
-    """Returns True if a step was skipped because the run was interrupted. Such steps are counted in the last
-    line only.
-    """
+    """Returns True if the step of an event was skipped because the run was interrupted. Such steps have no
+    line in the output; the run's summary counts them."""
     return event.result.status == "skipped" and event.result.reason.startswith(INTERRUPTED_BY)
 
 

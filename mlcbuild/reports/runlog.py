@@ -75,9 +75,11 @@ class LoggedVariant:
     weights: int | None
     """Size of the bundle's weights in bytes; None if there is no bundle."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Name of a figure -> value, from verification and, if there was one, from a measurement of speed."""
+    """Name of a figure, such as "kl_mean" -> its value, from the comparison of the bundle with the model and,
+    if there was one, from a measurement of speed."""
     budget: Mapping[str, Any] = field(default_factory=dict)
-    """The document of the step that chose the variant's formats under a budget; {} without a budget."""
+    """The content of budget.json, the file of the step that chose a scheme for each matrix under the
+    variant's budget: limit, sizes, losses and schemes. {} for a variant without a budget."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from mlcbuild.build.events import (
 )
 
 ETA_FROM = 3.0
-"""Minimum expected seconds of a step for which the remaining time is shown."""
+"""Minimum expected seconds of a running step, or of a run, for which the remaining time is shown."""
 
 
 @dataclass
 class WorkRate:
-    """The rate at which a running step finishes units of work, such as tokens. What the step does before its
-    first report, such as loading a model, does not count.
-    """
+    """Measures how long a running step takes for a unit of its work, such as a token, to estimate when it
+    ends. Time before the step's first progress report, such as for loading a model, does not count."""
 
     first: int
     """Number of units of work (such as tokens) that a running step had finished at its first progress report.
@@ -43,7 +42,7 @@ class WorkRate:
             self.done, self.reached = done, time.monotonic()
 
     def seconds_until(self, total: int) -> float:
-        """Returns the estimated seconds until `total` units are finished."""
+        """Returns the estimated seconds until a running step has finished `total` units of its work."""
         each = (self.reached - self.since) / (self.done - self.first)
         return each * (total - self.done) - (time.monotonic() - self.reached)
 
@@ -66,7 +65,7 @@ class Tally:
     """Name of an unfinished step -> seconds from the start of this step to the end of the longest chain of
     steps that depend on it."""
     places: dict[str, str] = field(default_factory=dict)
-    """Running step -> the cluster worker that runs it."""
+    """Name of a running step -> name of the cluster worker that runs it."""
 
     def note(self, event: Event) -> None:
         """Updates the counts of finished and running steps from one event of the run."""
@@ -102,7 +101,8 @@ class Tally:
             table.pop(name, None)
 
     def critical(self) -> tuple[str, float]:
-        """Returns (step on the critical path, minimum seconds until the run ends); ("", 0) if unknown."""
+        """Returns (name of the unfinished step with which the longest chain of dependent steps begins,
+        minimum seconds until the run ends); ("", 0) if unknown."""
         now = time.monotonic()
         ends = {
             name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)

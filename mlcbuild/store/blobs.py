@@ -65,8 +65,8 @@ class Blobs:
         return Path(f"{self._cas}{shelved(digest)}")
 
     def link_out(self, files: Iterable[Entry], directory: Path) -> None:
-        """Hard-links files of the store into a directory, or copies them where links are impossible, and
-        checks their bytes.
+        """Hard-links files of the store into `directory`, or copies them where links are impossible, and
+        checks their bytes. files: path below the directory, digest and size of each.
 
         Raises OSError, and StoreError for a blob with wrong bytes.
         """
@@ -94,7 +94,8 @@ class Blobs:
             return False
 
     def read_blob(self, entry: Entry) -> bytes:
-        """Returns the bytes of a small blob. Raises StoreError if they are damaged."""
+        """Returns the bytes of the small blob that `entry` describes. Raises StoreError if they are damaged
+        or missing."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -119,10 +120,11 @@ class Blobs:
         return LostBlobError(f"{problem}; it was removed, run again to build it anew")
 
     def condemn(self, digest: str) -> None:
-        """Removes a damaged blob, if the store is writable.
+        """Removes a damaged blob (a stored file) from a store that is writable.
 
-        Its hard links in bundles get the mtime SPOILT, which makes store/export.py replace them. The links of
-        a blob that somebody wrote to do not, because the change may be a user's work.
+        If nobody has written to the blob since it was stored, its hard links in bundles get the mtime SPOILT,
+        by which store/export.py recognises and replaces them. A blob that somebody wrote to keeps its mtime,
+        because the change may be a user's work.
         """
         blob = self.blob(digest)
         with suppress(OSError):
@@ -131,9 +133,11 @@ class Blobs:
         remove(blob)
 
     def put_blob(self, digest: str, part: Path, *, hashed: bool = False) -> None:
-        """Moves a file, which must be on the store's filesystem, into the store as a blob. part: the file.
+        """Moves the file `part`, which must be on the store's filesystem, into the store as the blob with
+        this digest.
 
-        hashed: True if the caller has verified its bytes. Raises StoreError if they are wrong.
+        hashed: True if the caller has verified the file's bytes. Raises StoreError if they do not have the
+        digest.
         """
         with self.writing():
             if not hashed and file_digest(part) != digest:

@@ -53,10 +53,10 @@ def materialise(
 
 
 def set_aside(destination: Path) -> Path | None:
-    """Moves a directory that `materialise` wrote to a hidden directory beside it, and returns the new path.
+    """Renames an output directory that mlcbuild wrote from NAME to .NAME.refused, which hides it and replaces
+    an older one of that name, and returns the new path.
 
-    Returns None if there is nothing to move, if the directory holds files of the user, or if it cannot be
-    moved.
+    Returns None if there is no such directory, if it holds files of the user, or if it cannot be renamed.
     """
     destination = destination.absolute()
     marker = _marker(destination)
@@ -75,7 +75,7 @@ def set_aside(destination: Path) -> Path | None:
 
 def _stands(rows: list[Row], destination: Path) -> bool:
     """Returns True if an output directory already holds exactly the files `rows`, (path, digest, size) each.
-    It is judged without a lock, because most of thousands of outputs are complete.
+    No lock is held meanwhile, because most of thousands of outputs are complete.
 
     While another process replaces the directory, mlcbuild's list of the files in it names other files or is
     absent.
@@ -154,10 +154,9 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
 
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
-    """Returns True if the output directory has exactly the files `rows`, each (path, digest, size), and each
-    has this size and the mtime that mlcbuild gives to its files. listed: the files, in the same form, that
-    mlcbuild wrote there before, and whose bytes were compared with their digests.
-    """
+    """Returns True if the output directory `destination` holds exactly the files `rows`, (path, digest, size)
+    each, and they are unchanged: each is also in `listed`, the files that mlcbuild wrote there before, and
+    has this size and the mtime that mlcbuild gives to its files."""
     present_files = {name: path.stat() for path, name in _files(destination)}
     return present_files.keys() == {path for path, _, _ in rows} and all(
         row in listed
@@ -168,9 +167,8 @@ def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
 
 
 def _check_ours(destination: Path, listed: list[Row]) -> None:
-    """Raises UsageError if the destination holds a file that mlcbuild did not write, or that was changed
-    since. listed: the list of written files.
-    """
+    """Raises UsageError if an output directory holds a file that mlcbuild did not write, or that was changed
+    since. listed: (path, digest, size) of each file that mlcbuild wrote there."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
     foreign = [name for path, name in _files(destination) if not _is_ours(path, name, listed)]

@@ -124,10 +124,11 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
     texts, numbers: name of a section -> its entries, of any number:
 
         said     the text printed before and after the seconds that the run took
-        watched  paths of files and directories; stats: what `stats` returns for them
+        watched  paths of files and directories; stats: inode, mtime and ctime (ns) of each, in one list
         absent   paths that must not exist
-        records  keys of steps; shelves: the directories of their records below ac/; shelf_stats: stats of
-                 these, or three zeros for one whose mtime is too recent to detect a later change
+        records  keys of steps; shelves: names of the directories below ac/ with their records;
+                 shelf_stats: inode, mtime and ctime (ns) of each of these directories, or three zeros for
+                 one whose mtime is too recent to detect a later change
         blobs    paths of stored files below cas/; copies: paths of other files with the store's mtime;
                  blob_sizes, copy_sizes: their sizes in bytes
         listed   for each directory whose mtime was too recent: path, count, names and inodes of its files
@@ -173,8 +174,8 @@ def inodes(directory: str) -> list[str]:
 
 def store(arguments: Sequence[str]) -> str:
     """Returns the directory of the store that the option --store of a command line names, or of the user's
-    default store. The text after --store is taken literally: if it is really another option's value, no
-    receipt is found in that directory, and an ordinary run follows."""
+    default store. The text after --store is taken literally: if it is really another option's value, that
+    directory has no list of what an earlier run depended on, and the command runs in full."""
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":

@@ -54,7 +54,8 @@ class Preimage:
     """Path of each source file that the action imports, directly or indirectly -> BLAKE3 digest."""
     tools: Mapping[str, str]
     inputs: Mapping[str, Tree]
-    """Argument of the action -> the files that it reads from that input."""
+    """Name of an argument of the step's action -> the files that the step reads from the input which is
+    passed as this argument."""
 
     def key(self) -> str:
         return self._key(canonical(self.params))
@@ -87,16 +88,18 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """Returns the texts that a step record must contain whose key is the digest of these values, all of
-        which are canonical JSON. inputs: argument of the action -> list of its files."""
+        """Returns the three texts that the second line of a step record must contain, in order, if the
+        record's key is the digest of these arguments. inputs: argument of the action -> JSON list of its
+        files; code, params and tools are canonical JSON, too."""
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Returns True if `rest`, the second line of a step record, consists of the expected texts, with
-        well-formed costs, flag and step name between them, and names the files' digest `tree`. Returns False
-        also for a valid line in another notation, which must be parsed."""
+        """Returns True if `rest`, the second line of a step record, consists of the three texts of this
+        object, with well-formed measured times and memory after the first, and a flag (may the result be
+        shared?) and the step's name after the second, and ends with `tree`, the digest of the result's files.
+        Returns False also for a valid line in another notation, which must be parsed."""
         if not rest.startswith(self.before_costs):
             return False
         costs = _costs(rest, len(self.before_costs))
@@ -129,7 +132,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """The origin of an artifact: its step, the pre-image of its key, and the costs."""
+    """The origin of an artifact: the step that built it, everything that is hashed into the step's key, and
+    the time (ms), CPU time (ms) and peak memory (bytes) that the step took."""
 
     step: str
     preimage: Preimage
@@ -182,10 +186,10 @@ class Record:
     tree: str
     """Digest of the artifact's tree: of the paths, digests and sizes of all its files."""
     rows: tuple[Row, ...]
-    """(path, digest, size in bytes) of each file, sorted by path."""
+    """(path, BLAKE3 digest, size in bytes) of each file that the step wrote, sorted by path."""
     rest: bytes = field(repr=False)
-    """The second line of the step record, canonical JSON of the step's inputs and costs. It is parsed only on
-    demand."""
+    """The second line of the file that describes a step's result: canonical JSON of everything from which the
+    result was built, and of the time and memory that this took. It is parsed only on demand."""
 
     @classmethod
     def create(cls, key: str, tree: Tree, info: BuildInfo) -> Record:
@@ -233,8 +237,8 @@ class Record:
 
     @cached_property
     def info(self) -> BuildInfo:
-        """Returns the step that built the artifact, the step's inputs and its costs, parsed from the step
-        record's second line. Raises ValueError if that line is malformed."""
+        """Returns the step that built the artifact, the step's inputs, and the time and memory that it took,
+        parsed from the step record's second line. Raises ValueError if that line is malformed."""
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:

@@ -43,7 +43,8 @@ Hashing: TypeAlias = Callable[[Path, int], None]
 """Callback that receives a file's path and size in bytes before the file is hashed."""
 
 KEPT_KEYS = 8
-"""Number of recent keys that are kept for each step name."""
+"""Number of most recent keys that the store's cache keeps for each step name; a plan compares with them to
+say what has changed."""
 
 LOCK_SECONDS = 2
 """Maximum seconds to wait while another process locks the cache's file, once for each process. Transactions
@@ -69,7 +70,8 @@ class StatCache:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._usable = True
-        """False once the file could not be used, for example because another process keeps it locked."""
+        """False once the SQLite file of this cache could not be used, for example because another process
+        keeps it locked."""
         self._files: dict[tuple[int, int], _Row] | None = None
         self._latest: dict[str, list[str]] | None = None
         self._imports: ImportTable | None = None
@@ -127,7 +129,7 @@ class StatCache:
 
     def keys(self, name: str) -> list[str]:
         """Returns the keys, at most KEPT_KEYS, that the step called `name` had in recent plans, the latest
-        first."""
+        first; [] for an unknown step."""
         return self._known_keys().get(name, [])
 
     def remember(self, latest: Mapping[str, str]) -> None:
@@ -289,7 +291,7 @@ def _checksum_of_imports(source: object, package: object, modules: object) -> st
 
 
 def _signed(place: tuple[int, int]) -> tuple[int, int]:
-    """Converts (device, inode) to the signed 64-bit integers that SQLite stores."""
+    """Converts a file's (device, inode), unsigned 64-bit integers, to the signed ones that SQLite stores."""
     return place[0] - (place[0] >> 63 << 64), place[1] - (place[1] >> 63 << 64)
 
 

@@ -123,8 +123,8 @@ class Store(Blobs):
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
         """Returns the step record with a step's key, whether or not its files are in the store; None if there
-        is none, or if its inputs and files do not have the digests that it states. expected: see
-        `Record.checked`."""
+        is none, or if its inputs and files do not have the digests that it states. expected: function that
+        returns the texts which a correct record contains, for a caller that has just computed the key."""
         path = f"{self._ac}{layout.shelved(key)}"
         try:
             return Record.checked(key, regular.read(path, LARGEST, follow_link=False), expected)

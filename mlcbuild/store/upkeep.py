@@ -91,7 +91,8 @@ class Collected:
 
 
 Mend: TypeAlias = Callable[[Entry], str]
-"""Function that restores a missing blob and returns "", or the reason why it could not."""
+"""Function that restores a missing or damaged file of the store from the file's entry (path, digest, size).
+It returns "", or the reason why it could not."""
 
 
 def verify(store: Store, mend: Mend | None = None) -> Verified:

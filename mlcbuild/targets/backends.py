@@ -29,8 +29,9 @@ class Backend:
     library's bytes. It raises SetupError.
     """
     layout: Callable[[Scheme], str]
-    """Function from a quantization scheme to the physical layout that the device's kernels read. It is also
-    called for the scheme of each override. It raises UsageError for a format without kernels."""
+    """Function from a quantization scheme to the name of the physical layout, such as "plain", "row" or
+    "x16", that the device's kernels read. It is also called for the scheme of each override. It raises
+    UsageError for a format without kernels."""
     runtime_files: tuple[str, ...]
     """Names, without suffix, of the shared libraries that a bundle must include to run its compiled
     library.
@@ -40,12 +41,15 @@ class Backend:
     or None.
     """
     labels: Callable[[Target], tuple[str, ...]]
-    """Function from a target to the labels that a cluster worker needs to run code for it."""
+    """Function from a target to the labels, such as "linux x86_64" and "avx2", that a cluster worker must
+    have to run code for the target."""
     kernels: str = ""
-    """Package whose modules `<format>_kernel` hold the device's kernels for stored formats. A library's key
-    covers the module of each format that it uses. "": `action` imports the kernels of all formats."""
+    """Python package with the device's kernels for stored formats, a module `<format>_kernel` for each. A
+    library's key covers only the modules of the formats that it uses. "": the function that compiles a
+    library imports the kernels of all formats."""
     executor: tuple[str, ...] = ()
-    """Names of the runtime's modules that run compiled code. They enter the keys of steps that run it."""
+    """Names of the runtime's Python modules that run compiled code on this kind of device. They enter the
+    keys of build steps that run such code."""
     int8_cache: bool = False
     """True if the device can keep keys and values of earlier tokens in 8 bits."""
     faults: str = ""

@@ -1,4 +1,5 @@
-"""Describes this machine as a target, without using LLVM."""
+"""Determines the LLVM triple, processor name and features of this machine, without using LLVM. Raises
+SetupError for a machine that is neither Linux on x86-64 or 64-bit Arm nor macOS on arm64."""
 
 from __future__ import annotations
 
@@ -56,9 +57,8 @@ def arm_features(cpuinfo: str) -> tuple[str, ...]:
 
 
 def apple_features(sysctl: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the LLVM features of an Apple machine that can be checked. sysctl: function from a name to
-    its value.
-    """
+    """Returns the LLVM features of an Apple machine that can be checked. sysctl: function from the name of a
+    system value to its text."""
     return _signed(processors.apple_features(sysctl))
 
 

@@ -1,4 +1,5 @@
-"""Compares a CPU target with a machine: whether its code runs there, and which labels a worker needs."""
+"""Compares a CPU target with a machine: the reason why the target's code cannot run there, and the labels,
+such as "avx2", that a cluster worker must have to run it."""
 
 from __future__ import annotations
 
