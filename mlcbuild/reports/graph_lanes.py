@@ -1,5 +1,4 @@
-"""Groups the steps of a drawn graph into lanes: one for each model, and one for the steps that models share.
-"""
+"""Groups the steps of a drawn graph into lanes: one for each model, one for the steps that models share."""
 
 from __future__ import annotations
 

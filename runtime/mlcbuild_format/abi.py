@@ -28,7 +28,8 @@ class SamplingParams(NamedTuple):
     float64."""
 
     inverse_temperature: float
-    """1 / temperature. 0 takes the most likely token; a negative value samples no token (NO_TOKEN)."""
+    """The number 1 / temperature, by which logits are multiplied; 0: the most likely token is always sampled;
+    a negative number: no token is sampled from this row of logits (the result is NO_TOKEN)."""
     logit_drop: float
     """Maximum distance of a token's logit below the largest one, as a number <= 0: temperature
     * log(min_p)."""
@@ -156,8 +157,9 @@ _LOOP = (
 those that describe the batch.
 
 Each step replaces `tokens` by the tokens that it samples; step i reads row i of `random_numbers` and writes
-row i of `sampled_tokens`. The loop stops when a sequence with `stops_at_eos` samples one of `eos_tokens`, or
-when any thread sets `interrupt`. `continues` is true if another step must follow at once.
+row i of `sampled_tokens`. A step sets `continues` to True if the loop executes another one: no sequence with
+`stops_at_eos` has sampled one of `eos_tokens`, no logits were NaN, no limit in `state` is reached, and no
+thread has set `interrupt`.
 """
 
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))
@@ -187,8 +189,8 @@ SAMPLE = Function(
     "sample_tokens",
     (Argument("logits", "float32", ("q", "v")), _SAMPLING, Argument("tokens", "int32", ("q",)), _MASKS),
 )
-"""The library function that masks logits in place, samples a token from each row into `tokens`, and returns
-the logits, float32 [1, q, v]."""
+"""The library function that masks q rows of logits in place, float32 [q, v] with one column per token,
+samples a token from each row into `tokens`, int32 [q], and returns the logits, float32 [1, q, v]."""
 HIDDEN_STATES = Function("batch_prefill_to_last_hidden_states", (_EMBEDDINGS, *BATCH, PARAMS))
 """The library function that runs the model on embeddings and returns the hidden states after the last norm,
 float32 [1, n, hidden]."""

@@ -21,7 +21,8 @@ _CHUNK = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Returns a regular file, open for reading. Raises BundleError for anything else."""
+    """Opens the file at `path` for reading and returns it. Raises BundleError if it is missing, unreadable or
+    not a regular file, such as a pipe."""
     try:
         return regular.open_file(path)
     except OSError as error:
@@ -29,7 +30,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Returns the content of a regular file. Raises BundleError if it has more than `largest` bytes."""
+    """Returns the content of the regular file at `path`. Raises BundleError if it has more than `largest`
+    bytes, or cannot be read."""
     try:
         return regular.read(path, largest)
     except OSError as error:
@@ -104,9 +106,9 @@ def check_listing(root: Path, names: Collection[str]) -> None:
 
 
 def _entries(root: Path, folders: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Yields (relative path, file type) of each entry of the directory `root` and of the directories
-    `folders` below it.
-    """
+    """Yields (path relative to `root`, file type as stat.S_IFMT returns it) of each entry directly in the
+    directory `root`, or directly in one of the directories below it whose relative paths are `folders`.
+    Raises BundleError for a directory that cannot be read."""
     for folder in ("", *sorted(folders)):
         place = root / folder
         try:

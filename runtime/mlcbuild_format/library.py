@@ -1,4 +1,5 @@
-"""Reads the metadata of a compiled library and checks it against the manifest of its bundle."""
+"""Reads the metadata of a compiled library, and raises BundleError if they are invalid or contradict the
+manifest of the library's bundle. Also finds the TVM runtime with which libraries run."""
 
 from __future__ import annotations
 

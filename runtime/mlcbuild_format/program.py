@@ -49,8 +49,8 @@ MAX_INT32 = (1 << 31) - 1
 SUBGROUPS, SHADER_F16 = "subgroups", "shader-f16"
 PACKED_PRODUCTS = "packed_4x8_integer_dot_product"
 FEATURES = (PACKED_PRODUCTS, SHADER_F16, SUBGROUPS)
-"""Optional features of a device for which a kernel may have another text, by their names in WebGPU. A device
-with subgroups also numbers them: it has WGSL's language extension subgroup_id."""
+"""Optional features of a GPU for which a kernel may have another source text, by their names in WebGPU. A
+device with subgroups also numbers them: it has WGSL's language extension subgroup_id."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 WORD = 4
 """Size of an int32 in bytes. The size of every buffer is a multiple of it."""
@@ -98,7 +98,8 @@ class Alternative:
     and grid are those of the shader."""
 
     features: tuple[str, ...]
-    """The optional features of a GPU that this text uses; a device must have all of them to run it."""
+    """The optional features of a GPU that this source text of a shader uses; only a device with all of them
+    can run the text."""
     file: str
     shared_bytes: int
 
@@ -124,8 +125,9 @@ class Shader:
     """Other source texts of this shader, for devices with optional features, the fastest first."""
 
     def best(self, features: Collection[str]) -> Shader:
-        """Returns the shader with the first of its alternatives for which a device with optional features has
-        all; as it is, without alternatives, if there is none."""
+        """Returns this shader with the fastest source text for a device: the first of its alternative texts
+        that uses no other optional features than `features`, those of the device, else its own text. The
+        result has no alternatives."""
         for other in self.alternatives:
             if set(other.features) <= set(features):
                 return replace(self, file=other.file, shared_bytes=other.shared_bytes, alternatives=())
@@ -141,7 +143,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Section:
-    """The place of one input of a GPU program's call in the buffer that holds all int32 inputs."""
+    """The place of one input of a GPU program's call, such as the tokens, in the buffer that holds all int32
+    inputs."""
 
     start: int
     """Index of the input's first int32 word in the buffer of all inputs."""
@@ -206,21 +209,24 @@ class Program:
     buffers: Mapping[str, Buffer]
     inputs: Mapping[str, Section]
     ropes: Mapping[str, RopeTable]
-    """Name of a buffer of kind rope -> the cosines and sines that it holds."""
+    """Name of a GPU buffer for rotary embeddings -> the number of rows, the frequencies and the factor of the
+    cosines and sines with which the host fills it when the program is loaded."""
     functions: Mapping[str, tuple[CallVariant, ...]]
-    """Name of a function of the GPU program -> its variants, of which a call uses the first one whose sizes
-    suffice."""
+    """Name of a function of the GPU program -> its variants, each a list of launches for calls up to maximum
+    sizes, such as a number of rows. A call uses the first variant whose maximum sizes it does not exceed."""
 
     def variant(self, function: str, sizes: Sizes) -> CallVariant:
-        """Returns the first variant of one function of a GPU program that can compute a call of these sizes.
-        Raises ValueError if all variants are too small."""
+        """Returns the first variant of one function of a GPU program that can compute a call. sizes: name of
+        a size, such as the number of rows -> its value in the call. Raises ValueError if all variants are too
+        small."""
         for variant in self.functions[function]:
             if all(sizes.get(name, 0) <= largest for name, largest in variant.sizes.items()):
                 return variant
         raise ValueError(f"{function} takes no call of the sizes {dict(sizes)}")
 
     def for_device(self, features: Collection[str]) -> Program:
-        """Returns the program in which every kernel is the one for a device with these optional features."""
+        """Returns this GPU program with the fastest source text of every kernel for a device. features: the
+        optional features of WebGPU that the device has."""
         return replace(self, kernels={name: kernel.best(features) for name, kernel in self.kernels.items()})
 
     def param_bytes(self) -> dict[str, int]:
@@ -290,7 +296,8 @@ def _check_launch(
     program: Program, launch: Launch, sizes: Sizes, present: Sizes, device: DeviceLimits
 ) -> None:
     """Raises FieldError unless one launch of a GPU program stays within its buffers and the device's limits.
-    sizes: maximum sizes of the call; present: name -> bytes of each buffer and parameter."""
+    sizes: name of a size, such as the number of rows -> its maximum in calls that use the launch; present:
+    name of a buffer or parameter -> its size in bytes."""
     kernel = program.kernels[launch.kernel]
     scalars = scalar_values(kernel, launch, sizes)
     if max(scalars.values(), default=0) > MAX_INT32:
@@ -333,7 +340,7 @@ def _check_aliasing(kernel: Shader, launch: Launch, program: Program) -> None:
 
 
 def scalar_values(kernel: Shader, launch: Launch, sizes: Sizes) -> dict[str, int]:
-    """Returns name of a scalar of the kernel -> its value in this launch, for a call of the given sizes, in
-    the kernel's order."""
+    """Returns name of a scalar of the kernel -> its value in one launch of the kernel, in the kernel's order.
+    sizes: name of a size of the call, such as the number of rows -> its value."""
     values = (evaluate(expression, sizes) for expression in launch.scalars)
     return dict(zip(kernel.scalars, values, strict=True))

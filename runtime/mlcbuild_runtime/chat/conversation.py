@@ -36,7 +36,8 @@ FIXED = (
     *("messages", "model", "stream", "stream_options"),
     *("logprobs", "top_logprobs", "n", "tools", "tool_choice"),
 )
-"""Request fields that this chat sets itself or does not support."""
+"""Names of the fields of a chat completions request that the command-line chat sets itself or does not
+support; its command `/set` refuses them."""
 
 
 @dataclass
@@ -179,8 +180,8 @@ def _value(text: str) -> Json:
 
 
 def converse(model: ChatModel, options: ChatOptions) -> int:
-    """Holds a chat with a model until the input ends, and returns the exit code. options: settings with which
-    the chat begins."""
+    """Holds a chat with a model on the terminal, or with piped input, until the input ends, and returns the
+    exit code. options: settings with which the chat begins."""
     show = sys.stdout.isatty()
     terminal = show and sys.stdin.isatty() and options.prompt is None
     rendered = printer(sys.stdout) if show and not options.plain else plain_printer(sys.stdout, show)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 BLOCK = '"""'
-"""The line that begins and ends a message of several lines."""
+"""The text with which a user begins and ends a chat message of several lines: three quotation marks."""
 PATIENCE = 0.5
-"""Seconds after which a wait for a key is repeated, so that a signal that arrives just before the wait is
-noticed."""
+"""Seconds after which waiting for a key press on the terminal is interrupted and begun again, so that a
+signal that arrives just before the wait is noticed."""
 HISTORY_VARIABLE = "MLCBUILD_CHAT_HISTORY"
 KEPT_LINES = 1000
-"""Number of lines of the input history that are kept between chats."""
+"""Number of lines of the input history that are kept between command-line chats."""
 
 ReadLine = Callable[[bool], str | None]
 """Function that returns the next line of input. The argument is True if the line continues a message. It
@@ -55,7 +55,8 @@ def messages(read: ReadLine) -> Iterator[str]:
 
 @contextlib.contextmanager
 def typed(words: Mapping[str, Sequence[str]]) -> Iterator[ReadLine]:
-    """Yields a function that reads lines from a terminal. Ctrl-C discards the message that was begun.
+    """Returns a context that yields a function which reads lines from a terminal. Ctrl-C discards the message
+    that was begun.
 
     words: completions for Tab: "" -> first words of a line, first word -> words that may follow it.
     """
@@ -111,8 +112,8 @@ def _save_history() -> None:
 
 
 def history_path() -> Path | None:
-    """Returns the file of the history: $MLCBUILD_CHAT_HISTORY, or one in the user's state directory; None
-    where the variable is set to nothing."""
+    """Returns the path of the file with the chat's input history: $MLCBUILD_CHAT_HISTORY, or a file in the
+    user's state directory; None if the variable is set to ""."""
     chosen = os.environ.get(HISTORY_VARIABLE)
     if chosen is not None:
         return Path(chosen).expanduser() if chosen else None
@@ -123,8 +124,9 @@ def history_path() -> Path | None:
 
 @contextlib.contextmanager
 def _alarms() -> Iterator[None]:
-    """Ends every wait for a key after PATIENCE seconds, which input() then repeats, so that a Ctrl-C that
-    arrives between Python's last check for signals and the wait is noticed."""
+    """Returns a context in which a timer interrupts, every PATIENCE seconds, the system call with which
+    Python's input() waits for a key press; input() then repeats it. So a Ctrl-C that arrives between Python's
+    last check for signals and the system call is noticed."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE, PATIENCE)
     try:
@@ -136,7 +138,7 @@ def _alarms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def piped() -> Iterator[ReadLine]:
-    """Yields a function that returns the next line of standard input."""
+    """Returns a context that yields a function which returns the next line of standard input."""
     lines = _piped_lines()
 
     def read(_continued: bool) -> str:
@@ -174,7 +176,7 @@ def _piped_lines() -> Generator[str, None, None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """Yields a file descriptor that becomes readable with every signal."""
+    """Returns a context that yields a file descriptor which becomes readable with every signal."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     before = None

@@ -66,14 +66,16 @@ class ServerModel:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Does nothing: no connection is open between two requests."""
+        """Does nothing at the end of the `with` block of a chat: no connection to the model's server is open
+        between two requests."""
 
     @property
     def greeting(self) -> str:
         return ""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
-        """Accepts all settings, because the server checks them with each request."""
+        """Accepts any settings of a chat, such as the temperature, without a check: the model's server checks
+        them when a request is sent, and refuses invalid ones then."""
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
         body: dict[str, Json] = {**settings, "model": self.name, "messages": messages, "stream": True}
@@ -89,8 +91,8 @@ class ServerModel:
                 raise SetupError(f"{self.url}: the answer broke off: {_reason(error)}") from None
 
     def _pieces(self, response: HTTPResponse) -> Generator[str, None, None]:
-        """Yields the pieces of an answer from a server's response, a stream of server-sent events. Raises
-        SetupError if it is none."""
+        """Yields the texts of an answer in parts, as they arrive in a server's response, a stream of
+        server-sent events. Raises SetupError if the response is no such stream."""
         has_event = False
         while line := response.readline(_LARGEST + 1):
             if len(line) > _LARGEST:

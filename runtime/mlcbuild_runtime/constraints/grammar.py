@@ -63,13 +63,14 @@ class Matcher:
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
-        """CPU seconds spent on computing the logit masks of the answer, with their limit, and number of
-        tokens appended to the answer."""
+        """The CPU time spent on computing logit masks for the answer, as a `MaskTime` that also limits it;
+        and the number of tokens that were appended to the answer."""
 
     def mask(self) -> Mask:
-        """Returns the mask of the tokens that may come next in the answer, among them end-of-sequence tokens
-        only where the text is complete. The mask is cached until the next token. Raises RequestError if the
-        constraint is too costly to follow."""
+        """Returns the logit mask of the answer's next token: int32 words with one bit for each token of the
+        vocabulary, lowest token first, set where the constraint allows the token. End-of-sequence tokens are
+        allowed only where the text is complete. The mask is cached until the next token. Raises RequestError
+        if the constraint is too costly to follow."""
         if self._mask is None:
             self._mask = self._bits()
         return self._mask
@@ -172,14 +173,15 @@ class Matcher:
             raise self._failed(reason(self._told.get_error()))
 
     def _failed(self, why: str) -> RequestError:
-        """Removes the constraint from the cache and returns the error that ends the answer. why: the reason,
-        for the message."""
+        """Removes the constraint of the answer from the server's cache of compiled constraints, because it is
+        too costly to follow, and returns the error that ends the answer. why: the reason, for the message."""
         self._of.forget()
         return RequestError(f"the constraint cannot be followed: {why}", code="invalid_constraint")
 
 
 class Compiled:
-    """A compiled constraint that any number of answers may follow; they share the lexer's states."""
+    """A compiled constraint (JSON schema, regular expression or grammar) that any number of answers may
+    follow at a time; they share the states of llguidance's lexer."""
 
     def __init__(
         self, matcher: LLMatcher, ends: Collection[int], bytes: int, forget: Callable[[], None]
@@ -199,7 +201,8 @@ class Compiled:
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer, with a cache. Any thread may use it."""
+    """Compiles the constraints that requests state (JSON schemas, regular expressions and Lark grammars) for
+    the tokens of one model, and caches the compiled ones. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
         """Creates an empty cache of compiled constraints. vocabulary: the tokens' texts; size: number of
@@ -268,7 +271,8 @@ class Grammars:
         return outcome
 
     def _keep(self, key: Key, compiled: Compiled) -> list[Compiled]:
-        """Adds a compiled constraint to the cache; returns the constraints that the cache drops for it."""
+        """Adds a compiled constraint to the cache, and returns the least recently used constraints that the
+        cache drops for it."""
         self._kept[key] = compiled
         dropped, total = [], sum(each.bytes for each in self._kept.values())
         while total > KEPT_BYTES:

@@ -112,15 +112,16 @@ def beginning(matcher: LLMatcher) -> str:
 
 @dataclass
 class MaskTime:
-    """Limits the CPU time of the masks of one answer. The slowest mask does not count, because on a loaded
-    machine a thread may be charged with other work. A second slow mask is the constraint's fault."""
+    """Limits the CPU time for computing the logit masks of one answer: an answer must end when one mask takes
+    more than 0.25 s, or all of them together 0.25 s and 0.02 s for each token. The slowest mask does not
+    count, because on a loaded machine a thread may be charged with other work."""
 
     slowest: float = 0.0
     others: float = 0.0
     """CPU seconds of all logit masks of an answer except the slowest one."""
 
     def add(self, seconds: float, tokens: int) -> str:
-        """Adds the CPU seconds of one mask. Returns the reason why the answer must end, or "" if it may
+        """Adds the CPU seconds of one logit mask. Returns the reason why the answer must end, or "" if it may
         continue. tokens: number of tokens of the answer so far."""
         counted, self.slowest = sorted((seconds, self.slowest))
         self.others += counted

@@ -31,20 +31,23 @@ class Stage:
     server accepts them: CPU seconds, length of the queue, seconds of waiting, and niceness."""
 
     seconds: float
-    """CPU seconds that trying a constraint may take."""
+    """Maximum CPU seconds for compiling a constraint on trial in a child process and following it for some
+    tokens."""
     places: int
-    """Maximum number of constraints that may wait to be tried."""
+    """Maximum number of constraints that may wait for the child process to compile them on trial; beyond it,
+    requests are refused."""
     patience: float
-    """Maximum seconds that a constraint waits to be tried."""
+    """Maximum seconds that a constraint waits for the child process to compile it on trial; after that, its
+    request is refused."""
     multiple: float | None = None
-    """A second limit of CPU time for trying a constraint: this number times the CPU time that a plain JSON
-    schema takes with the model's vocabulary. The smaller limit counts; None: `seconds` is the only one."""
-    niceness: int = 0
-    """Niceness (low priority) of the child process in which constraints of this stage are compiled on trial.
+    """A second limit of the CPU time for compiling a constraint on trial: this number times the CPU time of a
+    plain JSON schema with the model's vocabulary. The smaller limit counts; None: there is no second limit.
     """
+    niceness: int = 0
+    """Niceness (0: normal, 19: lowest priority) of the child process that compiles constraints on trial."""
     compile_niceness: int = 0
-    """Niceness of the server's thread that compiles a constraint, after it was compiled and followed
-    successfully in a child process."""
+    """Niceness (0: normal, 19: lowest priority) of the server's thread that compiles a constraint, after it
+    was compiled and followed successfully in a child process."""
 
 
 STAGES = (

@@ -37,8 +37,8 @@ PLAIN = (
     'start: %json {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}'
     ', "required": ["name", "count"], "additionalProperties": false}'
 )
-"""A plain JSON schema as a Lark grammar. The CPU time that it takes with a vocabulary is the unit for limits
-of short trials."""
+"""A plain JSON schema as a Lark grammar. The CPU time that a child process takes to compile it and to follow
+it for some tokens is the unit for the smallest limit of CPU time of other constraints."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class TrialOutcome:
 
 
 class TooCostlyError(Exception):
-    """The error for a constraint that has reached a time or memory limit of its trial."""
+    """The error for a constraint that has reached a limit of time or memory while a child process compiled it
+    and followed it for some tokens."""
 
 
 class Trial:
@@ -82,9 +83,9 @@ class Trial:
         )
 
     def run(self, grammar: str) -> TrialOutcome:
-        """Compiles a Lark grammar in the child process and follows it for some tokens. Returns the bytes of
-        memory that this took, or the reason why the grammar is refused. Raises TooCostlyError if it reaches
-        the limit of time or memory, and SetupError if no child process can be started."""
+        """Compiles a Lark grammar in the child process and follows it for up to 16 random tokens. Returns the
+        bytes of memory that this took, or the reason why the grammar is refused. Raises TooCostlyError if it
+        reaches the limit of time or memory, and SetupError if no child process can be started."""
         try:
             answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
         except EndedError:
@@ -149,9 +150,9 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
-    """Compiles a Lark grammar and follows it for some tokens. Returns {"error": the reason why it cannot be
-    used, or "", "bytes": memory used, "seconds": CPU time of this process so far}; None if this took more
-    than MEMORY bytes."""
+    """Compiles a Lark grammar and follows it for up to 16 random tokens that it allows. Returns {"error": the
+    reason why it cannot be used, or "", "bytes": memory used, "seconds": CPU time of this process so far};
+    None if more than MEMORY bytes were used."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)

@@ -125,9 +125,9 @@ class CpuExecutor:
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes a decode step and the steps that follow it. Returns one list for each executed step, with
-        the token of each sequence. Executes a single step while another number of threads is being tried out.
-        """
+        """Executes a decode step and those for which `following` has random numbers, in one call of the
+        library. Returns one list for each executed step, with the token of each sequence. Executes only one
+        step while it is unknown whether each computing thread gets a core of its own."""
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))

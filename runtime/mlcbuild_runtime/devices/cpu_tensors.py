@@ -35,15 +35,16 @@ _NUMBERS = (
     *("tokens", "logit_positions", "positions", "slots"),
     *("q_indptr", "page_indptr", "kv_lengths"),
 )
-"""Names of the ABI arguments of every step that share one memory block, in this order."""
+"""Names of the int32 arguments, common to all library functions that compute a step of the model, whose
+tensors lie in one memory block in this order."""
 
 Arguments = dict[str, object]
-"""Name of an argument in the ABI -> the value that is passed to the library."""
+"""Name of an argument of a function of a compiled library -> the value that is passed for it."""
 
 
 class IntTensors:
-    """Converts lists of integers to int32 tensors for a call of the library. The tensors share one memory
-    block, which one call of `pack_into` fills."""
+    """Converts lists of integers to int32 tensors of one dimension, which are passed to a function of a
+    compiled library. The tensors share one memory block, which one call of struct.pack_into fills."""
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
@@ -75,8 +76,8 @@ class SamplingTensors:
     def __init__(self, rows: int) -> None:
         self.params = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
         self.random = [row[_RANDOM:].data for row in self.params]
-        """The random number in [0, 1) of each row of logits, as a memoryview of one float64, into which
-        Python stores faster than into an array."""
+        """A list with a memoryview of one float64 for each row of logits: the row's random number in [0, 1),
+        which Python stores faster through a memoryview than into an array."""
         self.tokens = np.empty(rows, np.int32)
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.params, self.tokens)]
 
@@ -166,8 +167,10 @@ class StepInputs:
     def loop(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
-        """Returns (input and output tensors for up to `count` decode steps, argument name -> value for the
-        library's functions that compute a loop of decode steps)."""
+        """Returns (the random numbers, tokens and state of a loop of up to `count` decode steps, as arrays
+        and tensors; name of an argument -> value, for the library's functions that compute such a loop).
+        step: the first step; params: sampling parameters of each sequence; following: the inputs of the other
+        steps."""
         arguments, loop = self.batch(step), self._loops.get(len(params))
         if loop is None:
             loop = self._loops[len(params)] = LoopTensors(len(params))

@@ -305,7 +305,8 @@ class GpuExecutor:
         self.interrupted = False
 
     def prepare_pages(self, used: int) -> Iterator[None]:
-        """Yields nothing and allocates nothing: buffers on a GPU have their memory from the start."""
+        """Returns an iterator without elements and allocates nothing: the KV cache on a GPU has all its
+        memory since the bundle was loaded."""
         yield from ()
 
     def seconds(self) -> float:

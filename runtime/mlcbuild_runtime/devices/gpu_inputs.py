@@ -31,8 +31,9 @@ class InputBlock:
         self._words[start : start + len(values)] = values
 
     def fill(self, step: ModelStep, first: int, last: int, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the int32 words to upload for a part of a step: the new tokens with the indices `first` to
-        `last` - 1. rows: indices of the tokens whose logits are computed, counted from `first` on."""
+        """Returns the int32 words to upload to the GPU program's buffer of inputs (tokens, positions, KV
+        cache slots, page table ...) so that it computes the new tokens `first` to `last` - 1 of a step. rows:
+        indices of the tokens whose logits are computed, counted from `first` on."""
         positions, slots = step.places(self._page_size)
         first_page = [
             step.page_indptr[sequence]
@@ -52,9 +53,9 @@ class InputBlock:
         return self._words[: self._starts["page_table"] + len(step.page_table)]
 
     def rows(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the int32 words to upload so that the GPU program computes the logits of other tokens of
-        the part of a step for which `fill` was called last. rows: indices of these tokens, counted from the
-        first token of that part."""
+        """Returns the int32 words to upload to the GPU program's buffer of inputs so that, among the tokens
+        that it has computed last, it computes the logits of others. rows: indices of the others, counted from
+        the first of the tokens computed last."""
         self._set("rows", rows)
         return self._words[: self._starts["rows"] + len(rows)]
 

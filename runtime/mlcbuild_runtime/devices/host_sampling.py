@@ -40,9 +40,9 @@ def draw(logits: Floats, row: SamplingRow) -> int:
 
 
 def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float | None) -> int:
-    """Returns the index of a token sampled from a row of logits, or from the largest logits of a row. below:
-    each logit minus the largest one; total: the sum of the weights of the whole vocabulary if `below` has
-    only some of its tokens, else None."""
+    """Returns the index in `below` of a token that is sampled from a row of logits, by the random number in
+    `params`. below: each logit minus the row's largest one, of all tokens or of the most likely ones; total:
+    the sum of exp(logit - largest) over all tokens if `below` lacks some, else None."""
     allowed = below >= params.logit_drop
     if 0 < params.top_k < len(below):
         allowed &= below >= np.partition(below, -int(params.top_k))[-int(params.top_k)]

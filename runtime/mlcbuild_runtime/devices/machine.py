@@ -93,8 +93,8 @@ class FreeCores:
     A call samples up to 12 times, 1 ms apart, and uses the best: a client on this machine also runs for a
     moment. Processes with a nice value above 0 do not count, unless this process has one, too: beside nice 10
     a thread gets 90 % of its core. Linux's list of running threads does not tell them apart, but its CPU
-    times do. If niced processes have computed since the last call, at most as many others are counted as had
-    cores since then.
+    times do: if processes with a nice value have computed since the last call, the CPU time of the others
+    since then limits how many processors count as busy.
     """
 
     def __init__(
@@ -138,8 +138,9 @@ class FreeCores:
         return round(max(0.0, user) / seconds)
 
     def _times(self) -> tuple[float, float, float] | None:
-        """Returns (time, user time of others without a nice value, user time of processes with one) of all
-        processors together, in seconds; None if the system does not report it."""
+        """Returns three numbers of seconds: the time of the clock; the CPU time in user mode, of all
+        processors together, of processes without a nice value, this process left out; and that of processes
+        with one. None if the system does not report CPU times."""
         try:
             words = (self._proc / "stat").read_text().split(maxsplit=3)
             user, niced = (int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:3])

@@ -75,9 +75,10 @@ def back(tensor: Array, first: int, last: int) -> Iterator[int]:
 
 
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
-    """Returns the tensors that `params` lists, mapped from the weights files `names` in the directory `path`.
-    Tensors that are not aligned, which are few, are copied. Raises BundleError if a tensor is missing or has
-    another dtype or shape."""
+    """Returns the tensors that `params` lists, (name, shape, dtype, layout) each, in this order as NumPy
+    arrays that are mapped from the weights files `names` in the directory `path`. Tensors that are not
+    aligned, which are few, are copied. Raises BundleError if a tensor is missing or has another dtype or
+    shape."""
     maps: list[mmap.mmap] = []
     stored: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:

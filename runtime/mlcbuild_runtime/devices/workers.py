@@ -29,8 +29,8 @@ class Meter:
     """Measures the wall time and the CPU time of decode steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """Creates a meter of decode steps that has measured none yet. now: returns the time; spent: returns
-        the CPU time of this process; both in seconds."""
+        """Creates a meter of decode steps that has measured none yet. now: function that returns the time;
+        spent: function that returns the CPU time of this process; both in seconds."""
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
@@ -72,10 +72,10 @@ class Workers:
         spent: Clock,
         free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """Chooses `most` threads, the maximum number, to begin with. use: sets the number of threads that
-        compute; now: returns the time, and spent the CPU time of this process, both in seconds; free: returns
-        the number of idle cores, or None if the system does not report it; it may stop counting at its
-        argument."""
+        """Creates the object that chooses how many threads compute, which begins with `most`, the maximum.
+        use: function that sets the number of threads; now, spent: functions that return the time, and the CPU
+        time of this process, in seconds; free: function from a number of cores to the number of idle ones,
+        counted at most up to it, or to None if the system does not report them."""
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False

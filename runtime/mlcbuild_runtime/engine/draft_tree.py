@@ -30,16 +30,16 @@ class Branch:
     branch."""
 
     start: int
-    """Number of draft tokens before the branch, on the path of the draft tree that the branch leaves."""
+    """Number of draft tokens before this branch of a draft tree, on the path (the draft or an earlier branch)
+    after whose token the branch begins."""
     tokens: list[int]
     """The draft tokens of this branch of the draft tree, at least one."""
     parent: int = 0
-    """Index of the path that the branch leaves: 0 is the draft itself, 1 the first branch. The branch begins
-    after a token of this path.
-    """
+    """Index of the path of a draft tree after whose token this branch begins: 0 is the draft itself, 1 the
+    first branch."""
     shared: int = 0
-    """Number of full KV cache pages that a branch of a draft tree shares with the draft or branch that it
-    leaves, counted from the start of the sequence."""
+    """Number of full KV cache pages, counted from the start of the sequence, that this branch of a draft tree
+    shares with the path (the draft or an earlier branch) after whose token it begins."""
     pages: list[int] = field(default_factory=list)
     """Numbers of the KV cache pages that only this branch of a draft tree uses, in order; its sequence
     continues on them after the shared pages."""
@@ -64,8 +64,9 @@ def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int
 
 
 def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
-    """Returns (index of a path, number of draft tokens on it up to this row) for each row of a draft tree:
-    the row of the token before the draft, those of the draft's tokens, then those of each branch's tokens."""
+    """Returns (index of a path, number of draft tokens on it up to this row) for each row of logits of a
+    draft tree: the row of the token before the draft, those of the draft's tokens, then those of each
+    branch's tokens."""
     path_rows = [(0, depth) for depth in range(len(draft) + 1)]
     for index, branch in enumerate(branches, 1):
         path_rows += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]
@@ -73,14 +74,14 @@ def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
 
 
 def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
-    """Returns a mapping for each row of a draft tree: draft token that may follow the row's token -> row of
-    that draft token."""
+    """Returns a mapping for each row of logits of a draft tree: draft token that may follow the row's token
+    -> index of the row of that draft token."""
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path of a draft tree, the number to add to the depth of a token to get its row, for tokens
-    that the path does not share with the path that it leaves. The depth of a token is the number of draft
-    tokens up to it, itself included."""
+    """For each path of a draft tree (the draft, then the branches): the index of the row of logits of a token
+    on this path, minus the number of draft tokens from the draft's beginning up to this token. Tokens that a
+    branch shares with an earlier path do not count as its tokens."""
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]
@@ -94,9 +95,9 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
 
 
 def parts(length: int, trunk: list[int], branches: List[Branch], size: int) -> tuple[list[Part], list[Fork]]:
-    """Returns what the branches of one sequence's draft add to a step: (tokens, length of the sequence after
-    them, KV cache pages) of each branch, which the step computes like another sequence, and (source page,
-    destination page, number of tokens) of each partly filled page that a branch copies.
+    """Returns the inputs that the branches of one sequence's draft add to a step: (tokens, length of the
+    sequence after them, KV cache pages) of each branch, which the step computes like another sequence, and
+    (source page, destination page, number of tokens) of each partly filled page that a branch copies.
 
     length: number of tokens of the sequence; trunk: its pages; size: number of tokens in a page.
     """

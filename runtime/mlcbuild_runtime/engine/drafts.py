@@ -20,8 +20,8 @@ SIZES = (4, 3, 2)
 gives 1.98, 1.91 and 2.32, (4, 3) 1.97, 2.15 and 2.32, and (5, 4, 3, 2) at most 0.7 % more. The numbers
 are counts of `ci/bench/constants --bundle BUNDLE drafts.SIZES`, with SmolLM2's tokens."""
 BRANCH = 2
-"""Maximum number of tokens on a branch of a draft: later ones are rarely accepted, as `ci/bench/speculation
---set mlcbuild_runtime.engine.drafts.BRANCH=3` shows."""
+"""Maximum number of tokens on a branch, an alternative to the rest of a draft: later ones are rarely
+accepted, as `ci/bench/speculation --set mlcbuild_runtime.engine.drafts.BRANCH=3` shows."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Lookup:
         """N-gram of tokens -> index, in the text, of the latest token that followed the n-gram and differs
         from the one after the n-gram's latest occurrence."""
         self._learned = 0
-        """Number of tokens at the beginning of the text whose n-grams are in `_places` and `_others`."""
+        """Number of tokens, from the beginning of the text on, that earlier calls have already searched for
+        n-grams."""
 
     def _learn(self, tokens: Sequence[int]) -> None:
         places, others = self._places, self._others
@@ -150,15 +151,16 @@ class Credit:
         return min(self.length, most) if self.balance > 0 else 0
 
     def rest(self) -> None:
-        """Adds a small amount, in tokens, to the balance from which a sequence pays for drafts, because a
-        step has computed a token without a draft."""
+        """Adds 0.02 tokens to the number of tokens that a sequence may spend on drafts, because a step has
+        computed a token without a draft."""
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
-        """Updates the balance from which a sequence pays for drafts, after a draft was verified. drafted,
-        accepted: numbers of tokens of the draft that were verified and accepted; price: cost of one draft
-        token, in tokens computed without drafts; gained: number of tokens accepted after them on a branch, an
-        alternative to the rest of the draft."""
+        """Updates the number of tokens that a sequence may still spend on drafts, after a draft was verified:
+        adds `accepted` - `drafted` * `price`. Also adapts the length of the next draft. drafted, accepted:
+        numbers of tokens of the draft that were verified and accepted; price: cost of one draft token, in
+        tokens computed without drafts; gained: number of tokens accepted after them on an alternative to the
+        rest of the draft."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 
@@ -174,12 +176,14 @@ class Odds:
 
     def __init__(self) -> None:
         self.rate = self._FIRST
-        """Estimated acceptance rate of draft tokens on branches, from 0 to 1."""
+        """Estimated acceptance rate, from 0 to 1, of draft tokens on branches, the alternatives to the rest
+        of a draft that are verified in the same step."""
         self.pace = 1.0
         """Average number of tokens that one decode step adds to an answer."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
-        """Returns the number of tokens to draft on branches; 0 if branches do not pay off.
+        """Returns how many tokens to draft on branches (alternatives to the rest of a draft, verified in the
+        same decode step); 0 if verifying them would take more time than it saves.
 
         pace: number of tokens that the step yields for all sequences; shares: shares[i] is the time that i +
         1 tokens on branches add, as a fraction of the step's time.
@@ -189,9 +193,9 @@ class Odds:
         return count if gain > 0 else 0
 
     def settle(self, branched: int, gained: int, added: int) -> None:
-        """Updates the estimated acceptance rate after a step that added `added` tokens to the answer, of
-        which `gained` were among the `branched` draft tokens on branches.
-        """
+        """Updates the estimated acceptance rate of draft tokens on branches (alternatives to the rest of a
+        draft) after a step. branched, gained: numbers of these tokens that the step verified and accepted;
+        added: number of all tokens that it added to the answer."""
         self.pace += (added - self.pace) * self._PACE
         self.rate += (gained - self.rate * branched) * self._WEIGHT
         if not branched:
@@ -210,9 +214,8 @@ class Prices:
     """
 
     _TRIES = 2
-    """Number of time measurements of steps with a given number of rows that are needed before the shortest
-    one is used.
-    """
+    """Number of measured times that steps with given numbers of rows and draft tokens must have before the
+    shortest of them influences how many tokens are drafted."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[int, int, int], float] = {}
@@ -220,8 +223,8 @@ class Prices:
 
     def observe(self, batch: int, drafted: int, seconds: float, branched: int = 0) -> None:
         """Records the measured time of a step. batch: rows of the step without drafts; drafted: number of
-        draft tokens; branched: number of further draft tokens on branches; seconds: device time of the step
-        and of drafting."""
+        draft tokens; branched: number of further draft tokens on branches, alternatives to the drafts;
+        seconds: device time of the step and of drafting."""
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
         self._tried[kind] += 1
@@ -257,10 +260,10 @@ class Prices:
         return best[1]
 
     def share(self, batch: int, drafted: int, branched: int) -> float:
-        """Returns the time that `branched` draft tokens on branches add to a step, as a fraction of the time
-        without them; infinite without measurements. It is at least the fraction that as many tokens in the
-        draft itself would add. batch: rows of the step without drafts; drafted: number of tokens in drafts.
-        """
+        """Returns the time that `branched` draft tokens on branches (alternatives to the rest of drafts) add
+        to a step, as a fraction of the time without them. Before a step with branches was measured, one with
+        as many more tokens in the drafts themselves counts; infinite if that was not measured, either. batch:
+        rows of the step without drafts; drafted: number of tokens in drafts."""
         undrafted_time, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
         if undrafted_time is None or longer is None:
             return math.inf

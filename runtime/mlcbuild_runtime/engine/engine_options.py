@@ -25,9 +25,10 @@ class EngineOptions:
     max_waiting: int = MAX_WAITING
     """Maximum number of requests that may wait to be admitted; further ones are refused."""
     prefill_chunk: int | None = None
-    """Maximum number of prompt tokens computed between two decode steps."""
+    """Maximum number of prompt tokens computed between two decode steps; None: the library's maximum."""
     pooling: Pooling | None = None
-    """How hidden states are combined into an embedding."""
+    """How the hidden states of a text's tokens are combined into its embedding: "last" takes that of the last
+    token, "mean" the average; None: as the bundle states."""
     speculate: Speculate | None = None
     """Settings of speculative decoding; None: only predictions that clients send are drafted."""
     turns: Turns = field(default_factory=Turns)

@@ -59,7 +59,7 @@ def _params(sequences: List[Sequence]) -> list[SamplingRow]:
 
 
 def _advance(sequences: List[Sequence], result: StepOutput) -> bool:
-    """Appends the token that a decode step has sampled for each sequence to that sequence. Returns False if
-    no further step may follow at once."""
+    """Appends the token that a decode step has sampled for each sequence to that sequence. Returns False if a
+    sequence has ended or failed, so that no step may follow before the client receives the tokens."""
     continuing = [s.advance(SequenceRows(result, row, row + 1)) for row, s in enumerate(sequences)]
     return all(continuing)  # This follows only once each sequence has its token.

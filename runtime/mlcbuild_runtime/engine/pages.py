@@ -173,9 +173,10 @@ class PageKeys:
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, answer_key: int) -> Sequence[Key]:
-        """Returns the keys that identify the contents of the KV cache pages which the first `length` tokens
-        of a sequence fill. Keys returned earlier never change. tokens: all tokens of the sequence;
-        answer_key: a negative number that no other sequence has."""
+        """Returns the keys (tuples of integers), one for each full KV cache page of the first `length` tokens
+        of a sequence, in order, that identify the pages' contents. Keys returned earlier never change.
+        tokens: all tokens of the sequence; answer_key: a negative number that no other sequence has, with
+        which the keys of pages with tokens of the answer begin."""
         for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
             block = tuple(tokens[end - page_size : end])
             self._made.append((answer_key, *block) if end > self._prompt else block)

@@ -17,9 +17,8 @@ class Pooler:
         self._sum: NDArray[np.float64] = np.zeros(0)
 
     def clear(self) -> None:
-        """Drops all hidden states that were added, so that the caller can add those of the text again from
-        its beginning.
-        """
+        """Drops the hidden states of the text that were passed to `add` so far, so that the caller can pass
+        those of all its tokens again."""
         self._count = 0
 
     def add(self, states: Floats) -> None:

@@ -35,8 +35,8 @@ class TurnLength:
     the speed of the last turn."""
 
     def __init__(self, limit: int) -> None:
-        """Begins with a turn of `limit` tokens, the maximum number of prompt tokens between two decode steps,
-        because no speed has been measured yet."""
+        """Creates the object that decides how many prompt tokens come before the next decode step. limit: the
+        maximum number, which is used until a speed has been measured."""
         self._limit = limit
         self._token_seconds = 0.0
 

@@ -157,7 +157,8 @@ class Work:
     """A snapshot of the work that an engine has done since its start."""
 
     prompt_tokens: int
-    """Number of prompt tokens computed."""
+    """Number of prompt tokens that the engine has computed since its start, without those read from the
+    prefix cache."""
     cached_tokens: int
     """Number of prompt tokens read from the prefix cache."""
     answer_tokens: int

@@ -23,9 +23,8 @@ Result = TypeVar("Result")
 
 
 class StepInput(NamedTuple):
-    """The part of one sequence in a step: its new tokens, its length after them, and the KV cache pages that
-    hold it.
-    """
+    """The input of one sequence in a step of the model: its new tokens, its length after them, and the
+    numbers of the KV cache pages that hold it."""
 
     tokens: list[int]
     length: int
@@ -153,8 +152,8 @@ class Runner:
 
     def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
         """Calls `compute` while this engine holds the lock under which one engine computes at a time, and
-        returns the result. If it raises an exception, ends the requests of `parts` with an error and returns
-        None."""
+        returns the result. If it raises an exception, ends the requests of `parts`, (sequence, number of
+        tokens to compute) each, with an error and returns None."""
         try:
             with self._turns:
                 return compute()
@@ -163,7 +162,10 @@ class Runner:
             return None
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
-        """Records in the schedule that the keys and values of the tokens of `inputs` are in the KV cache."""
+        """Records, after a step, that the KV cache holds the keys and values of the step's tokens, and makes
+        the draft model, if there is one, compute the prompt tokens among them. parts: (sequence, number of
+        its tokens, draft tokens included); inputs: (new tokens, length after them, KV cache pages) of each
+        sequence; prompt: True if the tokens belong to prompts."""
         prompts = [
             (s, step_input)
             for (s, _), step_input in zip(parts, inputs, strict=True)

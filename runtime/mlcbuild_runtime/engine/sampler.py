@@ -25,7 +25,8 @@ from mlcbuild_runtime.executor.sampling_params import (
 )
 
 ReadLogits = Callable[[], Floats]
-"""Function that returns one row of logits, float32 [vocabulary]; the caller may modify it."""
+"""Function without arguments that returns the row of logits, float32 [vocabulary], from which a token is to
+be sampled; the caller may modify the array."""
 
 
 class Backoff:
@@ -59,9 +60,8 @@ class Sampler:
         self._numbers, self._mask_numbers = RandomNumbers(random), RandomNumbers(random.spawn(1)[0])
         self._counts: Counter[int] = Counter()
         self.mask: Mask | None = None
-        """Logit mask of the first row, in the coming step, from which a token of this answer is sampled;
-        None: all tokens are allowed.
-        """
+        """Logit mask, int32 words with one bit per token, for the next token of this answer that the device
+        samples in the coming step; None: all tokens are allowed."""
         self.plain = matcher is None and not request.sampling.adjusts
         """True if the device alone can sample the answer's tokens: there is no constraint, no penalty and no
         bias."""
@@ -87,14 +87,15 @@ class Sampler:
 
     def first_params(self, position: int) -> SamplingRow:
         """Returns the sampling parameters with which the device samples the token at index `position` of the
-        answer, and sets `mask` to the logit mask to use, or None. The parameters are SKIP (no token) if the
-        host must sample it."""
+        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None. The parameters
+        are SKIP (no token) if the host must sample it."""
         number = self._first_number(position)
         return SKIP if number is None else (*self._sampling.columns, number)
 
     def _first_number(self, position: int) -> float | None:
         """Returns the random number with which the device samples the token at index `position` of the
-        answer, and sets the logit mask to use; None if the host must sample the token."""
+        answer, and sets the sampler's attribute `mask` to the logit mask for it, or to None. Returns None if
+        the host must sample the token."""
         matcher, self.mask = self._matcher, None
         if matcher is None or self._tries(self._backoff, position):
             return self._numbers.at(position)
@@ -108,8 +109,9 @@ class Sampler:
 
     def next_number(self, position: int) -> float | None:
         """Returns the random number, in [0, 1), with which the device samples the token at index `position`
-        of the answer before the tokens in front of it are delivered; sets `mask` to the logit mask to use, or
-        None. Returns None if the host must sample the token, or if the constraint allows only one token."""
+        of the answer before the tokens in front of it are delivered; sets the sampler's attribute `mask` to
+        the logit mask for it, or to None. Returns None if the host must sample the token, or if the
+        constraint allows only one token."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)
@@ -179,8 +181,10 @@ class Sampler:
         backoff: Backoff,
     ) -> int:
         """Returns the token that is sampled after a draft, which may be empty. It depends only on the logits,
-        the seed and the grammar violations of the answer so far. drawn: the token that the device sampled, or
-        NO_TOKEN; after: (index in the answer at which the draft begins, the draft's tokens)."""
+        the seed, and how often sampled tokens of the answer have violated the constraint before. drawn: the
+        token that the device sampled, or NO_TOKEN (-2) if it sampled none; matcher: follows the constraint,
+        None without one; after: (index in the answer at which the draft begins, the draft's tokens); backoff:
+        decides whether a token is sampled without a logit mask first."""
         counts, (position, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts

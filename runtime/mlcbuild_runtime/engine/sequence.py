@@ -51,7 +51,8 @@ class SequenceRows(NamedTuple):
         return self.result.tokens[self.start + row]
 
     def logits(self) -> Floats:
-        """Returns the logits of all rows of the sequence, float32 [rows, vocabulary]."""
+        """Returns the logits that the step has computed for this sequence, float32 [rows, vocabulary]: one
+        row for each of its tokens whose logits were requested."""
         return self.result.logits()[self.start : self.stop]
 
     def last(self, count: int) -> SequenceRows:
@@ -72,8 +73,8 @@ class Sequence:
         matcher: Matcher | None = None,
     ) -> None:
         """Creates a waiting sequence for a request, whose max_tokens must fit the context already. sink:
-        function that receives the events; sample: function that samples tokens from logits; matcher: follows
-        the request's constraint, None without one."""
+        function that receives the events of the answer; sample: function that samples tokens from logits;
+        matcher: follows the request's constraint, None without one."""
         self.request = request
         self.order = 0
         """The number of the request in order of arrival, from 0; set when the engine takes the request from
@@ -126,8 +127,8 @@ class Sequence:
 
     @property
     def mask(self) -> Mask | None:
-        """Returns the logit mask of the first row of the coming step from which a token is sampled; None
-        without one."""
+        """Returns the logit mask, int32 words with one bit per token, under which the coming step samples the
+        next token of the answer; None if every token is allowed."""
         return self.sampler.mask
 
     @property
@@ -179,8 +180,8 @@ class Sequence:
         return [SKIP] * (rows - row_count) + params + [SKIP] * (row_count - len(params))
 
     def random_numbers(self, count: int) -> list[float]:
-        """Returns the random numbers, in [0, 1), for sampling `count` tokens of the answer, of which the
-        first is the one after the next token."""
+        """Returns the random numbers, in [0, 1), for sampling `count` tokens of the answer. The first number
+        is not for the answer's next token, but for the one after it."""
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:
@@ -285,9 +286,10 @@ class Sequence:
         self.client.stopwatch.token()
 
     def _forced(self, unsent: int) -> list[Event]:
-        """Appends tokens that must follow because the constraint allows no others, and returns their events;
-        the model computes them together with the next token. unsent: number of events before them that are
-        not delivered yet."""
+        """Appends tokens to the answer that must follow because the constraint allows no others, and returns
+        an event for the client for each; the model computes them together with the next token. unsent: number
+        of earlier events that are not delivered yet, by which fewer tokens are appended if the client may
+        leave only few unread."""
         room = self.client.ticket.room
         count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
         events: list[Event] = []
@@ -350,8 +352,9 @@ class Sequence:
         error: ServingError | None = None,
         tokens: int | None = None,
     ) -> Event:
-        """Returns an event of this request with its counts so far. tokens: length of the answer up to this
-        event (default: the whole answer)."""
+        """Returns an event for the client of this request: a token's text, the end, or an error, with the
+        numbers of answered, cached, accepted and rejected tokens so far. tokens: length of the answer up to
+        this event (default: the whole answer)."""
         count = self.answered if tokens is None else tokens
         draft = self.draft
         return Event(
@@ -367,8 +370,9 @@ class Sequence:
 
 
 def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
-    """Returns (index of a row of logits in the step, logit mask) for each sequence that has a mask. counts:
-    number of rows of each sequence."""
+    """Returns (index, in the step, of the row of logits from which the next token of a sequence is sampled,
+    logit mask of this row) for each sequence that has a mask. counts: number of rows of logits of each
+    sequence, whose last ones belong to draft tokens."""
     starts = accumulate(counts, initial=0)
     return [
         (start + count - 1 - sequence.draft.size, sequence.mask)

@@ -92,11 +92,12 @@ class Models:
         options: EngineOptions | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """Creates the entries of a server's bundles; none is loaded yet. requested: limits that the command
-        line states; options: settings that all engines share; trace: file to which every step is written.
+        """Creates the list of a server's bundles; none is loaded yet. requested: limits that the command line
+        states; options: settings that all engines share; trace: file to which every step is written.
 
         Raises SetupError if two bundles have one name, and BundleError if the only bundle cannot be read. Of
-        several bundles, one that cannot be read becomes an entry that answers with its error.
+        several bundles, one that cannot be read stays in the list, and requests for it are answered with its
+        error.
         """
         self.requested, self._threads, self._trace = requested, threads, trace
         self._options = options or EngineOptions()
@@ -182,8 +183,8 @@ class Models:
                 return self._lend(entry, entry.engine)
 
     def find(self, name: Json) -> ServedModel:
-        """Returns the entry of the served model called `name`; None stands for the first model. Raises
-        RequestError (404) if there is no model of that name."""
+        """Returns the served model called `name`, loaded or not, with its path, names, manifest and engine;
+        None stands for the first model. Raises RequestError (404) if there is no model of that name."""
         if name is None:
             return self.entries[0]
         if not isinstance(name, str) or name not in self._by_name:

@@ -32,8 +32,9 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BRANCHED = 4
-"""Maximum number of draft tokens on branches of one sequence. `ci/bench/speculation --set
-mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` measures the speed with another maximum."""
+"""Maximum number of draft tokens on branches (alternatives to the draft) of one sequence.
+`ci/bench/speculation --set mlcbuild_runtime.engine.speculation.MAX_BRANCHED=8` measures the speed with
+another maximum."""
 
 
 class DraftOutcome(NamedTuple):
@@ -46,7 +47,8 @@ class DraftOutcome(NamedTuple):
     """Number of the sequence's draft tokens that were on branches (alternatives to the draft) in this
     step."""
     gained: int
-    """Number of accepted draft tokens on branches in this step; `accepted` does not count them."""
+    """Number of draft tokens on branches (alternatives to the draft) that were accepted in this step;
+    `accepted` does not count them."""
 
 
 class Speculation:
@@ -60,7 +62,8 @@ class Speculation:
         """Creates the speculative decoding of one engine. tokens: maximum length of a draft in tokens. rows:
         maximum rows of a step with draft tokens, or with tokens that are computed again. drafter: the draft
         model; None for prompt lookup. guesses: False if only tokens that clients predict are drafted. parts:
-        maximum number of sequences and branches of a step; 0 allows no branches."""
+        maximum number of sequences in a step, each alternative to a draft counted as one more; 0 allows no
+        alternatives."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses, self._parts = guesses, parts
 
@@ -197,8 +200,8 @@ def _predicted(sequence: Sequence, count: int) -> list[int]:
 
 
 def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
-    """Returns the branches of a sequence's draft, each cut to the tokens that the sequence's constraint
-    allows."""
+    """Returns the branches (alternatives to the rest) of a sequence's draft, each cut to the tokens that the
+    sequence's constraint allows."""
     fitting = []
     for branch in branches:
         before = sequence.draft.tokens[: branch.start]
@@ -209,8 +212,8 @@ def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
 
 
 def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
-    """Returns up to `count` branches of a sequence's draft, of one token each: the second most likely token
-    at the positions where the draft model was least certain."""
+    """Returns up to `count` branches (alternatives to the rest) of a sequence's draft, of one token each: the
+    second most likely token at the positions where the draft model was least certain."""
     doubts = sequence.draft.doubts[: len(sequence.draft.tokens)]
     positions = sorted(range(len(doubts)), key=lambda position: doubts[position])
     return [Branch(position, [doubts[position][1]]) for position in positions[:count]]
@@ -269,8 +272,8 @@ class Drafter:
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Returns those of `parts`, (sequence, number of draft tokens), for which one step of the draft model
-        can compute all tokens that are not in its KV cache yet. For the first of the others, computes a chunk
-        of these tokens."""
+        can compute all tokens that are not in its KV cache yet. While no such sequence precedes it, a
+        sequence with too many of these tokens has as many of them computed now as one step allows."""
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
         for sequence, count in parts:
@@ -298,9 +301,10 @@ class Drafter:
 
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelStep:
-    """Returns the input of a decode step in which each branch of a draft is a separate part, computed like
-    another sequence. inputs: (new tokens, length after them, KV cache pages) of each sequence; size: number
-    of tokens in a page."""
+    """Returns the input of one decode step, as `ModelStep`, in which each branch (alternative to the draft)
+    is computed like another sequence: it shares full KV cache pages with its sequence and copies a partly
+    filled one. inputs: (new tokens, length after them, KV cache pages) of each sequence; size: number of
+    tokens in a page."""
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):
         draft = sequence.draft

@@ -109,11 +109,12 @@ class Executor(Protocol):
         modified. A row's token depends only on the row, its parameters and its mask."""
 
     def interrupt(self) -> None:
-        """Ends a running call of `steps` after its current step. Until `resume` is called, later calls end
-        after one step, too. Any thread may call it."""
+        """Makes a running loop of decode steps (the method `steps`) return after its current step. Until the
+        method `resume` is called, later loops return after one step, too. Any thread may call it."""
 
     def resume(self) -> None:
-        """Ends the effect of `interrupt`, so that calls of `steps` execute several steps again."""
+        """Lets loops of decode steps (the method `steps`) execute several steps again, after the method
+        `interrupt` has limited them to one."""
 
     @property
     def interrupted(self) -> bool: ...

@@ -19,8 +19,8 @@ from mlcbuild_runtime.executor.batch import Masks
 
 Floats = NDArray[np.float32]
 SamplingRow = tuple[float, float, float, float, float]
-"""The sampling parameters of one row of logits as a plain tuple, in the order of abi.SamplingParams; it is
-created faster than a NamedTuple."""
+"""The sampling parameters of one row of logits: (1 / temperature, maximum distance of a logit below the
+largest one, top_p, top_k, random number). A plain tuple is created faster than a NamedTuple."""
 SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
 """Function that samples one token from each row of logits: (logits, sampling parameters of each row, masks)
@@ -78,8 +78,8 @@ class Sampling:
 
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
-        """Returns the request's sampling parameters in the order of abi.SamplingParams, without the last one,
-        the random number."""
+        """Returns the request's sampling parameters (1 / temperature, maximum distance of a logit below the
+        largest one, top_p, top_k), as one row of logits has them before its random number."""
         greedy = abi.SamplingParams(
             inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0
         )

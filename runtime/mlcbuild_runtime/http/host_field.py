@@ -1,4 +1,5 @@
-"""Checks the fields of a request's head by which servers disagree: its host and the coding of its body."""
+"""Returns the reason why an HTTP request must be refused for those fields of its head that servers interpret
+differently: Host, and Transfer-Encoding."""
 
 from __future__ import annotations
 

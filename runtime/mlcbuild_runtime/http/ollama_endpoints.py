@@ -26,7 +26,8 @@ from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.openai.streams import AsyncAnswers
 
 VERSION = "0.12.6"
-"""The release of Ollama whose API these paths have; clients compare it."""
+"""The release of Ollama whose API the server's paths below /api implement; they report it, and clients
+compare it."""
 LINES = "application/x-ndjson"
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 

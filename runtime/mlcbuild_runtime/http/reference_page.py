@@ -23,7 +23,8 @@ _Mapping = Mapping[str, Json]
 
 
 def page(document: _Mapping) -> str:
-    """Returns the page as HTML. document: the OpenAPI document of the server."""
+    """Returns the HTML of the page /docs, which lists the server's endpoints and the fields of their
+    requests. document: the server's OpenAPI document."""
     info = cast("_Mapping", document["info"])
     title = escape(str(info["title"]))
     intro = f"<p>{escape(str(info['description']))}</p>"
@@ -39,7 +40,8 @@ def page(document: _Mapping) -> str:
 
 
 def _operations(document: _Mapping) -> Iterator[str]:
-    """Yields the HTML of each operation, in the order of the document."""
+    """Yields an HTML element for each operation (HTTP method and path) of the server's OpenAPI document, in
+    its order."""
     for path, methods in cast("Mapping[str, _Mapping]", document["paths"]).items():
         for method, operation in cast("Mapping[str, _Mapping]", methods).items():
             head = f"<code>{method.upper()} {escape(path)}</code> {escape(str(operation['summary']))}"
@@ -48,7 +50,8 @@ def _operations(document: _Mapping) -> Iterator[str]:
 
 def _fields(document: _Mapping, operation: _Mapping) -> str:
     """Returns an HTML table of the fields of an operation's request body, or a sentence if the operation has
-    no body."""
+    no body. document: the OpenAPI document of the server; operation: its object for one HTTP method of a
+    path."""
     body = cast("Mapping[str, Mapping[str, _Mapping]]", operation.get("requestBody") or {})
     if not body:
         return "<p>The request has no body.</p>"

@@ -26,7 +26,8 @@ class RequestInput:
 
     def __init__(self) -> None:
         self.in_body = False
-        """True between the end of a request's head and the end of the request, which is its body."""
+        """True while the body of an HTTP request is being read: from the end of the request's head to the end
+        of the request."""
         self.has_line = False
         """True once the first line of the HTTP request has arrived completely."""
         self.framing = 0
@@ -39,7 +40,8 @@ class RequestInput:
         self._tail = b""
         """The last two bytes that were parsed outside of a request body with a Content-Length."""
         self._payload = self._fields = 0
-        """Number of bytes received of the request body's content, and number of header fields or trailers."""
+        """Two counts of the HTTP request that is being read: bytes of its body's content so far, and header
+        fields so far or, in its body, trailers."""
         self._left = 0
         """Number of bytes that have not been received yet of a request body with a Content-Length."""
 

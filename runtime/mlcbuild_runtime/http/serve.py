@@ -55,7 +55,8 @@ class ServerOptions:
     limits: LimitOverrides = field(default_factory=LimitOverrides)
     max_waiting: int | None = None
     pooling: Pooling | None = None
-    """How hidden states are combined into embeddings; None: as the bundle states."""
+    """How the hidden states of a text's tokens are combined into its embedding: "last" takes that of the last
+    token, "mean" the average; None: as the bundle states."""
     speculate: Speculate | None = None
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
@@ -63,7 +64,8 @@ class ServerOptions:
     browser: bool = False
     """True if the server only serves a page that runs the bundle in its visitors' browsers."""
     site: str | None = None
-    """Directory to which the files of the page for browsers are written; None: they are served instead."""
+    """Directory to which the files of the web page that runs a bundle in browsers are written, without
+    starting a server; None: a server serves them."""
 
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:
@@ -116,9 +118,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _for_listener(access: Access, listener: socket.socket) -> Access:
-    """Returns the access rules for a server on `listener`. The names of hosts and the origins of pages are
-    checked only if the server has no keys and is on the loopback interface, or if the user has stated hosts.
-    """
+    """Returns the access rules for a server on `listener`. The Host field of requests and the origins of web
+    pages are checked only if the server has no keys and is on the loopback interface, or if the user has
+    stated hosts."""
     from mlcbuild_runtime.http.sites import is_loopback
 
     is_local = not access.keys and is_loopback(listener.getsockname()[0])

@@ -31,16 +31,17 @@ def write(value: Json, quote: str) -> str:
 
 
 class BareReader:
-    """Converts the arguments of one tool call, an object with bare (unquoted) keys, to JSON text, piece by
-    piece as the text arrives."""
+    """Converts the arguments of one tool call, an object with bare (unquoted) keys, to JSON text, as parts of
+    the text arrive."""
 
     def __init__(self, quote: str) -> None:
         self._quote, self._open, self._at_key = quote, list[str](), False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Reads more text of the object. Returns (JSON text of the parts that are complete, number of
-        characters read). The next call must begin with the characters that were not read. Reading stops after
-        the end of the object."""
+        """Reads more text of the object with a tool call's arguments, in which keys have no quotation marks.
+        Returns (JSON text of the strings, numbers and punctuation that are complete, number of characters
+        read). The next call must begin with the characters that were not read. Reading stops after the end of
+        the object."""
         written, at = "", 0
         while at < len(text):
             letter, word = text[at], _WORD.match(text, at)

@@ -17,9 +17,9 @@ from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Tags:
-    """Texts around the key and the value of each argument of a tool call, if its arguments are not one JSON
-    object. Strings are written unquoted, other values as JSON.
-    """
+    """Texts before the key, between key and value, and after the value of each argument of a tool call, for
+    models that do not write the arguments as one JSON object. Strings are written unquoted, other values as
+    JSON."""
 
     before: str
     middle: str
@@ -36,10 +36,11 @@ class NamedCall:
     numbered: bool = False
     """True if NAME, the name of the called function, is followed by a colon and the number of the call."""
     tags: Tags | None = None
-    """Texts around the key and the value of each argument of a tool call; None: the arguments are one JSON
-    object."""
+    """Texts before the key, between key and value, and after the value of each argument of a tool call, such
+    as "<parameter=", ">" and "</parameter>"; None: the arguments are one JSON object."""
     quote: str = ""
-    """Text on both sides of each string, in arguments with bare keys (`BareReader`); "" for JSON."""
+    """Text, such as "<escape>", on both sides of each string in the arguments of a tool call, for models that
+    write an object whose keys have no quotation marks; "" for models that write JSON."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Form:
     by_name: NamedCall | None = None
     """The syntax of calls that begin with the tool's name; None: calls are JSON objects."""
     optional: bool = False
-    """True if the text `first` may be absent before the tool calls. For a vocabulary in which `first` is not
-    a special token, the syntax has no such text at all."""
+    """True if the text that precedes all tool calls of an answer (the field `first`) may be absent. For a
+    vocabulary in which it is not a special token, the syntax has no such text at all."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Text -> token, for the special tokens that occur in the texts of this syntax of tool calls."""
     short_ids: bool = False
@@ -141,7 +142,7 @@ class Form:
         return " ".join(literals)
 
     def call_id(self) -> str:
-        """Returns a new random id for a tool call."""
+        """Returns a new random id for a tool call: nine hexadecimal digits, or "call_" and 24 of them."""
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -1,4 +1,5 @@
-"""Converts the events of a request to OpenAI's response documents, whole or in chunks."""
+"""Converts the engine's events of a request, one for each token, to OpenAI's response documents, whole or in
+chunks."""
 
 from __future__ import annotations
 
@@ -86,9 +87,9 @@ class Reply:
     of them, or chunks of a stream."""
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
-        """Creates the response to a request, without any event. chat: True for chat completions, False for
-        text completions; model: its name in the response; prompts: for each answer, the properties of its
-        prompt."""
+        """Creates the response to a request, before the engine has answered a token. chat: True for chat
+        completions, False for text completions; model: its name in the response; prompts: for each answer the
+        index, the length and the text to repeat of its prompt, and the parser of the answer."""
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.prompts = prompts
@@ -96,7 +97,7 @@ class Reply:
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
         """Returns OpenAI's response document for complete answers. answers: for each answer all of its
-        events, none of which may be an error."""
+        events, one for each token, none of which may be an error."""
         choices: list[Json] = []
         for index, events in enumerate(answers):
             choice, last = self._choices[index], events[-1]
@@ -112,7 +113,8 @@ class Reply:
         return self._document(kind, choices) | {"usage": self._usage(), **self._timings()}
 
     def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
-        """Yields OpenAI's stream chunks, possibly none, for one event of the answer `index`."""
+        """Yields OpenAI's stream chunks, possibly none, for one event (a token, or an error) of the answer
+        with the index `index`. include_usage: True if the last chunk reports the numbers of tokens."""
         if event.error is not None:
             yield error_document(event.error)
             return

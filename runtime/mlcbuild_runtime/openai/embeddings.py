@@ -60,7 +60,7 @@ class EmbeddingsJob:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens of all texts."""
+        """Returns the number of tokens of all texts of the request together."""
         return sum(len(request.prompt) for request in self.requests)
 
     def vectors(self, events: Sequence[Event]) -> list[Json]:
@@ -125,7 +125,8 @@ def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> Em
 
 def _tokens(running: Engine, text: str, truncate: bool) -> tuple[int, ...]:
     """Returns the tokens of a text. truncate: True if they are cut to as many as fit the model's context.
-    Otherwise raises RequestError for a text that is much too long."""
+    Otherwise raises RequestError for a text with more bytes than can fit; the engine refuses a text with too
+    many tokens."""
     longest = running.longest_text
     if not truncate:
         return tuple(running.tokenizer.encode(text, longest))

@@ -35,9 +35,8 @@ class Harmony:
     """
 
     tokens: Mapping[str, int]
-    """Text of a mark of OpenAI's harmony format, such as "<|channel|>" -> its special token, for all of
-    MARKS.
-    """
+    """Text of a mark of OpenAI's harmony format, such as "<|channel|>" -> number of its special token, for
+    all of MARKS."""
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary) -> Harmony | None:
@@ -50,9 +49,10 @@ class Harmony:
         return cls(tokens) if len(tokens) == len(MARKS) else None
 
     def constraint(self, box: Toolbox | None, answer: Constraint | None) -> Constraint | None:
-        """Returns the constraint, a Lark grammar, of an answer in OpenAI's harmony format, which may call the
-        tools in `box` or whose text must match `answer`; None if any answer is allowed. Raises RequestError
-        if the request states a grammar beside tools."""
+        """Returns the constraint, a Lark grammar, of an answer in OpenAI's harmony format; None if any answer
+        is allowed. box: the tools that the answer may or must call, None for none; answer: constraint of the
+        answer's text, such as a JSON schema, or None. Raises RequestError if the request states a grammar
+        beside tools."""
         if box is None and answer is None:
             return None
         if box is not None and answer is not None and answer.kind == "lark":
@@ -83,8 +83,9 @@ class Harmony:
         return Constraint("lark", "\n".join(rules), "tools" if answer is None else answer.param)
 
     def _calls(self, box: Toolbox | None) -> Iterator[str]:
-        """Yields the Lark rules that match a call of one of the request's tools, `box`, in OpenAI's harmony
-        format. The model may name the function in front of the channel's name or after it."""
+        """Yields the Lark rules that match a call of one of the request's tools in OpenAI's harmony format.
+        box: these tools; None yields no rule. The model may name the function in front of the channel's name
+        or after it."""
         if box is None:
             return
         channel, message = self._mark(_CHANNEL), self._mark(_MESSAGE)
@@ -118,7 +119,7 @@ class HarmonyReader:
         return self._kind == "reasoning"
 
     def call_id(self) -> str:
-        """Returns a new random id, for the tool call whose beginning `read` has yielded last."""
+        """Returns a new random id, "call_" and 24 hexadecimal digits, for the tool call that has begun last."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:

@@ -43,8 +43,9 @@ class Kept:
 def begun(
     model: str, job: CompletionJob, call: ResponsesCall, before: Sequence[Item]
 ) -> tuple[ResponseOutput, Kept]:
-    """Begins a response of /v1/responses. Returns the response, which the events of `job` fill, and the
-    record that the history stores when the response ends. before: items of the conversation so far."""
+    """Begins a response of /v1/responses. Returns the response, to which the engine's events are added later,
+    and the record that the history stores when the response ends. job: the requests for the engine; call: the
+    checked request of the client; before: items of the conversation so far."""
     sampling = job.requests[0].sampling
     shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
     output = ResponseOutput(model, job.reply.prompts[0], shown)

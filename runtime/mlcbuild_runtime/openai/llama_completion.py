@@ -45,9 +45,9 @@ class LlamaOutput:
     """The answers to one request to llama.cpp's endpoint /completion while they are generated."""
 
     def __init__(self, job: CompletionJob, model: str, body: Mapping[str, Json]) -> None:
-        """Creates the answers of a request to /completion, without any event. job: the requests for the
-        engine; model: its name in the answers; body: the equivalent body of /v1/completions, with the
-        prompts."""
+        """Creates the answers of a request to llama.cpp's /completion, before the engine has answered a
+        token. job: the requests for the engine; model: its name in the answers; body: the body of OpenAI's
+        /v1/completions, with the prompts, to which the request was converted."""
         self._model, self._prompts = model, job.reply.prompts
         prompt = body.get("prompt")
         self._is_list = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)

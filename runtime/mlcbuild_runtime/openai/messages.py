@@ -1,4 +1,6 @@
-"""Checks the messages of a chat and simplifies them for a chat template."""
+"""Checks the messages of a chat request, and converts them for a chat template: content becomes one text, the
+role `developer` becomes `system`, and arguments of tool calls are parsed. Raises RequestError for invalid
+ones."""
 
 from __future__ import annotations
 

@@ -226,8 +226,9 @@ class _OpenCalls:
 
 
 def _message(where: str, message: Json, calls: _OpenCalls) -> Json:
-    """Returns a message of Ollama's API as an OpenAI chat message. Its tool calls are added to `calls`; if it
-    is a tool's result, the call that it answers is removed. where: the message's place, for errors."""
+    """Returns a message of Ollama's API as an OpenAI chat message. calls: the chat's tool calls without a
+    result so far, to which the message's tool calls are added, and from which the call is removed to which
+    the message is the result. where: the message's place, for errors."""
     fields = message if isinstance(message, dict) else {}
     role = fields.get("role")
     if role not in ("system", "user", "assistant", "tool"):
@@ -264,9 +265,9 @@ def _call(where: str, call: Json, calls: _OpenCalls) -> Json:
 
 
 def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
-    """Returns the id of the tool call to which a tool's message is the result, and removes the call from
-    `calls`: the call with the id or the tool name that the message states, or else the first call without a
-    result."""
+    """Returns the id of the tool call to which a tool's message is the result: the call with the id or the
+    tool name that the message states, or else the first call without a result. calls: the chat's calls
+    without a result, from which the call is removed; fields: the message."""
     for key, take in (
         ("tool_call_id", calls.take),
         ("tool_name", calls.take_name),

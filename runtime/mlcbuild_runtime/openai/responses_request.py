@@ -148,7 +148,8 @@ class ResponsesCall:
     """The items (messages, tool calls, tool results) of the request's field `input`, without those of earlier
     responses that the request continues."""
     chat: Mapping[str, Json]
-    """The fields, without the messages, of the chat completions request that is equivalent to this one."""
+    """The fields, without the messages, of the chat completions request that means the same as this request
+    to /v1/responses."""
     instructions: str | None
     previous: str | None
     store: bool
@@ -270,8 +271,8 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
 
 
 def _thought(item: Item, reasoning: str) -> Item:
-    """Returns {"reasoning_content": the text of the reasoning items before `item`} for an item of the
-    assistant, {} for another one or if there is no reasoning."""
+    """Returns {"reasoning_content": `reasoning`} if `item` is a message or a tool call of the assistant, {}
+    otherwise or if `reasoning` is "". reasoning: the text of the reasoning items just before the item."""
     is_own = reasoning and item.get("role", "assistant") == "assistant"
     return {"reasoning_content": reasoning} if is_own else {}
 

@@ -168,7 +168,8 @@ class ResponseOutput:
 
 
 def _part(item: Document, text: str) -> Document:
-    """Returns the content part of a message or of a reasoning item, as a JSON object of OpenAI's API."""
+    """Returns a text as a content part of OpenAI's API, a JSON object of the type `reasoning_text` if `item`
+    is a reasoning item, or `output_text` if it is a message."""
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -96,7 +96,7 @@ class Toolbox:
     required.
     """
     parallel: bool
-    """True if an answer may contain several calls."""
+    """True if one answer may contain several tool calls."""
     described: tuple[Tool, ...] = ()
     """The tools that the prompt describes; () means the same as `tools`. The two differ if `allowed_tools`
     restricts the calls: the prompt, and with it the prefix cache, stays the same."""
@@ -179,9 +179,10 @@ def constraint(
 ) -> Constraint:
     """Returns the constraint, a Lark grammar, of an answer that may call tools.
 
-    form: the syntax of calls; space: True if the answer may begin with a space; answer: constraint of an
-    answer without calls; prose: Lark terminal that matches text without calls, unless the syntax of calls
-    demands another one. Raises RequestError if the request states a grammar beside tools.
+    box: the tools, and whether a call is required; form: the syntax of calls; space: True if the answer may
+    begin with a space; answer: constraint of an answer without calls; prose: Lark terminal that matches text
+    without calls, unless the syntax of calls demands another one. Raises RequestError if the request states a
+    grammar beside tools.
     """
     bare = BareRules(form.quote, form.literal) if form.quote else None
     calls = " | ".join(f"{form.head_rule(tool.name)} {_arguments(form, tool, bare)}" for tool in box.tools)
@@ -268,7 +269,8 @@ def _is_text(schema: Json) -> bool:
 
 
 def documents(box: Toolbox) -> list[Json]:
-    """Returns the tools that the prompt describes as JSON objects, in the format that chat templates read."""
+    """Returns the tools that the prompt describes as JSON objects, in the format that chat templates read.
+    box: the tools of the request."""
     return [
         {
             "type": "function",
@@ -283,8 +285,9 @@ def documents(box: Toolbox) -> list[Json]:
 
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
-    """Returns the messages of a chat for a template without support for tools: calls and results become text,
-    and a system message describes the tools of `box`. form: the syntax of calls."""
+    """Returns the messages of a chat for a template without support for tools: tool calls and their results
+    become text, and a system message describes the tools. box: the tools of the request, None for none; form:
+    the syntax of calls."""
     as_text: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:

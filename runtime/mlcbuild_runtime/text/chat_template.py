@@ -26,7 +26,8 @@ rendered, LONG_WAITING the maximum number of those with long messages."""
 LONGEST_WAIT = 5.0
 """Maximum seconds that a request waits while the prompts of other requests are rendered."""
 LONG_NICE = 5
-"""Niceness of the process that renders long messages."""
+"""Niceness (0 is normal, 19 the lowest priority) of the child process that renders chats with more than 64
+KiB of messages as prompts."""
 
 Message = Mapping[str, Json]
 

@@ -50,9 +50,10 @@ class Child:
     thread at a time may use it; any thread may close it."""
 
     def __init__(self, module: str, purpose: str, hello: Callable[[], object] | None = None) -> None:
-        """Names the function to run; the process starts at the first use. module: module with the function
-        `work`; purpose: what the process does, as a verb, for error messages; hello: returns the first
-        document for each new process, whose answer means that it is ready."""
+        """Creates the child process, which starts at its first use. module: module with the function `work`
+        that it runs; purpose: what the process does, as a verb, for error messages; hello: function that
+        returns the JSON document to send first to each new process, whose answer means that the process is
+        ready; None for none."""
         self._module, self._purpose, self._hello = module, purpose, hello
         self.process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None

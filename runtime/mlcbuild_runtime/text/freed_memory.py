@@ -10,7 +10,8 @@ _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linu
 
 
 def give_back() -> None:
-    """Returns the allocator's unused pages to the system. glibc would keep pages between used ones for good,
-    about half of what a constraint has used."""
+    """Returns the unused memory pages of the C library's allocator to the system. glibc would keep pages
+    between used ones for good: about half of the memory of a grammar that was compiled to constrain answers.
+    """
     if _TRIM is not None:
         _TRIM(0)

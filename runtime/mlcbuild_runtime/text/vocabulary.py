@@ -1,4 +1,5 @@
-"""Converts text to tokens and tokens to bytes, for both kinds of tokenizer files.
+"""Converts text to tokens and tokens to bytes, with a tokenizer.json or with a tokenizer.model of
+SentencePiece.
 
 Tokens become bytes instead of text, because several tokens may share one character, which only all their
 bytes determine. tokenizer.py joins them.
