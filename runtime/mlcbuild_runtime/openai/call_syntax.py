@@ -36,8 +36,8 @@ class AnswerReader(Protocol):
         ...
 
     def call_id(self) -> str:
-        """Returns a new random id (letters and digits, in the form that the chat template accepts) for the tool
-        call that has begun last."""
+        """Returns a new random id, in the form that the model's chat template accepts, for the tool call that
+        has begun last."""
         ...
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
@@ -107,8 +107,8 @@ class Reader:
         self._head = re.compile(rf"[\s,]*{first}\s*{re.escape(form.lead)}{name}{key}")
 
     def call_id(self) -> str:
-        """Returns a new random id (letters and digits, in the form that the chat template accepts) for the tool
-        call that has begun last."""
+        """Returns a new random id, in the form that the model's chat template accepts, for the tool call that
+        has begun last."""
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:

@@ -119,7 +119,7 @@ class HarmonyReader:
         return self._kind == "reasoning"
 
     def call_id(self) -> str:
-        """Returns a new random id, "call_" and 24 hexadecimal digits, for the tool call that has begun last."""
+        """Returns a new random id, "call_" and 24 hexadecimal digits, for the tool call begun last."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
