@@ -39,7 +39,10 @@ def latent_columns(spec: LatentAttention) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Emits the latent attention of one layer."""
+    """Emits the latent attention (MLA) of one layer: from the layer's input rows, it computes queries, writes
+    the new tokens to the KV cache, and returns attention's result before the output matrix, float32 [n, heads
+    * value_dim].
+    """
 
     parts: Parts
     layer: Layer
@@ -49,8 +52,8 @@ class Latents:
     """
     product: Callable[[str, Fusion, Sequence[Tensor], Tensor], Tensor]
     """Function of (name of a matrix, fusion, inputs, out) that emits the product of input rows with this
-    matrix of the layer into `out`, and returns `out`. fusion: prologue and epilogue of the product; inputs:
-    the tensors that the prologue reads.
+    matrix of the layer into `out`, and returns `out`. fusion: operations that the same kernel computes before
+    and after the product; inputs: the tensors from which the input rows are computed.
     """
 
     @property
@@ -100,10 +103,10 @@ class Latents:
         return self.product("attn.q_b", Fusion(normed), [first, *norm], out)
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """Emits the products of each head's rows of x with the head's matrix of the parameter `name`, into
-        `out`, and returns `out`. The kernel of mixtures of experts computes them, with heads in place of
-        experts. source: prologue that reads rows of x [n * heads, ..]; choices: float32 [n, 2 * heads], in
-        each row the numbers of all heads, then a weight of 1 for each head.
+        """Emits, for each head, the product of its rows of x with its matrix of the parameter `name`, into
+        `out`, and returns `out`. The kernel of mixture-of-experts products computes it, with heads in place
+        of experts. source: describes how the kernel reads rows of x, float32 [n * heads, columns]; choices:
+        float32 [n, 2 * heads], in each row the numbers of all heads, then a weight of 1 for each head.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None

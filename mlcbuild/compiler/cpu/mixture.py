@@ -33,7 +33,9 @@ float32 [rows, columns] tensor.
 
 @dataclass(frozen=True)
 class Mixture:
-    """Emits the feed-forward of one layer that is a mixture of experts."""
+    """Emits the feed-forward of one layer that is a mixture of experts: router, products with the chosen
+    experts' matrices, and the feed-forward that all tokens share, if there is one.
+    """
 
     parts: Parts
     layer: Layer
@@ -50,8 +52,8 @@ class Mixture:
         return self.layer.weights.get(name, ())
 
     def linear(self, name: str) -> Linear:
-        """Returns the kernel specification of the product with the layer's matrix `name`; for a stack of
-        matrices [experts, out, in], that of the product with one of the stack's matrices.
+        """Returns a Linear, which names the kernel, quantization scheme and size of the product with the
+        layer's matrix `name`; for a stack of matrices [experts, out, in], of the product with one of them.
         """
         param = self.layer.params[name]
         assert param.matrix is not None
@@ -98,8 +100,9 @@ class Mixture:
         return chosen
 
     def _exact_product(self, source: Fed, weight: Tensor, out: Tensor) -> Tensor:
-        """Emits the product of the rows of `source` with an unquantized matrix into `out`, and returns `out`.
-        A row's result has the same bits whatever other rows the batch has.
+        """Emits the product of input rows float32 [n, in] with the unquantized matrix `weight` [out, in] into
+        `out`, float32 [n, out], and returns `out`. A row's result has the same bits whatever other rows the
+        batch has. source: (code that computes an input row, tensors that it reads).
         """
         rows, width = (int(size) for size in weight.shape)
         form = DenseRows(self.parts.isa, rows, width, dtype_of(weight))
@@ -108,8 +111,8 @@ class Mixture:
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
         """Returns the input rows of the experts' second product, act(gate) * up, as (prologue that computes a
-        row, tensors that it reads). pair: float32 [n * chosen, 2 * size], gates and ups of each chosen
-        expert; choices: numbers and weights of the chosen experts.
+        row, tensors that it reads). pair: float32 [n * chosen, 2 * size], for each chosen expert the values
+        of gate, then those of up; choices: numbers and weights of the chosen experts.
         """
         spec, isa, bias = self.spec, self.parts.isa, self.optional("mlp.experts.gate_up.bias")
         if not bias and spec.clamp is None:
@@ -118,8 +121,9 @@ class Mixture:
         return expert_gate.ExpertGate(isa, spec, dtype), [pair, *bias, *([choices] if bias else [])]
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
-        """Emits the first product of the feed-forward that all tokens share, and returns its gates and ups,
-        float32 [n, 2 * size].
+        """Emits the first product of the feed-forward that all tokens share, and returns the values of gate,
+        then those of up, for each row: float32 [n, 2 * size]. source: (code that computes an input row,
+        tensors that it reads).
         """
         spec = self.spec
         pair = self._product(

@@ -34,7 +34,9 @@ from mlcbuild.models import Attention, Dense, Experts, LatentAttention, LayerSpe
 
 @dataclass(frozen=True)
 class CpuOps(Parts):
-    """The operations of a program (program.ops.Ops) for one model, quantization scheme and CPU target."""
+    """Emits the operations of a model's program, such as attention and feed-forward, for one model,
+    quantization scheme and CPU target; it implements program.ops.Ops.
+    """
 
     decode_loop = True
     plan, lower, kernels = phases.PLAN, phases.LOWER, KERNELS
@@ -80,8 +82,8 @@ class CpuOps(Parts):
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
-        """Returns the columns of the scratch tensor into which the attention of the layer `index` can store
-        prompt rows packed for AMX; 0 if it cannot.
+        """Returns the number of columns of the scratch tensor "pair" if the attention of the layer `index`
+        can store the results of prompt rows in it, packed as tiles for AMX; 0 if it cannot.
         """
         layer = self.config.layers[index]
         mixer = layer.mixer
@@ -95,8 +97,9 @@ class CpuOps(Parts):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns True if the last layer can be limited to selected rows. This requires that AMX is not used,
-        since it stores rows packed in tiles, and that the selected rows fit into scratch tensors.
+        """Returns True if the last layer can, after its attention, compute only selected rows. This requires
+        that AMX is not used, since it stores rows packed in tiles, and that the selected rows fit into
+        scratch tensors.
         """
         config, room = self.config, self.room
         fits = config.hidden_size <= room["qkv"] and room.get("attended", 0) <= room["pair"]
@@ -288,9 +291,9 @@ class _Halves:
         return parts.paged_attention(spec, qkv, pages, self.layer, out)
 
     def project(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Emits x += the product of `attended`, the result of attention, with the output matrix, and returns
-        (x, scratch tensors). In a parallel layer the product is stored in the scratch tensor "branch"
-        instead.
+        """Emits x += the product of `attended`, the result of attention, with the output matrix, in place,
+        and returns (x, scratch tensor name -> tensor). In a layer whose attention and feed-forward both read
+        the old x, x stays unchanged and the product is stored in the scratch tensor "branch".
         """
         source = Given(self.parts.amx_tile_columns(self.spec, self.linear("attn.o")))
         if self.is_parallel:

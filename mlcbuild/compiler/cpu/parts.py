@@ -80,8 +80,8 @@ class Parts:
         return isa_for(self.machine)
 
     def heads(self, spec: Mixer) -> Heads:
-        """Returns the numbers and sizes of a layer's heads, by which the attention kernel and the KV cache
-        are laid out.
+        """Returns a Heads, which holds the numbers and sizes of a layer's heads, by which the attention
+        kernel and the KV cache are laid out.
         """
         layers = len(self.config.layers)
         if isinstance(spec, LatentAttention):
@@ -90,8 +90,9 @@ class Parts:
         return Heads(layers, spec.heads, spec.kv_heads, spec.head_dim, dtype)
 
     def attending(self, spec: Mixer) -> AttentionKernel:
-        """Returns the parameters of a layer's attention kernel. Prompt rows may be rounded to bfloat16 if the
-        scheme already quantizes activations.
+        """Returns the parameters of a layer's attention kernel as an AttentionKernel: instruction set, heads,
+        scale, soft cap, ALiBi and sinks. Prompt rows may be rounded to bfloat16 if the quantization scheme
+        already quantizes activations.
         """
         rounded = self.scheme.activation_bits > 0
         if isinstance(spec, LatentAttention):
@@ -103,8 +104,8 @@ class Parts:
         )
 
     def norm_of(self, spec: Norm, size: int, weights: Sequence[Tensor]) -> norm.Norm:
-        """Returns the description of a norm over rows of `size` values. weights: its stored tensors, weight
-        then bias, without those that the norm lacks.
+        """Returns a kernels.norm.Norm, which emits a norm over rows of `size` values for the CPU's
+        instruction set. weights: the norm's stored tensors, weight then bias, without those that it lacks.
         """
         dtypes: list[str | None] = [dtype_of(weight) for weight in weights]
         centered = isinstance(spec, LayerNorm)
@@ -119,8 +120,8 @@ class Parts:
         return embedding(self.isa, storage, self.config.vocab_size, self.config.hidden_size)
 
     def linear(self, name: str, shape: tuple[int, int]) -> Linear:
-        """Returns the description of the product with the matrix of the parameter `name`. shape: (outputs,
-        inputs) of the matrix.
+        """Returns a Linear, which emits the product of rows with the stored matrix of the parameter `name`.
+        shape: (outputs, inputs) of the matrix.
         """
         return linear(self.isa, quant.scheme_for(self.scheme, name), *shape)
 
@@ -236,9 +237,9 @@ class Parts:
         return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
-        """Returns the number of columns of the scratch tensor "pair" if attention can store the results of
-        prompt rows in it, packed as AMX tiles for the product `output`; 0 if it cannot. The tensor later
-        holds gates and ups.
+        """Returns the number of columns of the scratch tensor "pair", which later holds the feed-forward's
+        gate and up values, if attention can store the results of prompt rows in it, packed as tiles for AMX;
+        0 if it cannot. output: the product that reads these results.
         """
         columns = self.pair_columns(spec.feed_forward)
         able = (
@@ -254,8 +255,8 @@ class Parts:
         return mixture_columns(spec) if isinstance(spec, Experts) else {"pair": self.pair_columns(spec)}
 
     def pair_columns(self, spec: Dense | Experts) -> int:
-        """Returns the number of columns of the result of a feed-forward's first product: both gates and ups,
-        or ups only.
+        """Returns the number of columns of the result of a feed-forward's first product: the values of gate
+        and up, or of up only.
         """
         return spec.size if isinstance(spec, Dense) and not spec.gated else 2 * spec.size
 
@@ -271,26 +272,25 @@ class Parts:
         return _into(func, [delta, *bias, *post], x)
 
     def normed(self, spec: Norm, width: int, weights: Sequence[Tensor]) -> Normed:
-        """Returns the prologue of a matrix product that normalizes rows of `width` values. weights: the
-        tensors of the norm.
+        """Returns the description of a matrix product's input that the product's kernel computes itself: the
+        norm of rows of `width` float32 values. weights: the stored tensors of the norm.
         """
         return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
-        """Returns the object (Gate) by which kernels emit a feed-forward part's gated activation, act(gate) *
-        up.
-        """
+        """Returns the Gate that emits the gated activation of a feed-forward, act(gate) * up, in CPU kernels."""
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
-        """Returns the prologue of a matrix product that computes act(gate) * up from rows of gates and ups.
-        packed: True if the input already holds these values, packed for AMX.
+        """Returns the description of a matrix product's input that the product's kernel computes itself:
+        act(gate) * up, from rows of gate and up values. packed: True if the input already holds these
+        products, packed for AMX.
         """
         return Gated(self.gate(spec), _dtype(bias), packed)
 
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
-        """Returns the prologue of a matrix product that computes act(up). scalars: the stored tensor of the
-        activation's parameters, if it has any.
+        """Returns the description of a matrix product's input that the product's kernel computes itself:
+        act(up). scalars: the stored tensor of the activation's parameters, if it has any.
         """
         return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
@@ -332,13 +332,15 @@ class Parts:
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
         """Emits the kernel that sets the logits of excluded tokens to minus infinity, in place, and returns
-        the logits [q, vocab]. masks: int32 [m, 1 + w], row index and allowed bits.
+        the logits [q, vocab]. masks: int32 [m, 1 + w], each row the index of a row of logits, then one bit
+        per token, 0 if excluded.
         """
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
         """Emits the kernel that samples a token from each row of logits [1, q, vocab] into `out`, int32 [q],
-        and returns the logits. params: sampling parameters, float64 [q, 5].
+        and returns the logits. params: float64 [q, 5], for each row 1 / temperature, logit_drop (the
+        threshold of min_p), top_p, top_k and a random number.
         """
         func = sampling.sample(self.isa)
         shapes = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(out.shape, "int32")]

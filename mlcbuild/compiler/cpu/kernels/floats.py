@@ -109,8 +109,9 @@ _ROUND = 1.5 * 2.0**23
 
 
 def _exp_polynomial(degree: int) -> list[float]:
-    """Returns the coefficients of a polynomial for e^r, |r| <= ln(2)/2, interpolated at Chebyshev nodes. The
-    error at degree 6 is 2e-9.
+    """Returns the degree + 1 coefficients, lowest power first, of a polynomial in r that approximates e^r for
+    |r| <= ln(2)/2. The first two are exactly 1; the others interpolate e^r at Chebyshev nodes. The error at
+    degree 6 is 2e-9.
     """
     half = math.log(2.0) / 2
     nodes = np.cos((np.arange(degree + 1) + 0.5) * np.pi / (degree + 1)) * half
@@ -123,7 +124,9 @@ _EXP = _exp_polynomial(6)
 
 @dataclass(frozen=True)
 class Floats:
-    """Emits operations on vectors of `lanes` float32 values for an instruction set. One lane is a scalar."""
+    """Emits operations on vectors of `lanes` float32 values with the instructions of `isa`. With one lane,
+    operands are scalars.
+    """
 
     isa: ISA
     lanes: int

@@ -32,8 +32,8 @@ class FormatKernel:
     format row by row for products in float32; None for the layout x16, whose tiles int8_product.py reads.
     """
     copy_row: Callable[[TableRow], None] | None = None
-    """Function that emits the copy of one row of an embedding table in this format, as float32. None: the row
-    is copied value by value, as it is read by the RowFormat that the function `rows` returns.
+    """Function that emits the copy of one row of an embedding table in this format, converted to float32.
+    None: the row is copied value by value, with the code that reads the format for products in float32.
     """
 
 
@@ -48,8 +48,8 @@ def kernels() -> dict[tuple[str, str], FormatKernel]:
 
 
 def kernel_for(scheme: Storage) -> FormatKernel:
-    """Returns the CPU kernels for the format and layout of a scheme. Raises CompileError if there are
-    none.
+    """Returns the CPU kernels for the stored format and layout of the quantization scheme `scheme`. Raises
+    CompileError if there are none.
     """
     module = f"{formats.__name__}.{scheme.format}{SUFFIX}"
     try:

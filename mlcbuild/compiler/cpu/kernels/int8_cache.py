@@ -20,7 +20,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, fma, i32, intrinsic, span
 LARGEST = 127
 """Largest absolute value of the int8 code of a quantized key or value; the code -128 is not used."""
 _LEAST = 1e-30
-"""Largest |x| below which a key or value is stored as zeros, since 127 / |x| could be infinite."""
+"""Largest value of max |x| at which a key or value x is stored as zeros, since 127 / max |x| could be
+infinite.
+"""
 _ROUNDER, _ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
 """Adding 1.5 * 2**23 to a small float32 leaves the nearest integer in the low bits of the sum."""
 
@@ -31,7 +33,7 @@ Place = tuple[Expr | int, ...]
 def scaled(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Expr | int, value: Expr) -> Expr:
     """Returns `value`, a vector with one element for each token of a KV cache page from `token` on,
     multiplied by the scales of these tokens; `value` itself if the cache has no scales. cache: (buffer of all
-    pages, location of the keys or values).
+    pages, (layer, page, 0 for keys or 1 for values, kv head)).
     """
     return value * scales(floats, heads, cache, token) if heads.has_scales else value
 
@@ -39,7 +41,7 @@ def scaled(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Exp
 def scales(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Expr | int) -> Expr:
     """Emits the load of the scales of consecutive tokens in one page of the int8 KV cache, from `token` on,
     and returns them as a float32 vector of `floats.lanes` values, one for each token. cache: (buffer of all
-    pages, location of the keys or values).
+    pages, (layer, page, 0 for keys or 1 for values, kv head)).
     """
     pages, place = cache
     stored = pages[(*place, span(_column(heads, token), SCALE_BYTES * floats.lanes))]
@@ -47,9 +49,10 @@ def scales(floats: Floats, heads: Heads, cache: tuple[Buffer, Place], token: Exp
 
 
 def stored(floats: Floats, cache: tuple[Buffer, Place], at: Expr, factors: Expr | None) -> Expr:
-    """Returns consecutive numbers of a KV cache page, from index `at` on, as float32 multiplied by the vector
-    `factors`; if `factors` is None, in their stored type. cache: (buffer of all pages, location of the keys
-    or values).
+    """Emits the load of `floats.lanes` consecutive numbers of the keys or values of one kv head in a KV cache
+    page, from index `at` on. Returns them as float32 multiplied by the vector `factors`, with one factor per
+    number; if `factors` is None, as a vector of their stored type. cache: (buffer of all pages, (layer, page,
+    0 for keys or 1 for values, kv head)).
     """
     pages, place = cache
     if factors is None:
@@ -64,8 +67,9 @@ def _column(heads: Heads, token: Expr | int) -> Expr | int:
 def write(
     isa: ISA, heads: Heads, source: tuple[Buffer, Expr, Expr], pages: Buffer, slot: tuple[Place, Expr]
 ) -> None:
-    """Emits code that quantizes a token's key or value of one head and writes it to the KV cache. source:
-    (qkv, row, first column); slot: (place of the page, index of the token in the page).
+    """Emits code that quantizes a token's key or value of one head and writes it to the int8 KV cache.
+    source: (buffer of queries, keys and values, row of the token, first column of the head); slot: ((layer,
+    page, 0 for keys or 1 for values, kv head), index of the token in the page).
     """
     (qkv, row, start), (place, offset) = source, slot
     floats = Floats.dividing(isa, heads.dim)
@@ -89,8 +93,9 @@ def write(
 
 
 def _largest(floats: Floats, dim: int, source: tuple[Buffer, Expr, Expr]) -> Expr:
-    """Returns the largest |x| of `dim` values as the bits of a float32, which have the order of integers, so
-    that a NaN is the largest.
+    """Emits a search for the largest |x| among `dim` float32 values x, and returns its float32 bits as an
+    int32. Such bits have the order of integers, so that a NaN is the largest. source: (buffer, row, first
+    column).
     """
     (qkv, row, start), lanes = source, floats.lanes
     ints, most = typed("int32", lanes), registers(1, lanes, "int32")[0]
@@ -103,15 +108,18 @@ def _largest(floats: Floats, dim: int, source: tuple[Buffer, Expr, Expr]) -> Exp
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (scale, 1 / scale) of a key or value, float32. largest: the float32 bits of the largest |x|."""
+    """Returns, as float32, the scale by which the int8 codes of a key or value are multiplied, max |x| / 127
+    over its elements x, and the scale's inverse, 0 if max |x| <= 1e-30. largest: the float32 bits of max |x|,
+    an int32.
+    """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(_LEAST), f32(LARGEST) / value, f32(0)))
     return T.bind(value * f32(1 / LARGEST)), inverse
 
 
 def copy_scales(heads: Heads, pages: Buffer, place: tuple[Expr, Expr, Expr], head: Expr, count: Expr) -> None:
-    """Emits the copy of the int8 KV cache's scales of the first `count` tokens of one page to another page.
-    place: (layer, source page, destination page).
+    """Emits the copy of the int8 KV cache's scales of the first `count` tokens in the kv head `head` from one
+    page to another. place: (layer, source page, destination page).
     """
     layer, source, target = place
     with T.serial(count) as token:

@@ -1,5 +1,5 @@
-"""Emits the products of one group of 32 weights with some rows of x, added to a register tile of float32
-sums.
+"""Emits the products of weights in one group of 32 columns with some rows of activations x, added to a
+register tile of float32 sums.
 
 Sums over a group are integers and exact, so it does not matter which instruction computes them: rows of x
 that are multiplied two at a time get the same bits as a row alone.
@@ -20,7 +20,9 @@ from mlcbuild.quant.groups import QUADS
 
 @dataclass(frozen=True)
 class Column:
-    """The weights of one vector of rows in one group of 32 columns, with their scales and minima."""
+    """The weights of one group of 32 columns in as many matrix rows as a vector register has int32 lanes,
+    with the weights' scales and minima.
+    """
 
     operands: list[list[Expr]]
     """The int32 vectors of weights that dot-product instructions multiply: a list for each quad (four
@@ -44,7 +46,10 @@ class ActivationRows:
 
     matrix: TiledMatrix
     records: Buffer
-    """Buffer of the quantized rows of x, laid out as quantize_activations.Records describes."""
+    """The quantized rows of x, int32 [rows, stride]. A row holds, for each group of 32 values, their int8
+    codes, then a float32 scale, a correction for unsigned weight codes, and sums of activations if weights
+    have minima.
+    """
     rows: Sequence[Expr]
     """Indices, in the buffer of quantized rows, of the rows of x that are multiplied."""
 
@@ -58,8 +63,8 @@ def paired(matrix: TiledMatrix, rows: int) -> bool:
 def add_group(
     x: ActivationRows, group: Expr, columns: Sequence[Column], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += the product of one group of 32 columns of row i of x with the weights columns[c],
-    for each i and c.
+    """Emits acc[i][c] += the product, over the 32 columns of group `group`, of the i-th row of x with the
+    weights columns[c], for each i and c. acc: float32 vectors with a lane for each weight row.
     """
     isa, form, records = x.matrix.isa, x.matrix.records, x.records
     products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products
@@ -76,8 +81,9 @@ def add_group(
 
 
 def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the integer products of one half of a group of 32 columns, or of the whole group if it has one
-    scale, and returns int32 vectors of sums as [row of x][vector of weight rows].
+    """Emits the integer dot products of rows of x with weights over the columns that share a scale: a whole
+    group of 32, or its half with the index `half` if each half has a scale. Returns int32 vectors, with a
+    lane for each weight row, as [row of x][item of `columns`].
     """
     isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
@@ -97,9 +103,9 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
 
 
 def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
-    """Emits the integer products of two rows of x at a time with one half of a group of 32 columns, or with
-    the whole group if it has one scale, and returns int32 vectors of sums as [row of x][vector of weight
-    rows].
+    """Emits the integer dot products of rows of x, two rows at a time, with weights over the columns that
+    share a scale: a whole group of 32, or its half with the index `half` if each half has a scale. Returns
+    int32 vectors, with a lane for each weight row, as [row of x][item of `columns`].
 
     While they are summed, a register holds four sums [row of x, row of weights]: of weight rows 0 and 1 in
     the first of two registers, of rows 2 and 3 in the second.

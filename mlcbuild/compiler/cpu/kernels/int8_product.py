@@ -85,9 +85,10 @@ class Int8Call:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
-        """Emits loads of the weights of one vector of rows in a group of 32 columns, and returns for each
-        quad (four consecutive columns) the operands of dot products. vector: index of the vector in the tile
-        of 16 rows; paired: True for products of two rows of x at a time.
+        """Emits loads of weights in a group of 32 columns, and returns for each quad (four consecutive
+        columns) the int32 vectors that dot-product instructions multiply, with a lane for each weight row.
+        vector: index of the vector of rows among those that cover a tile's 16 rows; paired: True for products
+        of two rows of x at a time.
         """
         form = self.matrix.dot
         count = QUADS // form.fields
@@ -97,9 +98,9 @@ class Int8Call:
         return form.paired(quads) if paired else quads
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """Emits a load of the codes of a group of weights, and returns them as int32 lanes, one for each row
-        of the vector of rows `vector` in a tile. A lane holds the bytes at 4 * j to 4 * j + 3 of its row's
-        codes."""
+        """Emits a load of packed weight codes in a group of 32 columns, and returns them as int32 lanes, one
+        for each weight row. A lane holds the bytes 4 * j to 4 * j + 3 of its row's codes in the group.
+        vector: index of the vector of rows among those that cover a tile's 16 rows."""
         lanes = self.isa.lanes
         raw = self.weights[0][
             self.stored(tile), group, span(j * QUAD * TILE_ROWS + vector * lanes * QUAD, QUAD * lanes)
@@ -107,15 +108,16 @@ class Int8Call:
         return T.reinterpret(typed("int32", lanes), raw)
 
     def column(self, tile: Expr, group: Expr, vector: int, paired: bool) -> Column:
-        """Emits loads of the weights of one vector of rows in a group of 32 columns, and returns them as a
-        Column: operands of dot products, scales and minima. paired: True for products of two rows of x at a
-        time."""
+        """Emits loads of weights in a group of 32 columns, and returns them as a Column: operands of dot
+        products, scales and minima. vector: index of the vector of rows among those that cover a tile's 16
+        rows; paired: True for products of two rows of x at a time."""
         return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
-        """Emits loads of the scales and minima of one vector of weight rows in a group of 32 columns, and
-        returns (scales, minima). Each list has two float32 vectors if the halves of the group have separate
-        scales, else one; minima is [] for weights without minima.
+        """Emits loads of the scales and minima of weight rows in a group of 32 columns, and returns (scales,
+        minima). Each list has two float32 vectors, with a lane for each row, if the halves of the group have
+        separate scales, else one; minima is [] for weights without minima. vector: index of the vector of
+        rows in the tile.
         """
         matrix, halves = self.matrix, range(self.matrix.records.halves)
         place = self.stored(tile), group, vector
@@ -124,15 +126,16 @@ class Int8Call:
         return scales, minima
 
     def stored(self, tile: Expr) -> Expr:
-        """Returns the index of a tile of the matrix in the stored tensors, which may hold a stack of
-        matrices.
+        """Returns the index, in the stored tensors, of the tile with index `tile` in the matrix to multiply.
+        The two differ if the tensors hold several matrices, one after the other.
         """
         return tile if self.first is None else self.first + tile
 
 
 def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
-    """Returns the kernel (tensors of the prologue, stored tensors, bias float32 [n] if fused, out float32 [m,
-    n]) that computes x @ W.T.
+    """Returns the kernel that computes x @ W.T for x [m, k] and one stored matrix W [n, k]. Its arguments are
+    the tensors from which the fused prologue computes rows of x, the tensors that store W, bias float32 [n]
+    if one is fused, and out float32 [m, n].
 
     With AMX there is also an int64 argument `prompt` before `out`. If it is not 0, all rows are computed with
     tile registers in bfloat16, without quantizing x, however few they are. Otherwise results have the same
@@ -169,8 +172,8 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
 
 def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
-    """Emits the product of all rows of x on AMX tile registers, in bfloat16. arguments: the prologue's
-    buffers.
+    """Emits the product of all rows of x with the weight matrix on AMX tile registers, in bfloat16.
+    arguments: the buffers from which rows of x are computed.
     """
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
@@ -243,8 +246,8 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
-    """Emits code that unpacks one group of 32 columns of a tile of weights to bfloat16, for AMX. place: index
-    in `buffer` at which the unpacked tile is written.
+    """Emits code that unpacks one group of 32 columns of a tile of 16 weight rows to bfloat16, for AMX.
+    place: index in `buffer` at which the unpacked tile, int32 [16, 16], is written.
     """
     scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
     bits = call.matrix.bits
@@ -293,8 +296,8 @@ def stream_tile(
 
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
-    """Emits the float32 accumulators of some rows of x and some vectors of weight rows, with their initial
-    values, and returns them as [row][vector].
+    """Emits the float32 accumulators of products of `rows` of x with `vectors` vectors of weight rows, and
+    returns them as [row][vector]. They start at 0, or at NaN for a row of x that int8 codes cannot represent.
     """
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
@@ -303,9 +306,9 @@ def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Regis
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A block of weight tiles, unpacked for `count` groups of 32 columns from group `first` on. operands:
-    int32 [groups, operands of a group's dot products, rows of all tiles]; numbers: float32 [groups, scales
-    and then minima, rows of all tiles]."""
+    """Weights of a block of tiles of 16 rows, unpacked for `count` groups of 32 columns from group `first`
+    on. operands: int32 [groups, operands, rows of all tiles], where the operands are one or two int32 for
+    each four columns of a group; numbers: float32 [groups, scales and then minima, rows of all tiles]."""
 
     operands: Buffer
     numbers: Buffer
@@ -315,7 +318,7 @@ class _Scratch:
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
     """Emits the product of one block of weight tiles with all rows of x: it unpacks the block, then computes
-    register tiles. block: number of the block; shape: (rows of x, vectors of weight rows) of a register tile.
+    register tiles. block: index of the block; shape: (rows of x, vectors of weight rows) of a register tile.
     """
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS
@@ -360,8 +363,9 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr, paired:
 def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
-    """Emits the products of some rows of x with some vectors of unpacked weight rows, and returns the float32
-    accumulators as [row][vector]. vectors: indices of the vectors of weight rows.
+    """Emits the products of some rows of x with rows of an unpacked block of weights, and returns the float32
+    accumulators as [row][vector]. A vector covers as many weight rows as a register has int32 lanes. vectors:
+    indices of the vectors in the block.
     """
     isa = call.isa
     acc = _sums(call, rows, len(vectors))

@@ -1,5 +1,5 @@
-"""Emits the kernels around the products of latent attention (MLA): they write a token's latent to the KV
-cache and assemble queries in the space of latents.
+"""Emits the kernels around the matrix products of latent attention (MLA): they write a token's latent to the
+KV cache and assemble queries in the space of latents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ would take longer; `ci/bench/kernels --threads 2` prints how long waking takes."
 
 @dataclass(frozen=True)
 class Leading:
-    """The prologue of a product that reads the first k columns of each row of x, float32 [m, columns]."""
+    """The input of a matrix product that consists of the first k columns of each row of x, float32 [m,
+    columns]. The product reads them in place; nothing is computed.
+    """
 
     columns: int
     packed = False
@@ -67,8 +69,8 @@ class LatentAppend:
     norm: Norm
     """Description of the norm that is applied to the latents of latent attention."""
     bias: str | None
-    """Stored type of the bias that is added to a token's latent and key before the norm; None: there is no
-    bias.
+    """Stored type of the bias that is added to a token's latent and shared key before the norm; None: there
+    is no bias.
     """
 
 
@@ -86,15 +88,17 @@ class _Call:
 
 
 def latent_append(form: LatentAppend) -> PrimFunc:
-    """Returns the kernel that prepares queries and cached rows for latent attention. Its arguments are
-    (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [cached] if there is one, norm
-    weight [latent], own float32 [n, heads * query_dim], absorbed float32 [n, heads * latent], tokens float32
-    [n, cached], queries float32 [n, heads * cached] out, pages in place, layer int64).
+    """Returns the kernel that prepares new tokens for latent attention (MLA). Its arguments are (angles
+    float32 [n, rope_dim]: cosines, then sines; slots int32 [n]: a token's index in the KV cache, page * 16 +
+    index in the page; forks int32 [f, 3]; bias [cached] if there is one; norm weight [latent]; own float32
+    [n, heads * query_dim]; absorbed float32 [n, heads * latent]; tokens float32 [n, cached]; queries float32
+    [n, heads * cached] out; pages, the KV cache, in place; layer int64). cached = latent + rope_dim.
 
-    A row of `tokens` is normalized, rotated and written to the KV cache. `own` and `absorbed` hold each
-    head's query before and after its multiplication with the head's key matrix. A head's query over cached
-    rows, in `queries`, is `absorbed` followed by the rotated end of `own`. Forks (source page, destination
-    page, tokens) copy the first tokens of pages afterwards.
+    A row of `tokens`, a token's latent and its shared key, gets the bias; then the latent is normalized, the
+    key rotated, and the row written to `pages`. `own` and `absorbed` hold each head's query before and after
+    its multiplication with the head's key matrix. A head's query over cached rows, in `queries`, is
+    `absorbed` followed by the rotated end of `own`. Forks (source page, destination page, tokens) copy the
+    first tokens of pages afterwards.
     """
     spec, heads = form.spec, form.heads
     with kernel("latent_append") as built:
@@ -165,7 +169,7 @@ def _rotate(
     source: tuple[Buffer, Expr, Expr],
     target: tuple[Buffer, Expr, Expr],
 ) -> None:
-    """Emits the rotary embedding of rope_dim values of one row. source, target: (buffer, row, first column)
+    """Emits the rotary embedding of rope_dim values of one token. source, target: (buffer, row, first column)
     of the values before and after.
     """
     half = form.spec.rope_dim // 2

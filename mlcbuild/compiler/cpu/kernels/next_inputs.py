@@ -19,8 +19,8 @@ RANDOM = SAMPLING_COLUMNS.index("random")
 STEPS_DONE, PAUSE_AFTER, STEP_LIMIT = map(STATE_COLUMNS.index, ("steps_done", "pause_after", "step_limit"))
 FIXED = ("tokens", "page_indptr", "page_table", "random_numbers", "stops_at_eos", "eos_tokens", "interrupt")
 CHANGED = ("positions", "slots", "kv_lengths", "sampling_params", "sampled_tokens", "state", "continues")
-"""Names of the buffers that the library function `step_on` passes to the kernel and that the kernel changes
-in place, in the order of its arguments.
+"""Names of the buffers that the library function `step_on` passes to the kernel that prepares the next decode
+step, and that this kernel changes in place, in the order of its arguments.
 """
 
 
@@ -29,14 +29,16 @@ def follow() -> PrimFunc:
 
     Its arguments are: tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], random_numbers
     float64 [k, n], stops_at_eos int32 [n], eos_tokens int32 [e], interrupt int32 [1]; and, changed in place,
-    positions, slots, lengths int32 [n], sampling_params float64 [n, 5], sampled_tokens int32 [k, n], state
-    int32 [3], continues bool [].
+    positions int32 [n], slots int32 [n] (a token's index in the KV cache: page * 16 + index in the page),
+    lengths int32 [n], sampling_params float64 [n, 5] (the last column is a random number, the others stay
+    unchanged), sampled_tokens int32 [k, n], state int32 [3] (steps done, steps after which the loop pauses,
+    maximum steps), continues bool [].
 
     `tokens` are those that the step has sampled. They are copied to row i of `sampled_tokens`, i being the
     number of steps done, and the step's random numbers are replaced by row i + 1 of `random_numbers`. No step
     follows if a sampled token is invalid, or is one of `eos_tokens` in a sequence with `stops_at_eos`, or
-    after state[STEP_LIMIT] steps. `continues` is True if the next step must follow in the same call: it need
-    not after state[PAUSE_AFTER] steps, or when any thread has set `interrupt`.
+    after the maximum number of steps. `continues` is True if the next step must follow in the same call: it
+    need not when the loop pauses, or when any thread has set `interrupt`.
     """
     with kernel("follow") as building:
         n, many = size_var("n"), size_var("k")

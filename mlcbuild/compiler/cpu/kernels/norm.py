@@ -108,8 +108,8 @@ class Norm:
 
 
 def all_rows(norm: Norm) -> PrimFunc:
-    """Returns the kernel (x float32 [n, size], weight [size], bias [size], out float32 [n, size]) that
-    normalizes every row. It lacks the arguments weight and bias if the norm does.
+    """Returns the kernel (x float32 [n, size], weight [size], bias [size], out float32 [n, size]) that writes
+    the norm of every row of x to out. It lacks the arguments weight and bias if the norm does.
     """
     with kernel(norm.name) as function:
         rows = size_var("n")
@@ -123,8 +123,8 @@ def all_rows(norm: Norm) -> PrimFunc:
 
 def gather_norm(norm: Norm) -> PrimFunc:
     """Returns the kernel (x float32 [n, size], rows int32 [q], weight [size], bias [size], out float32 [q,
-    size]) that normalizes the rows of x with the indices `rows`. It lacks the arguments weight and bias if
-    the norm does.
+    size]) that writes to out the norms of the rows of x with the indices `rows`. It lacks the arguments
+    weight and bias if the norm does.
     """
     with kernel(f"gather_{norm.name}") as function:
         total, count = size_var("n"), size_var("q")
@@ -165,10 +165,12 @@ class Residual:
     isa: ISA
     size: int
     bias: str | None
-    """Stored type of the bias that is added to delta; None: there is none."""
+    """Stored type of the bias that is added to `delta`, the rows that attention or feed-forward computed;
+    None: there is no bias.
+    """
     norm: Norm | None
-    """The norm that is applied to delta + bias before the addition to the residual stream (as in Gemma 2);
-    None: there is no norm.
+    """The norm that is applied to the rows that attention or feed-forward computed, after their bias, before
+    they are added to the residual stream (as in Gemma 2); None: there is no norm.
     """
     scale: float = 1.0
 
@@ -184,8 +186,8 @@ class Residual:
 
 def residual(spec: Residual) -> PrimFunc:
     """Returns the kernel (delta float32 [n, size], bias [size], norm weight [size], norm bias [size], x
-    float32 [n, size] in place) that computes x += scale * norm(delta + bias). It has no arguments for a bias
-    or norm that `spec` lacks.
+    float32 [n, size] in place) that computes x += scale * norm(delta + bias). `spec` names the constant
+    `scale`, the norm and the bias; the kernel has no arguments for a norm or bias that is None there.
     """
     size, norm = spec.size, spec.norm
     with kernel(spec.name) as function:

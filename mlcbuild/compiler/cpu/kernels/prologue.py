@@ -37,32 +37,35 @@ class RowSource(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Returns True if the prologue's first tensor already holds rows packed as tiles for AMX."""
+        """Returns True if the first tensor from which a matrix product reads its input already holds rows
+        packed as tiles for AMX.
+        """
         ...
 
     @property
     def name(self) -> str:
-        """Returns the beginning of the names of kernels into which this prologue is fused, such as silu_; ""
-        if the prologue only reads x."""
+        """Returns the beginning of the names of kernels that compute the input rows of a matrix product in
+        this way, such as silu_; "" if the rows are only read."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the kernel's arguments from which rows of x [m, k] are computed, and returns their
-        buffers.
+        """Declares the arguments of a matrix product's kernel from which the rows of the input x [m, k] are
+        computed, such as x itself and the weights of a norm, and returns their buffers.
         """
         ...
 
     def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes one row of x, and returns (buffer that holds the row as float32, index of
-        the row in it).
+        """Emits code that computes one input row of a matrix product, such as a norm or an activation, and
+        returns (buffer that holds the row as float32, index of the row in it). arguments: the buffers that
+        `arguments` declared; row: index of the row.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Given:
-    """The prologue of a product that reads its input x, float32 [m, k]. If `columns` is not 0, x lies at the
-    start of a tensor with this number of columns, packed for AMX.
+    """The input of a matrix product that is read as it is: x, float32 [m, k]. If `columns` is not 0, x lies
+    at the start of a tensor with this number of columns, packed for AMX.
     """
 
     columns: int = 0
@@ -84,8 +87,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Normed:
-    """The prologue of a product that normalizes rows of x, float32 [m, k]. Its tensors are x and the norm's
-    weight [k] and bias [k], if it has them.
+    """The input of a matrix product that consists of normalized rows of x, float32 [m, k], computed in the
+    same kernel. Its tensors are x and the norm's weight [k] and bias [k], if it has them.
     """
 
     norm: Norm
@@ -118,13 +121,15 @@ class Normed:
 
 @dataclass(frozen=True)
 class Gated:
-    """The prologue of a product that computes act(gate) * up from gate_up, float32 [m, 2 * k], after adding a
-    bias [2 * k] if there is one.
+    """The input of a matrix product that consists of act(gate) * up, computed in the same kernel from
+    gate_up, float32 [m, 2 * k], after adding a bias [2 * k] if there is one.
     """
 
     gate: Gate
     dtype: str | None
-    """Stored type of the bias that is added to gates and ups; None if there is none."""
+    """Stored type of the bias that is added to the values of gate and up before the activation; None if there
+    is none.
+    """
     packed: bool = False
     """True if gate_up already holds act(gate) * up, packed as AMX tiles by the product that computed gate and
     up.
@@ -147,8 +152,9 @@ class Gated:
 
 @dataclass(frozen=True)
 class Activated:
-    """The prologue of a product that computes act(up) from up, float32 [m, k], after adding a bias [k] if
-    there is one. The parameters of an activation that has some (xIELU) are the last tensor.
+    """The input of a matrix product that consists of act(up), computed in the same kernel from up, float32
+    [m, k], after adding a bias [k] if there is one. The parameters of an activation that has some (xIELU) are
+    the last tensor.
     """
 
     isa: ISA
@@ -201,13 +207,15 @@ def _short(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Fusion:
-    """The prologue and the epilogue that are fused with a matrix product."""
+    """The operations that one kernel computes together with a matrix product: the rows of its input before it
+    (prologue), and bias, addition or activation after it (epilogue).
+    """
 
     source: RowSource = Given()
     bias: bool = False
     """True if a float32 bias [n] is added to the results of the product."""
     residual: bool = False
-    """True if the results are added to the values that the output already holds."""
+    """True if the results of the product are added to the values that the output already holds."""
     gate: Gate | None = None
     """The activation that turns results, pairs of gate and up, into act(gate) * up; None for other products.
     AMX kernels then write the gated values, packed for the next product; other kernels write the results
@@ -215,8 +223,8 @@ class Fusion:
     """
 
     def named(self, product: str) -> str:
-        """Returns the name of the kernel that computes a product with this prologue and epilogue. product:
-        the kernel's name without them.
+        """Returns the name of the kernel that computes a matrix product together with this prologue and
+        epilogue. product: the kernel's name without them.
         """
         gate = f"_{self.gate.activation}" if self.gate else ""
         return self.source.name + product + "_bias" * self.bias + "_add" * self.residual + gate

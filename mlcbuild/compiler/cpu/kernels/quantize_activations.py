@@ -1,8 +1,9 @@
 """Emits the quantization of activations to int8 with a scale for each group of 32 along K, in the form that
 int8 products read.
 
-A group is one record of int32: the activations of its quads (four consecutive values), the scale, the
-correction. scale = max |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
+A group is one record of int32: the activations of its quads (four consecutive values), the scale, then
+corrections: -offset times the sum of int8 activations, since stored weights are too large by `offset`. scale
+= max |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
 
 For 4-bit weights the scale is rounded up to a power of two. It is stored as the integer that, added to the
 bits of a float32, multiplies it by the scale: an integer addition, for which processors have units that the
@@ -53,8 +54,9 @@ _NAN = 0x7FC00000
 @dataclass(frozen=True)
 class Records:
     """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]: one record
-    for each group of 32 values. A record holds the group's int8 values, its scale, a correction for each
-    scale of the weights, and, if weights have minima, one sum for each scale.
+    for each group of 32 values. A record holds the group's int8 values, its scale and, for each scale of the
+    weights, a correction (-offset times the sum of int8 values, for weight codes that are too large by
+    `offset`) and, if weights have minima, the float32 sum of its values.
     """
 
     dot: dot.Products
@@ -74,14 +76,16 @@ class Records:
 
     @property
     def step(self) -> int:
-        """Returns the number of int32 values in the record of one group of 32 activations."""
+        """Returns the number of int32 values that hold one group of 32 quantized activations: codes, scale,
+        corrections and sums.
+        """
         return QUADS * self.dot.parts + self.numbers
 
     @property
     def numbers(self) -> int:
-        """Returns the number of int32 values that follow the activations in the record of one group: the
-        scale, then a correction for each scale of the weights in the group, then one sum for each scale if
-        weights have minima.
+        """Returns the number of int32 values that follow the int8 codes of 32 activations in a buffer of
+        quantized rows: the scale, then a correction for each scale of the weights in the group, then, if
+        weights have minima, a sum of activations for each scale.
         """
         return 1 + self.halves * (1 + self.sums)
 
@@ -92,15 +96,16 @@ class Records:
 
     @property
     def halves(self) -> int:
-        """Returns the number of scales that a group of 32 weights has, 1 or 2 (one for each half). The record
-        of activations holds a correction for each of them.
+        """Returns the number of scales that a group of 32 weights has, 1 or 2 (one for each half). For each
+        of them, quantized activations hold -offset times the sum of their int8 codes, since stored weights
+        are too large by `offset`.
         """
         return 1 if self.blocks is None else self.blocks.halves
 
     @property
     def sums(self) -> bool:
-        """Returns True if the record of a group of 32 activations also holds its sum, code times scale, with
-        which the minima of weights are multiplied.
+        """Returns True if quantized activations also hold, for each scale of a group of 32 weights, the sum
+        of the activations (int8 code times scale), with which the minima of weights are multiplied.
         """
         return self.blocks is not None and self.blocks.minimum
 
@@ -140,8 +145,9 @@ class Records:
 
     def place(self, group: Expr, number: int) -> Expr:
         """Returns the index, in a row of int32 words that holds quantized activations, of one of the numbers
-        that follow the int8 values of a group of 32. number: 0 for the scale; the next ones are the
-        corrections for unsigned weights; the last ones are the sums for weights with minima.
+        that follow the int8 codes of a group of 32. number: 0 for the scale; 1 to `halves` for the
+        corrections for unsigned weights; the next `halves` numbers for the sums, if weights have minima.
+        halves: the number of scales, 1 or 2, of a group of weights.
         """
         return group * self.step + self.step - (self.numbers - number)
 
@@ -185,9 +191,10 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
 def _quantize_group(
     form: Records, records: Buffer, row: Expr, group: Expr, read: Callable[[int], Expr]
 ) -> Expr:
-    """Emits code that quantizes a group of 32 activations to int8, writes them with their scale and
-    corrections to row `row` of `records`, and returns the bits of the largest |x| as an int32. read: function
-    from v, counted from 0, to the v-th vector of the group's values.
+    """Emits code that quantizes a group of 32 activations to int8, writes it to row `row` of `records`, and
+    returns the bits of the largest |x| as an int32. It writes codes, scale, corrections (-offset times the
+    sum of codes, since stored weights are too large by `offset`) and, if weights have minima, sums of code
+    times scale. read: function from v, counted from 0, to the v-th vector of the group's values.
     """
     lanes = form.isa.lanes
     ints = typed("int32", lanes)
@@ -217,8 +224,8 @@ def _quantize_group(
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (scale of a group of activations, as the int32 that is stored; 1 / scale). largest: the float32
-    bits of the largest |x|.
+    """Returns the scale of a group of activations, max |x| / 127, as an int32 that holds its float32 bits,
+    and the scale's inverse as float32, 0 if all activations are 0. largest: the float32 bits of max |x|.
     """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
@@ -226,8 +233,9 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns (power-of-two scale of a group of activations, as the int32 that is stored; 1 / scale).
-    largest: the float32 bits of the largest |x|.
+    """Returns the scale of a group of activations, max |x| / 127 rounded up to a power of two, and the
+    scale's inverse as float32. The scale is an int32 that multiplies a float32 by it when added to the
+    float32's bits. largest: the float32 bits of max |x|.
     """
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))

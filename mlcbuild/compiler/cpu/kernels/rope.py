@@ -94,7 +94,9 @@ class Append:
 
 @dataclass(frozen=True)
 class _Row:
-    """The buffers of one token's query, key and value and of the weights that apply to them."""
+    """The buffers of one token's query, key and value, and of the biases, norm weights, cosines and sines
+    that apply to them.
+    """
 
     qkv: Buffer
     row: Expr
@@ -109,13 +111,14 @@ def rope_append(spec: Append) -> PrimFunc:
     queries and keys, and clips values. Queries are changed in place in qkv; keys and values are written to
     the KV cache.
 
-    Its arguments are: angles float32 [n, rope_dim]?, slots int32 [n], forks int32 [f, 3], bias [width]?,
-    q_norm weight?, bias?, k_norm weight?, bias?, qkv float32 [n, width] in place, pages in place, layer
+    Its arguments are: angles float32 [n, rope_dim]? (cosines, then sines), slots int32 [n] (a token's index
+    in the cache: page * 16 + index in the page), forks int32 [f, 3], bias [width]?, q_norm weight?, bias?,
+    k_norm weight?, bias?, qkv float32 [n, width] in place, pages (the KV cache of all layers) in place, layer
     int64. A question mark means that the argument exists only if the model has it.
 
     Each fork is (source page, destination page, tokens): after all rows, one fork after the other, the first
     `tokens` keys and values of a page are copied to another one. So each branch of a tree of draft tokens has
-    a separate last page, and attention reads the same lanes as after the same tokens without a tree.
+    a separate last page, in which a token has the same index as without a tree.
     """
     heads, scalar = spec.heads, Floats(spec.isa, 1)
     with kernel("rope_append") as emitter:
@@ -207,8 +210,8 @@ def _normalize(
     spec: Append, norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0
 ) -> None:
     """Emits the norm of a token's values from column `start` of qkv on, in place, and clips its results if
-    the model does so before the rotation. weights: buffers of the norm's weights and biases; first: index of
-    the first element of them that applies.
+    the model does so before the rotation. weights: buffers of the norm's weights and biases; first: index in
+    them of the first element that applies.
     """
     norm_floats = norm.floats
     clip = spec.clip if spec.clips_norms else None
@@ -224,9 +227,8 @@ def _normalize(
 
 def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
     """Emits code that adds the bias to one query or key head of a token in qkv, normalizes, clips and rotates
-    it.
-    kind: 0 for queries, 1 for keys; place: (index of the head among those of its kind, its first column in
-    qkv).
+    it, all in place. kind: 0 for queries, 1 for keys; place: (index of the head among those of its kind, its
+    first column in qkv).
     """
     head, start = place
     norm = None if spec.norms is None or spec.joint else spec.norms[kind]
@@ -288,8 +290,9 @@ def _clipped(floats: Floats, value: Expr, clip: float | None) -> Expr:
 def _write_value(
     spec: Append, tensors: tuple[_Row, Buffer], head: Expr, slot: tuple[Expr, Expr, Expr]
 ) -> None:
-    """Emits code that adds the bias to a token's value of one kv head, clips it, and writes it to the KV
-    cache. tensors: (buffers of the token, pages); slot: (layer, page, index of the token in the page).
+    """Emits code that adds the bias to a token's value vector of one kv head, limits its elements to -clip ..
+    clip if the model has this limit, and writes it to the KV cache. tensors: (buffers of the token, pages);
+    slot: (layer, page, index of the token in the page).
     """
     (token, pages), (layer, page, offset), heads = tensors, slot, spec.heads
     floats, start = Floats.dividing(spec.isa, heads.dim), (heads.query + heads.kv + head) * heads.dim

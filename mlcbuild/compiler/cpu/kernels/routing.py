@@ -77,8 +77,9 @@ class _Picks:
 
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
         """Emits code that chooses the experts with the largest scores, sigmoid or softmax of the logits, and
-        writes their numbers and weights to self.picked. Scores overwrite the logits. row: index of the row of
-        logits; correction: float32 [experts] that is added to scores for choosing only, or None.
+        writes to self.picked, float32 [2 * chosen], the numbers of the chosen experts, then their weights.
+        Scores overwrite the logits. row: index of the row of logits; correction: float32 [experts] that is
+        added to scores for choosing only, or None.
         """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)
@@ -161,9 +162,10 @@ class _Picks:
         _each(self.spec.count, drop)
 
     def sparsemixer(self, logits: Buffer, row: Expr) -> None:
-        """Emits code that chooses experts by the sparsemixer rule of Phi-3.5-MoE and writes their numbers and
-        weights to self.picked. An expert's weight is 1 / the sum of exp(logit - its logit) over the experts
-        not yet chosen whose logits are near its own. row: index of the row of logits.
+        """Emits code that chooses experts by the sparsemixer rule of Phi-3.5-MoE and writes their numbers,
+        then their weights, to self.picked, float32 [2 * chosen]. An expert's weight is 1 / the sum of
+        exp(logit - its logit) over the experts not yet chosen whose logits are near its own. row: index of
+        the row of logits.
         """
         spec, floats = self.spec, self.floats
         assert spec.router.jitter is not None

@@ -27,11 +27,11 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Emits reads of the rows of a quantized matrix [n, k] in blocks; an implementation of RowFormat in
-    float_product.py. A block is one vector of uint32 words, each with 32 / `bits` codes. To save shifts, code
-    p of a word is only masked, so its value is 2**(bits * p) times too large; x is divided by this factor
-    beforehand, which is exact. Only the highest code of a word is shifted down, because it would include the
-    sign bit.
+    """Emits reads of the rows of a matrix [n, k] of 4- or 8-bit weights in blocks; an implementation of
+    RowFormat in float_product.py. A block is one vector of uint32 words, each with 32 / `bits` codes. To save
+    shifts, code p of a word is only masked, so its value is 2**(bits * p) times too large; x is divided by
+    this factor beforehand, which is exact. Only the highest code of a word is shifted down, because it would
+    include the sign bit.
     """
 
     isa: ISA
@@ -97,8 +97,8 @@ class GroupRows:
         )
 
     def stacked(self, count: int) -> GroupRows:
-        """Returns a GroupRows that reads a stack of `count` matrices [n, k] of the same format, stored as one
-        matrix [count * n, k].
+        """Returns an object like this one that reads `count` quantized matrices [n, k] of the same format,
+        stored one after the other as one matrix [count * n, k].
         """
         return replace(self, n=count * self.n)
 

@@ -29,7 +29,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
 
 def sample(isa: ISA) -> PrimFunc:
     """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, 5], tokens int32 [q]
-    out) that samples a token from each row of logits.
+    out) that samples a token from each row of logits. The five parameters of a row are 1 / temperature, the
+    largest distance of a logit below the row's maximum (for min_p, <= 0), top_p, top_k, and a random number
+    from 0 to 1.
 
     It writes NO_TOKEN for a row whose inverse temperature is negative, INVALID_TOKEN if the largest logit is
     infinite or NaN. Of equally likely tokens the first one counts as the most likely; top_k and top_p keep
@@ -75,9 +77,9 @@ def sample(isa: ISA) -> PrimFunc:
 
 
 def _look(row: Row, first: Expr) -> None:
-    """Emits the sampling kernel's first pass over a row, for one task of blocks of logits: it stores the
-    largest logit of each block and, unless filters are set, the sum of weights of each block relative to its
-    largest logit. first: index of the first block.
+    """Emits the sampling kernel's first pass over up to 16 blocks of 256 logits in a row. It stores the
+    largest logit of each block and, unless top_k, top_p or min_p is set, the sum over the block of exp((logit
+    - the block's largest) / temperature). first: index of the first block.
     """
     row.fill_tail()
     is_unfiltered = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
@@ -96,8 +98,9 @@ def _weighed(row: Row, source: LogitBlock, at: Expr, highest: Expr) -> Expr:
 
 
 def _peak(row: Row, block: Expr, source: LogitBlock) -> None:
-    """Emits code that computes the largest logit of a block of a row and stores it, infinite if the block has
-    a NaN. `max` drops NaN, so the bit patterns without sign are compared, too.
+    """Emits code that computes the largest logit in a block of 256 and stores it, infinite if the block has a
+    NaN. `max` drops NaN, so the bit patterns without sign are compared, too. source: reads the block's
+    logits.
     """
     floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
     most = [register(infinity(-1, lanes), lanes) for _ in range(4)]

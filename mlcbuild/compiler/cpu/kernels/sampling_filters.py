@@ -222,9 +222,9 @@ def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
 
 
 def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer]) -> Expr:
-    """Emits the copy of up to 512 logits of a row that lie between two bounds to lists[0], and of their
-    weights to lists[1] if `room`, a buffer with the weights of all tokens, is passed. It returns the number
-    of logits between the bounds, which may be larger than 512.
+    """Emits the copy of up to 512 logits of a row, those from bounds.low up to, but without, bounds.high, to
+    the buffer lists[0], and of their sampling weights to lists[1] if `room`, a buffer with the weights of all
+    tokens, is passed. It returns the number of logits between the bounds, which may be larger than 512.
     """
     floats, scalar, lanes = row.floats, row.floats.scalar, row.floats.lanes
     low, high = T.bind(bounds.low.value), T.bind(bounds.high.value)

@@ -17,13 +17,14 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, register, typed
 
 BLOCK = 256
-"""Number of tokens in one block of a row of logits; the sampling kernel stores the maximum and the sum of
-weights of each block. The benchmark `ci/bench/step` compares steps that sample with greedy ones.
+"""Number of tokens in one block of a row of logits. For each block, the sampling kernel stores the largest
+logit and the sum of the tokens' weights, exp((logit - largest) / temperature). The benchmark `ci/bench/step`
+compares decode steps that sample with greedy ones.
 """
 TASK = 16
-"""Number of blocks of a row of logits in one parallel task of the sampling kernel's first pass. On a core of
-Zen 5, the pass takes up to 11 % longer with 4 blocks, and up to 3 % less with 64, which leave cores idle
-(`ci/bench/constants`).
+"""Number of blocks, of 256 logits each, in one parallel task of the sampling kernel's first pass over a row.
+On a core of Zen 5, the pass takes up to 11 % longer with 4 blocks, and up to 3 % less with 64, which leave
+cores idle (`ci/bench/constants`).
 """
 INVERSE_TEMPERATURE = SAMPLING_COLUMNS.index("inverse_temperature")
 FAR = 87.0
@@ -41,8 +42,8 @@ Read = Callable[[Expr], Expr]
 
 @dataclass(frozen=True)
 class LogitBlock:
-    """The logits of one block of a row, read from the row itself or from the padded copy of its last block,
-    whose padding is minus infinity.
+    """The logits of one block of 256 tokens, read from a row of logits or from the padded copy of the row's
+    last block, whose padding is minus infinity.
     """
 
     buffer: Buffer
@@ -55,7 +56,9 @@ class LogitBlock:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of logits, with its sampling parameters and the stored maxima and sums of its blocks."""
+    """One row of logits with its sampling parameters, read in blocks of 256 tokens, and the buffers that hold
+    each block's largest logit and the sum of its tokens' sampling weights.
+    """
 
     floats: Floats
     row: Expr
@@ -68,8 +71,8 @@ class Row:
     blocks: Expr
 
     def parameter(self, column: str) -> Expr:
-        """Emits a load of a sampling parameter of the row and returns it. column: a name of
-        abi.SamplingParams.
+        """Emits a load of a sampling parameter of the row and returns it, float64. column: the parameter's
+        name, such as top_p.
         """
         return T.bind(self.sampling_params[self.row, SAMPLING_COLUMNS.index(column)])
 
@@ -95,9 +98,10 @@ class Row:
                 T.buffer_store(self.tail, self.logits[0, self.row, full_width + at], [at])
 
     def each(self, block: Expr, emit: Callable[[LogitBlock], None]) -> None:
-        """Emits code for the block with the index `block` of a row of logits. It calls `emit` twice, once for
-        a full block in the row and once for the padded copy of the last block, under a condition that selects
-        one of them.
+        """Emits code for the block of 256 logits with the index `block` in a row. `emit`, a function that
+        emits code for the LogitBlock passed to it, is called twice: with the block in the row itself, for
+        full blocks, and with the copy of the row's last block, padded with minus infinity. The kernel tests
+        which of the two applies.
         """
         start = T.bind(block * BLOCK)
         with T.If(start + BLOCK <= self.width):
@@ -112,8 +116,8 @@ class Row:
             emit(T.bind(k * self.floats.lanes))
 
     def weight(self, floats: Floats, logit: Expr, highest: Expr) -> Expr:
-        """Emits the weight e^((logit - highest) * scale) of a vector of logits and returns it; 0 if a logit
-        is more than 87 temperatures below `highest`.
+        """Emits the sampling weight e^((logit - highest) / temperature) of a vector of logits and returns it;
+        0 where a logit is more than 87 times the temperature below `highest`.
 
         The integer part of the base-2 exponent goes into the exponent bits, and a polynomial of the rest,
         from -1/2 to 1/2, into the others; error 1e-7.

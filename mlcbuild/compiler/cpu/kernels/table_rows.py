@@ -37,8 +37,9 @@ class TableRow:
         return self.scheme.bits
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
-        """Emits the store of a vector of `lanes` values of the copied row, starting at `column`, without
-        those beyond the table's width.
+        """Emits the store of `lanes` float32 values of a row of an embedding table into the output row, from
+        column `column` on. Values beyond the table's last column, which pad its last group of 32, are left
+        out.
         """
         if self.hidden % GROUP == 0:
             T.buffer_store(self.out, values, [self.row, span(column, lanes)])
@@ -74,11 +75,12 @@ def copy_grouped_row(lookup: TableRow) -> None:
 
 
 def copy_tiled_row(lookup: TableRow) -> None:
-    """Emits the copy of a row of an embedding table in the x16 layout, four bytes of a group of 32 values at
-    a time. With 8 bits, the four bytes with index j are the values 4j to 4j + 3. With fewer bits, their low
-    halves belong to the values from 4j on, their high halves to those from 16 + 4j on, and further bytes hold
-    the bits above four. With 3 bits, their quarters belong to the values from 4j, 8 + 4j, 16 + 4j and 24 + 4j
-    on, and further bytes hold the third bits.
+    """Emits the copy of a row of an embedding table in the x16 layout, tiles of 16 rows and groups of 32
+    columns, four values at a time. A group of a tile is stored in lines that hold four bytes of each row.
+    With 8 bits, line j holds the values 4j to 4j + 3. With 4 to 6 bits, the low halves of its bytes belong to
+    the values from 4j on, the high halves to those from 16 + 4j on; the last lines of the group hold the bits
+    above four. With 3 bits, the quarters of its bytes belong to the values from 4j, 8 + 4j, 16 + 4j and 24 +
+    4j on, and the last line holds the third bits.
     """
     matrix = TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
     width, fields = low_bits(lookup.bits), matrix.dot.fields
@@ -123,7 +125,9 @@ def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
 
 
 def copy_unpacked(lookup: TableRow, form: RowFormat) -> None:
-    """Emits the copy of a row of an embedding table, value by value, as the table's RowFormat unpacks it."""
+    """Emits the copy of a row of an embedding table, value by value, with the code by which products in
+    float32 read the table's format.
+    """
     with T.serial(0, i64(form.blocks)) as block:
         loaded = form.load(lookup.weights, lookup.token, block)
         for plane in range(form.planes):

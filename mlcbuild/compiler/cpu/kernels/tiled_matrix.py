@@ -17,9 +17,9 @@ from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
 from mlcbuild.quant.groups import GROUP, TILE_ROWS
 
 BLOCK_GROUPS = 16
-"""Maximum number of groups of 32 columns that are unpacked at a time: of two tiles of 16 rows they take 16
-KiB, half of a small L1 cache. On a core of Zen 5, 8 and 32 groups take the same time within 4 %
-(`ci/bench/constants`)."""
+"""Maximum number of groups of 32 weight columns that are unpacked into a buffer at a time: of two tiles of 16
+rows they take 16 KiB, half of a small L1 cache. On a core of Zen 5, 8 and 32 groups take the same time within
+4 % (`ci/bench/constants`)."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TiledMatrix:
         return f"w{self.bits}a8" if self.blocks is None else f"{self.scheme.format}a8"
 
     def arguments(self, count: int) -> tuple[Buffer, ...]:
-        """Declares the kernel's arguments for the tensors that store a stack of `count` matrices [n, k] in
-        the x16 layout, and returns their buffers.
+        """Declares the kernel's arguments for the tensors that store `count` matrices [n, k], one after the
+        other, in tiles of 16 rows and groups of 32 columns (layout x16), and returns their buffers.
         """
         tensors = ((item, item.shape(self.n, self.k)) for item in self.scheme.definition.tensors)
         return tuple(
@@ -63,16 +63,16 @@ class TiledMatrix:
         )
 
     def scales(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits loads of the quantization scales of some weight rows for one half of a group of 32 columns,
-        and returns them as a float32 vector. place: (index of the stored tile, group, index of the vector of
-        rows in the tile); half: 0 or 1.
+        """Emits loads of the quantization scales of one vector of weight rows for one half of a group of 32
+        columns, and returns them as a float32 vector with a lane for each row. place: (index of the stored
+        tile of 16 rows, group, index of the vector of rows in the tile); half: 0 or 1.
         """
         return self._numbers(weights[1:], place, half, "int8")
 
     def minima(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits loads of the quantization minima of some weight rows for one half of a group of 32 columns,
-        and returns them as a float32 vector. place: (index of the stored tile, group, index of the vector of
-        rows in the tile); half: 0 or 1.
+        """Emits loads of the quantization minima of one vector of weight rows for one half of a group of 32
+        columns, and returns them as a float32 vector with a lane for each row. place: (index of the stored
+        tile of 16 rows, group, index of the vector of rows in the tile); half: 0 or 1.
         """
         first = len(weights) // 2 + 1
         return self._numbers(weights[first:], place, half, "uint8")
@@ -127,7 +127,9 @@ class TiledMatrix:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the number of bytes that the codes of one tile take in one group of columns."""
+        """Returns the number of bytes that the codes of a tile of 16 weight rows take in one group of 32
+        columns.
+        """
         return GROUP * TILE_ROWS * self.bits // 8
 
     @property
@@ -145,13 +147,15 @@ class TiledMatrix:
 
     @property
     def block_tiles(self) -> int:
-        """Returns the number of tiles of weights that are unpacked into a scratch buffer at a time."""
+        """Returns the number of tiles, of 16 weight rows each, that are unpacked into a scratch buffer at a
+        time.
+        """
         return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
 
     @property
     def block_groups(self) -> int:
-        """Returns the number of groups of 32 columns that are unpacked into a scratch buffer at a time, such
-        that all parts of a row have nearly equal size.
+        """Returns the number of groups of 32 weight columns that are unpacked into a scratch buffer at a
+        time: at most 16, chosen so that all parts of a row have nearly equal size.
         """
         groups = self.records.groups
         return -(-groups // -(-groups // BLOCK_GROUPS))
