@@ -278,7 +278,9 @@ class Parts:
         return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
-        """Returns the Gate that emits the gated activation of a feed-forward, act(gate) * up, in CPU kernels."""
+        """Returns the Gate, by which CPU kernels emit the gated activation of a feed-forward, act(gate) * up,
+        where gate and up are the two halves of a row.
+        """
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:

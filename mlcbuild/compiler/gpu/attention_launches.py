@@ -33,8 +33,8 @@ _MAX_SPLITS = 8
 
 
 def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> AttentionSpec:
-    """Returns the description of the attention of the layer with the number `index`, from which its kernels
-    are built.
+    """Returns the AttentionSpec, the description from which GPU kernels are built, of the attention of the
+    layer with the index `index`.
     """
     mixer, is_half = layer.mixer, build.scheme.dtype == "float16"
     reach = min(build.limits.context_window, mixer.window or NO_WINDOW)
@@ -86,7 +86,7 @@ def attention_launches(
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
     """Returns the kernel launches that compute attention's results from rotated queries and the KV cache.
-    rows: None for prompts, which use other kernels than decoding.
+    rows: None for prompts; for decoding, whose kernels are others, any number.
     """
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
@@ -137,7 +137,7 @@ def _latent_attention(
 ) -> tuple[list[Launch], list[Launch]]:
     """Returns two lists of kernel launches for a layer's latent attention: those that compute its output, and
     those that add the output to the residual stream. Each head multiplies its queries and its results by
-    matrices of its own.
+    matrices of its own. rows: rows of x per workgroup in decoding; None for prompts.
     """
     base, mixer, places = f"layers.{index}.attn", layer.mixer, build.calls.places
     assert isinstance(mixer, LatentAttention)
@@ -167,7 +167,8 @@ def _latent_attention(
 
 def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
     """Returns the kernel launches that compute the queries of latent attention, before rotation, in the
-    buffer `queries`. base: prefix of the names of the attention's parameters.
+    buffer `queries`. base: prefix of the names of the attention's parameters; rows: rows of x per workgroup
+    in decoding; None for prompts.
     """
     mixer, norm_name = layer.mixer, f"{base}_norm"
     assert isinstance(mixer, LatentAttention)

@@ -20,21 +20,26 @@ has room for their draft tokens.
 STEPS = 16
 """Number of decoding steps whose sampled tokens the GPU program's buffer `history` can hold."""
 FORKS = 256
-"""Maximum number of KV cache pages that are copied in one call."""
+"""Maximum number of KV cache pages that are copied in one call of a GPU program."""
 _LOGITS_BYTES = 32 << 20
-"""Limit on the bytes of the logits of one call, which always has at least one row."""
+"""Limit on the bytes of the logits that one call of a GPU program computes, which always has at least one
+row.
+"""
 
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The maximum sizes of a call of a GPU program, for a model's vocabulary and the library's limits."""
+    """The largest numbers of rows, logits, masks and other inputs that one call of a GPU program can have;
+    its buffers have these sizes. They follow from the model's vocabulary and from the limits on batch and
+    context with which the model's library is built.
+    """
 
     vocab_size: int
     limits: Limits
 
     @property
     def decode_rows(self) -> int:
-        """Returns the maximum number of rows of a decoding step."""
+        """Returns the maximum number of rows of a decoding step of a GPU program."""
         return max(self.limits.max_batch, DRAFT_ROWS)
 
     @property
@@ -44,8 +49,8 @@ class CallSizes:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns name of a size -> its maximum in one call: n rows, q rows of logits, t tiles of prompt
-        rows, f copies of pages (forks), m logit masks, and pages of the KV cache.
+        """Returns name of a size -> its maximum in one call of a GPU program: n rows, q rows of logits, t
+        tiles of prompt rows, f copies of pages (forks), m logit masks, and pages of the KV cache.
         """
         return {
             "n": max(self.limits.rows, self.decode_rows),
@@ -58,13 +63,15 @@ class CallSizes:
 
     @property
     def mask_rows(self) -> int:
-        """Returns the maximum number of logit masks of one call."""
+        """Returns the maximum number of logit masks, each for one row of logits, in one call of a GPU
+        program.
+        """
         return min(self.decode_rows, self.logit_rows)
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Returns input name, such as tokens or positions -> its section, in int32 words, of the buffer that
-        holds the inputs of a call.
+        """Returns input name, such as tokens or positions -> its section, in int32 words, of the one buffer
+        that holds all inputs of a call of a GPU program.
         """
         sizes: dict[str, Expression] = {
             "count": 1,

@@ -31,12 +31,15 @@ KernelBuilder.
 
 
 _FEATURES = (frozenset({PACKED_PRODUCTS, SUBGROUPS}), frozenset({SUBGROUPS}), frozenset({SHADER_F16}))
-"""Sets of optional features for which kernels are built, the best first."""
+"""Sets of names of optional GPU device features for which separate source texts of kernels are built; a
+device runs the first whose features it has.
+"""
 
 
 def variants(builder: KernelBuilder) -> list[frozenset[str]]:
-    """Returns the sets of optional features for which a kernel has other texts, the best first. A device that
-    has some of a set has all of them, or nearly so, and gets the plain text in the other case.
+    """Returns the sets of optional GPU device features for which a kernel gets separate source texts, the
+    best first; each is a set of names. A device that has some features of a set has all of them, or nearly
+    so; otherwise it runs the text that uses no optional feature.
     """
     chosen = list[frozenset[str]]()
     for features in _FEATURES:
@@ -79,8 +82,9 @@ class Emitter:
     def _alternative(
         self, make: Make, arguments: tuple[object, ...], plain: Shader, features: frozenset[str]
     ) -> Alternative:
-        """Adds another text of the kernel `plain`, for devices with optional features, and returns its
-        description.
+        """Builds the kernel `plain` once more, with optional device features, adds its source text to the
+        program, and returns the Alternative, which holds the features, the file name and the bytes of shared
+        memory. make, arguments: the kernel's function and its arguments.
         """
         with for_features(features):
             shader, text = lower(make(plain.entry.removesuffix("_kernel"), *arguments), self.dialect)

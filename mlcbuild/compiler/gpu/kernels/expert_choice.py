@@ -179,7 +179,8 @@ class _Choice:
 
     def sparsemixer(self, logits: Value) -> None:
         """Emits the choice of two experts by the sparsemixer rule of Phi-3.5-MoE, and stores of their numbers
-        and weights. All threads compute the same.
+        in `routes` int32 [n, 2] and of their weights in `shares` float32 [n, 2], the best first. All threads
+        of the workgroup compute the same.
         """
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
@@ -220,9 +221,11 @@ class _Choice:
 
 
 def sort_choices(name: str, spec: Experts) -> KernelBuilder:
-    """Returns the kernel that sorts choices by expert and then by row. It writes their numbers to `order`
-    int32 [choices], and the tiles of choices of one expert to `tiles` int32 [tile_count, 3]: the expert's
-    number, the index in `order` of the first choice, and the number of choices, which is 0 for unused tiles.
+    """Returns the kernel that sorts choices, pairs (row, expert), by expert and then by row. It reads the
+    chosen experts of all rows, one row after the other, from `routes` int32 [choices]. It writes indices into
+    `routes` to `order` int32 [choices], and tiles, runs of up to 64 choices of one expert, to `tiles` int32
+    [tile_count, 3]: the expert's number, the index in `order` of the first choice, and the number of choices,
+    which is 0 for unused tiles.
     """
     with kernel(name) as k:
         choices, count = k.size("choices"), k.size("tile_count")
@@ -262,8 +265,8 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
 
 def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
     """Emits two sums over all experts with a lower number than `expert`, the number of their choices and the
-    number of their tiles, and returns them as arrays of one element. counts: number of choices of each
-    expert.
+    number of their tiles of up to 64 choices, and returns them as arrays of one element. counts: number of
+    choices of each expert.
     """
     total, tiles = local(1, "int32"), local(1, "int32")
     put(total, T.int32(0), 0)

@@ -30,8 +30,8 @@ from mlcbuild.models.layers import HeadNorm, QueryScale
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """The operations on queries and keys between their product and attention: norms, clipping and
-    rotation.
+    """The operations that a GPU kernel applies to the queries and keys of a layer after the qkv product and
+    before attention: norms, clipping and rotary embedding.
     """
 
     rope_dim: int = 0
@@ -55,12 +55,15 @@ class HeadsSpec:
 
 
 Part = Literal["all", "queries", "cached"]
-"""The heads that one launch of the kernel computes: all, only queries, or only keys and values."""
+"""The heads that one launch of the kernel `prepare_heads` normalizes, clips and rotates: "all", only
+"queries", or only keys and values, which are "cached".
+"""
 
 
 def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
-    """Returns the heads that each launch of the kernel computes: ("all",), or ("queries", "cached") for two
-    launches if norms with biases need more buffers than a launch may bind.
+    """Returns the heads that each launch of the kernel `prepare_heads` computes: ("all",), or ("queries",
+    "cached"), where the second launch computes keys and values, if norms with biases need more buffers than
+    one launch may bind.
     """
     return ("queries", "cached") if spec.norm is not None and spec.norm.has_bias else ("all",)
 
@@ -217,9 +220,9 @@ class _Head:
         return row_statistics(self._k, norm, self._tx, lambda column: self.read(first + column), count)
 
     def rotate(self, vector: Value, result: Value, column: Value, at: tuple[Value, Value]) -> None:
-        """Emits the rotary embedding of dimension `column` of a head from `vector` to `result`, both in
-        shared memory; values are copied unchanged. at: (table of cosines and sines, the row's position in
-        it).
+        """Emits code that writes dimension `column` of a head, after rotary embedding, from the array
+        `vector` to the array `result`, both in shared memory. Dimensions that are not rotated, and all of a
+        value head, are copied. at: (table of cosines and sines, the row's position in it).
         """
         (table, position), turned = at, self._spec.rope_dim // 2
         pair = bind(column % turned)

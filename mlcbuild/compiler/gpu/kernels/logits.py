@@ -98,7 +98,9 @@ def mask(name: str, vocab: int) -> KernelBuilder:
 
 
 def key(bits: Value) -> Value:
-    """Returns an int32 that is ordered like the float32 with these bits (int32); -0 and 0 give the same."""
+    """Returns an int32 key of the float32 with these bits (int32); keys are ordered like the numbers, and -0
+    and 0 have the same key.
+    """
     ordered = bind(T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF))))
     return bind(T.Select(ordered == -1, 0, ordered))
 
@@ -203,8 +205,8 @@ def candidates(name: str, vocab: int) -> KernelBuilder:
     64] the bits of the largest logit, those of the sum of exp(logit - largest) over the row, then bits and
     token of each selected logit, unordered.
 
-    The threshold is found by bisection over the bits of keys. Of several tokens exactly at the threshold, any
-    are selected.
+    The smallest selected logit is found by bisection over integers that have the order of the logits. Of
+    several tokens with this logit, any are selected.
     """
     with kernel(name) as k:
         q = k.size("q")

@@ -129,8 +129,9 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
 
 
 def add_normed(name: str, spec: NormSpec, scale: float, apart: bool = False) -> KernelBuilder:
-    """Returns the kernel x += scale * norm(delta), float32 [n, columns], for every row. apart: True if the
-    sum is stored in y and x is unchanged.
+    """Returns the kernel that adds scale * norm(delta) to x in place, for every row. delta and x are its
+    buffers, float32 [n, columns]; spec: description of the norm; scale: a constant. apart: True if the sum is
+    stored in the buffer y and x is unchanged.
     """
     with kernel(name) as k:
         n = k.size("n")
@@ -219,8 +220,8 @@ def _one_row(k: KernelBuilder, vectors: NormVectors, tx: Value, columns: Columns
 
 
 def gated(name: str, size: int, gate: Gate) -> KernelBuilder:
-    """Returns the kernel y = gate(pair[:, :size], pair[:, size:]), which applies a gate to rows of gates
-    followed by ups.
+    """Returns the kernel y = gate(pair[:, :size], pair[:, size:]), which applies the gated activation of a
+    feed-forward to rows that hold `size` values of gate, then as many of up.
     """
     with kernel(name) as k:
         n = k.size("n")

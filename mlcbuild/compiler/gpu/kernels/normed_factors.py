@@ -59,19 +59,22 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class AddedRows:
-    """Rows whose RMS norm, times a factor, is added to x while it is read."""
+    """Rows of a tensor float32 [n, columns] whose RMS norm, times the constant `scale`, a kernel adds to the
+    rows of x, the left factor of a matrix product, while it reads them.
+    """
 
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """Array in registers: for each row of the workgroup's block, 1 / root mean square of the row added to
-    it."""
+    """Array in registers: for each row of x in the workgroup's block of rows, 1 / root mean square of the
+    other tensor's row whose norm is added to it."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
-        """Returns four values of a row of x plus scale * norm of the added row in the same columns. values:
-        the four of x; index: position of the row in the block; place: index of the row in the tensor; column:
-        index of the four columns.
+        """Returns four values of a row of x, each plus scale * the RMS norm of the same row and column of
+        another tensor. values: the four of x; index: position of the row among the rows that the workgroup
+        multiplies; place: index of the row in both tensors; column: index of the four columns, 4 * column to
+        4 * column + 3.
         """
         sums, last = [], self.rows.columns - 1
         for offset, (value, added) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
@@ -100,8 +103,9 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Emits the computation of norm(delta) for the rows of a block, and returns a RowBlock that reads x +
-        scale * norm(delta) in place of x; the first workgroup of each block also stores these values in
+        """Emits code that computes 1 / root mean square of each row of the buffer `delta` that belongs to a
+        block, the rows of x that a workgroup multiplies. Returns a RowBlock that reads x + scale *
+        norm(delta) in place of x; the first workgroup of each block also stores these values in the buffer
         `sum`. at: (index of the workgroup among those of the block, thread).
         """
         (bx, tx), columns = at, self.delta.columns
@@ -184,8 +188,8 @@ class Factors:
     columns: int
 
     def of_norm(self, column: Value) -> list[tuple[Value | None, Value | None]] | None:
-        """Returns (weight, bias) of the norm for the columns 4 * column to 4 * column + 3, None for a missing
-        one; None if there is no norm.
+        """Returns (weight, bias) of the norm of x for the columns 4 * column to 4 * column + 3, None for a
+        missing one; None if x is not normalized.
         """
         if self.norm is None:
             return None
@@ -203,9 +207,10 @@ class Factors:
     def chunk(
         self, row: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
     ) -> list[Value]:
-        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, with the
-        norm applied as far as it precedes the product. row: position of the row in the workgroup's block;
-        norm: (weight, bias) of the norm for each of the four columns, or None, as `of_norm` returns them.
+        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, multiplied
+        by the norm's weights. LayerNorm is applied completely; with RMSNorm the factor 1 / root mean square
+        is left to the product's results. row: position of the row among the rows that the workgroup
+        multiplies; norm: (weight, bias) for each of the four columns, or None for no norm.
         """
         values = self.block.chunk(row, column)
         if norm is None or self.norm is None:

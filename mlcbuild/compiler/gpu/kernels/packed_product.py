@@ -14,20 +14,23 @@ from mlcbuild.compiler.gpu.tensorir import Value, bind, either, exact, floating,
 from mlcbuild.quant.groups import GROUP
 
 _SMALLEST = 1e-30
-"""Activations of which none is larger count as zeros, since 127 / max |x| might be infinite."""
+"""Largest max |x| of 32 activations at which they count as zeros, since 127 / max |x| might be infinite."""
 _ONES, _LOW_CODES, _SIGNS = T.uint32(0x01010101), T.uint32(0x0F0F0F0F), T.uint32(0x80808080)
 
 
 def can_pack(form: StoredAs) -> bool:
-    """Returns True if four codes of a stored format become the bytes of a word without many instructions."""
+    """Returns True if a few instructions turn four stored codes into the four bytes of a word, for products
+    of bytes: for 4-bit codes, and for 8-bit codes that represent the weight 0 by 128.
+    """
     return form.bits == 4 or (form.bits == 8 and form.zero == 128)
 
 
 def packed_group_sums(
     matrix: StoredMatrix, matrix_rows: Sequence[Value], group: Value, sums: Value, factors: Factors
 ) -> None:
-    """Emits code that adds the products of 32 columns to sums [row of x, row of W]. group: index of the 32
-    columns; factors: emits reads of x.
+    """Emits code that adds the products of rows of x, rounded to int8, with rows of W over 32 columns to
+    `sums`, an array of registers [row of x, row of W]. matrix_rows: indices of the rows of W; group: index of
+    the 32 columns; factors: the object whose methods emit reads of the rows of x.
     """
     form, runs, chunks = matrix.form, matrix.runs, GROUP // CHUNK
     codes = [_packed_codes(form, matrix.group(row, group)) for row in matrix_rows]
@@ -55,15 +58,18 @@ def packed_group_sums(
 
 
 def _dot(out: Value, place: int, pairs: Sequence[tuple[Value, Value]]) -> None:
-    """Emits the store in out[place] of the sum of the products of the bytes of some pairs of words."""
+    """Emits the store in out[place], an int32, of the sum of the dot products of all pairs in `pairs`: of the
+    four signed bytes of one uint32 with those of the other.
+    """
     put(out, T.int32(0), place)
     for left, right in pairs:
         put(out, out[place] + T.call_pure_extern("int32", "dot4I8Packed", left, right), place)
 
 
 def _packed_codes(form: StoredAs, words: Sequence[Value]) -> list[Value]:
-    """Returns the codes of 32 weights as the bytes of eight words: 4-bit codes without a sign, those of even
-    columns before those of odd ones in every eight columns; 8-bit codes minus the code of 0.
+    """Returns the codes of 32 weights as eight words of four bytes. 8-bit codes are signed, minus 128, in the
+    order of the columns. 4-bit codes are 0 to 15; of each eight columns, one word has the codes of the even
+    columns, and the next those of the odd ones.
     """
     if form.bits == 8:
         return [bind(T.bitwise_xor(word, _SIGNS)) for word in words]
@@ -72,8 +78,9 @@ def _packed_codes(form: StoredAs, words: Sequence[Value]) -> list[Value]:
 
 
 def _round(form: StoredAs, values: Value, words: Value, step: Value) -> None:
-    """Emits the rounding of an array of 32 activations to int8: it stores them in the array `words`, four in
-    a word, in the order of `_packed_codes`, and their scale in step[0].
+    """Emits the rounding of `values`, an array of 32 activations, to int8. It stores them, four to a uint32,
+    in the array `words` in the order of the columns (for 4-bit weights the even columns before the odd ones
+    in each eight), and their scale, max |x| / 127, in step[0].
     """
     put(step, number(0), 0)
     for index in range(GROUP):

@@ -69,8 +69,9 @@ class CacheSpec:
     def append(
         self, pages: Value, vector: Value, at: tuple[Value | int, Value | int, Value], tx: Value
     ) -> None:
-        """Emits the store of a key or value vector from shared memory in the KV cache. at: (0 for a key or 1
-        for a value, KV head, slot); tx: index of the thread.
+        """Emits the store of a token's key or value vector from shared memory in the KV cache of a layer. at:
+        (0 for a key or 1 for a value, KV head, page * 16 + index of the token in the page); tx: index of the
+        thread.
         """
         which, head, slot = at
         start = self.place(which, head, slot % PAGE)

@@ -70,8 +70,9 @@ class AttentionSpec:
 
     @property
     def part_columns(self) -> int:
-        """Returns the number of columns of a row of partial results: for each head and split, a vector, its
-        maximum and its sum.
+        """Returns the number of float32 columns in a row of attention's partial results. Several workgroups
+        divide the tokens of a sequence; for each head and workgroup, the row holds a weighted sum of values
+        [value_dim], the maximum of the scores and the sum of the weights.
         """
         return self.cache.heads * self.splits * (self.cache.value_dim + 2)
 
@@ -114,8 +115,9 @@ def _bfloat16(value: Value) -> Value:
 
 
 def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the attention kernel for decoding, which writes the partial results of each split of each row
-    to `part` [n, part_columns].
+    """Returns the attention kernel for decoding, in which several workgroups divide the tokens of a sequence.
+    For each row, head and workgroup it writes a partial result to `part` float32 [n, part_columns]: the
+    weighted sum of values, the maximum of the scores and the sum of the weights.
     """
     cache, at_once = spec.cache, spec.heads_at_once
     chunks = -(-spec.group // at_once)
@@ -174,13 +176,17 @@ class _HeadGroup:
     places: Value
     """Array in shared memory: for each token of a tile, the index of its KV cache page."""
     thread_scores: Value
-    """Attention scores of the token for which this thread is responsible, one for each head of the group."""
+    """Attention scores of the token for which this thread is responsible, one for each query head that the
+    workgroup computes.
+    """
     sums: Value
-    """Weighted sums of values, in registers: for each query head of the group, the dimensions of this thread,
-    which are every 64th.
+    """Weighted sums of values, in registers: for each query head that the workgroup computes, the dimensions
+    of this thread, which are every 64th.
     """
     state: Value
-    """The running maximum of scores and the sum of weights, for each query head of the group."""
+    """Array in registers, two numbers for each query head that the workgroup computes: the maximum of the
+    attention scores so far, and the sum of the weights exp(score - maximum).
+    """
 
     @classmethod
     def allocate(cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, kv_head: Value) -> _HeadGroup:
@@ -208,8 +214,9 @@ class _HeadGroup:
         return -(-self.spec.cache.value_dim // WORKGROUP)
 
     def begin(self, value: Callable[[int, Value], Value]) -> None:
-        """Emits code that loads the queries into shared memory and clears the sums. value: function of (head,
-        dimension) that returns an element of a query.
+        """Emits code that loads the queries into shared memory, and sets the weighted sums of values, the
+        maxima of scores and the sums of weights to their initial values. value: function of (head, dimension)
+        that returns an element of a query.
         """
         dim = self.spec.cache.head_dim
         for g in range(self.count):
@@ -250,7 +257,8 @@ class _HeadGroup:
 
     def soften(self, g: int, visible: Value) -> None:
         """Emits code that replaces the scores of head `g` for a tile of keys by weights exp(score - maximum),
-        and rescales the sums so far. visible: condition that the query sees the thread's token.
+        and rescales the weighted sums of values so far. visible: condition that the query sees the thread's
+        token.
         """
         at = (self.tx, WORKGROUP)
         (tile_largest,) = reduced(self.k, [self.thread_scores[g]], [self.reduced], at, "max")
@@ -284,8 +292,9 @@ class _HeadGroup:
                             put(self.sums, weight * value + self.sums[place], place)
 
     def store(self, part: Value, row: Value, base: Value, g: int) -> None:
-        """Emits stores of the partial result of head `g` (weighted sums of values, maximum of scores, sum of
-        weights) to part[row, base:].
+        """Emits stores of the partial result of head `g` in row `row` of the buffer `part`, float32, from
+        column `base` on: the weighted sums of values [value_dim], the maximum of the scores, the sum of the
+        weights.
         """
         dim = self.spec.cache.value_dim
         for index in range(self.parts):
@@ -298,8 +307,10 @@ class _HeadGroup:
 
 
 def combine(name: str, spec: AttentionSpec) -> KernelBuilder:
-    """Returns the kernel that combines the partial results of each head's splits, and writes attention's
-    output y [n, heads * value_dim].
+    """Returns the kernel that combines attention's partial results, which several workgroups have computed
+    for parts of a sequence, and writes attention's output y float32 [n, heads * value_dim]. It reads from
+    `part`, for each row, head and part, the weighted sum of values, the maximum of the scores and the sum of
+    the weights.
     """
     heads, dim = spec.cache.heads, spec.cache.value_dim
     with kernel(name) as k:

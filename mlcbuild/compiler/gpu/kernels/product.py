@@ -45,40 +45,45 @@ class ProductSpec:
     """The product y = x W^T on a GPU, with the operations that are fused with it."""
 
     outputs: int
-    """Number of columns of the product's result y that the kernel computes, from column `first` on."""
+    """Number of columns of the result y of a matrix product that the kernel computes, from column `first` on.
+    """
     inputs: int
     """Number of columns of x, the left factor of the matrix product."""
     form: StoredAs
     norm: NormSpec | None = None
-    """The norm of x before the product; None: x is not normalized."""
+    """The norm that is applied to the rows of x in a matrix product y = x W^T; None: x is not normalized."""
     added: NormSpec | None = None
-    """The norm of the rows `delta`: x + added_scale * norm(delta) replaces x, and is stored in `sum`, too.
-    None: nothing is added.
+    """The norm of a second input `delta`: the matrix product reads x + added_scale * norm(delta) in place of
+    x, and its kernel also writes these rows to the buffer `sum`. None: nothing is added to x.
     """
     added_scale: float = 1.0
-    """Factor by which the normalized rows are multiplied before they are added to x."""
+    """Factor by which the normalized rows of a second input are multiplied before they are added to x, the
+    left factor of a matrix product.
+    """
     gate: Gate | None = None
-    """The function that combines gate and up: W then has 2 * outputs rows, and y = gate(x times the first
-    half of W, x times the second half). None: the product has no gate.
+    """The function that combines gate and up in a matrix product: W then has 2 * outputs rows, and y = gate(x
+    times the first half of W, x times the second half). None: the product has no gate.
     """
     activation: Activation | None = None
-    """The activation that is applied to results; None: there is none. xIELU reads its parameters from the
-    kernel's buffer `xielu`.
+    """The activation that is applied to the results of a matrix product; None: there is none. xIELU reads its
+    parameters from the kernel's buffer `xielu`.
     """
     scale: float = 1.0
-    """Factor by which the product's results, after bias and activation, are multiplied before they are capped
-    or added to y.
+    """Factor by which the results of a matrix product are multiplied, after bias and activation, and before
+    the soft cap and their store in, or addition to, the output y.
     """
     row_gate: bool = False
-    """True if each row of results is multiplied by sigmoid(row_gate[row]), where row_gate is a buffer of the
-    kernel.
+    """True if each row of results of a matrix product is multiplied by sigmoid(row_gate[row]), where row_gate
+    is a buffer of the kernel.
     """
     residual: bool = False
-    """True if the product's results are added to the output y, False if they replace it."""
+    """True if the results of a matrix product are added to the output y, False if they replace it."""
     half_bias: bool | None = None
-    """True if the product's bias is float16, False if float32; None: there is no bias."""
+    """True if the bias that is added to a matrix product's results is stored as float16, False if as float32;
+    None: there is no bias.
+    """
     half_scalars: bool = False
-    """True if the parameters of xIELU are float16."""
+    """True if the parameters of the activation xIELU are stored as float16, False if as float32."""
     rounds_inputs: bool = False
     """True if products of few rows may round x to int8 with a scale for each group of 32 columns, as the
     scheme does on CPUs.
@@ -88,12 +93,14 @@ class ProductSpec:
     float32.
     """
     cap: float | None = None
-    """The cap in y = cap * tanh(y / cap); None: y is not limited."""
+    """The cap in y = cap * tanh(y / cap), which limits the results y of a matrix product; None: they are not
+    limited.
+    """
     stride: int = 0
-    """Number of columns of y, if the product computes only `outputs` of them; 0 if it computes all of
-    them."""
+    """Number of columns of the output tensor y of a matrix product, if its kernel writes only `outputs` of
+    them; 0 if it writes all of them."""
     first: int = 0
-    """Index of the first column of the result y that the product computes."""
+    """Index of the first column of the output tensor y that the kernel of a matrix product writes."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,10 @@ class ProductBuffers:
         biases: int = 1,
         results: Var | None = None,
     ) -> ProductBuffers:
-        """Declares the kernel's buffers of a product and returns them. matrices, biases: number of matrices
-        and of biases in a stack; results: number of rows of y, if it is not the size `n`.
+        """Declares the buffers of a matrix product's kernel, y = x W^T, and returns them as a ProductBuffers:
+        the matrix W, the output y and, where `spec` has them, bias, parameters of xIELU and row gate.
+        matrices, biases: how many matrices W, and biases, their buffers hold; results: number of rows of y,
+        if it is not the size `n`.
         """
         rows = spec.outputs * (2 if spec.gate else 1)
         matrix = StoredMatrix.declare(k, spec.form, matrices * rows, spec.inputs)
@@ -129,9 +138,10 @@ class ProductBuffers:
         return cls(spec, matrix, bias, scalars, gate, y)
 
     def store(self, row: Value, output: Value, sums: list[Value], bias: Value | int | None = 0) -> None:
-        """Emits bias, gate, activation and scale of one result, and its store in y[row, output]. sums: the
-        product and, with a gate, the product with the second half of W. bias: index of the matrix's first
-        bias; None: the sums already include their biases.
+        """Emits the last operations on one result of a product x W^T (bias, gate, activation, scale, soft
+        cap), and its store in y[row, output + spec.first] or its addition there. sums: the product of a row
+        of x with a row of W and, with a gate, with the corresponding row in the second half of W. bias: index
+        of the matrix's first bias in the buffer; None: the sums already include their biases.
         """
         spec, values = self.spec, list(sums)
         column = output + spec.first
@@ -218,9 +228,9 @@ class GemvShape:
         return [row + half * self.spec.outputs for half in range(halves) for row in bounded]
 
     def sums(self, matrix: StoredMatrix, rows: list[Value], factors: Factors, tx: Value) -> Value:
-        """Emits one thread's part of the products of rows of x with rows of W, and returns its sums, an array
-        [row of x, row of W]. rows: indices of the rows of W; factors: the reader of rows of x; tx: index of
-        the thread.
+        """Emits the products of rows of x with rows of W over the columns of one thread, which shares rows of
+        W with others, and returns their sums, an array in registers [row of x, row of W]. rows: indices of
+        the rows of W; factors: the object whose methods emit reads of x; tx: index of the thread.
         """
         count = len(rows) * factors.block.count
         sums: Value = local(count)
@@ -261,9 +271,9 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
 def _group_sums(
     matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: Factors
 ) -> None:
-    """Emits code that adds the products of one group of 32 columns to the sums [row of x, row of W]. group:
-    index of the group; out: (scratch array of the same size as the sums, the sums); factors: the reader of
-    rows of x.
+    """Emits code that adds the products over one group of 32 columns to sums, an array in registers [row of
+    x, row of W]. matrix_rows: indices of the rows of W; group: index of the group; out: (array of the same
+    size for intermediate results, the sums); factors: the object whose methods emit reads of x.
     """
     part, sums = out
     count, width, runs = factors.block.count, len(matrix_rows), matrix.runs
@@ -309,13 +319,16 @@ def _clear(array: Value, count: int) -> None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The elements of the result y in which a thread's sums are stored."""
+    """The elements of a matrix product's output y that a thread stores: `count` rows from row `first` on, and
+    the columns in `outputs`, all as expressions of the kernel.
+    """
 
     first: Value
-    """Index of the first row of the result y that is stored."""
+    """Index of the first row of the output y that the workgroup stores, an expression of the kernel."""
     count: int
     inside: Value | None
-    """Condition under which a row of the result y is stored; None: rows with an index below the size `n` are.
+    """Condition, an expression of the kernel, under which a row of the output y is stored; None: rows with an
+    index below the size `n` are.
     """
     outputs: list[Value]
     bias: Value | int | None
@@ -333,8 +346,8 @@ def finish(
     at: tuple[GemvShape, Value],
 ) -> None:
     """Emits the sum over the threads that share a row of W, for each output, and stores the outputs. sums:
-    the thread's sums; norm: applied after the product, or None; target: where results go; at: (shape of the
-    GEMV, index of the thread).
+    the thread's sums; norm: the RMSNorm whose factor is applied to sums, or None; target: elements of y that
+    are stored; at: (shape of the GEMV, index of the thread).
     """
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]

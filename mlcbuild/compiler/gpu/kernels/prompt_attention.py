@@ -70,7 +70,9 @@ def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> Kernel
 
 @dataclass(frozen=True)
 class _Keys:
-    """Emits reads of the keys and values of one KV head of one sequence."""
+    """Emits code that reads the keys and values of one KV head of one sequence from the paged KV cache, one
+    float32 element at a time.
+    """
 
     spec: AttentionSpec
     table: tuple[Value, Value]
@@ -96,7 +98,7 @@ class _Keys:
 @dataclass(frozen=True)
 class _QueryTile:
     """Emits attention of the rows of a prompt that one workgroup computes for one head. Four threads share a
-    row: each computes every fourth key of a tile, and every fourth dimension of the result.
+    row: each computes the scores of every fourth key of a tile, and every fourth dimension of the result.
     """
 
     spec: AttentionSpec
@@ -111,7 +113,9 @@ class _QueryTile:
     thread_scores: Value
     sums: Value
     state: Value
-    """The running maximum of attention scores and the sum of weights, for one row of a tile."""
+    """The maximum of the attention scores so far and the sum of the weights, for the row of a tile that the
+    thread computes.
+    """
 
     @classmethod
     def allocate(
@@ -155,9 +159,10 @@ class _QueryTile:
             put(tile, T.Select(inside, element, number(0)), other * _STRIDE + flat % KEYS)
 
     def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
-        """Emits the dot products of a thread's query row with every fourth of the 32 keys of a tile. query:
-        function of (row, dimension) that returns an element of a query; base: position of the tile's first
-        key.
+        """Emits the dot products of a thread's query row with eight of the 32 keys of a tile: of the four
+        threads that share the row, thread i computes the keys i, i + 4, i + 8 and so on. They are stored in
+        the registers thread_scores. query: function of (row, dimension) that returns an element of a query;
+        base: position of the tile's first key.
         """
         first, count = self.place
         for index in range(_OWN):
@@ -175,8 +180,8 @@ class _QueryTile:
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
         """Emits code that replaces the scores of a tile of keys by weights exp(score - maximum), and returns
-        the factor for the sums so far. base: position of the tile's first key; at: (position of the row, its
-        window); slope: of ALiBi, or None.
+        the factor by which the weighted sums of values so far must be multiplied. base: position of the
+        tile's first key; at: (position of the row, its window in tokens); slope: of ALiBi, or None.
         """
         visible, (position, window) = [], at
         for index in range(_OWN):

@@ -24,7 +24,9 @@ CHUNK = 4
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The bits, scales and minima of a stored format in the layout `row`, as GPU kernels read it."""
+    """The bits of codes, the scales and the minima by which a format stores weight matrices row by row, as
+    GPU kernels read them.
+    """
 
     bits: int
     """Number of bits of a weight's stored code; 0: weights are floating point numbers."""
@@ -37,13 +39,12 @@ class StoredAs:
     minimum: bool = False
     """True if a float16 minimum is added to the weights of a group."""
     levels: bool = False
-    """True if a scale is the product of an integer of the group and a float16 that BLOCK_WEIGHTS weights
-    share."""
+    """True if a scale is the product of an integer of the group and a float16 that 256 weights share."""
 
     @classmethod
     def of(cls, blocks: Blocks) -> StoredAs:
-        """Returns the description for GPU kernels of a format that stores codes, scales and minima of
-        quantized checkpoints.
+        """Returns the description, for GPU kernels, of a format that stores codes, scales and minima as
+        quantized checkpoints do.
         """
         levels = blocks.scale == "levels"
         half = blocks.scale == "float16"
@@ -51,9 +52,9 @@ class StoredAs:
 
     @property
     def block_words(self) -> int:
-        """Returns the number of 32-bit words that hold the scales and minima of BLOCK_WEIGHTS weights in a
-        format with two-level scales: one word with the float16 numbers that all of these weights share, then
-        the bytes that belong to single groups.
+        """Returns the number of 32-bit words that hold the scales and minima of 256 weights in a format with
+        two-level scales: one word with the float16 numbers that all of these weights share, then the bytes
+        that belong to single groups.
         """
         return 1 + self.minimum_word * (1 + self.minimum)
 
@@ -80,7 +81,9 @@ _PLAIN: Mapping[str, StoredAs] = {
 
 
 def stored_as(name: str) -> StoredAs:
-    """Returns the description for GPU kernels of the stored format `name`."""
+    """Returns a StoredAs: the bits, scales and minima by which the stored format `name`, such as q4f16, holds
+    weights, for GPU kernels.
+    """
     if name in _PLAIN:
         return _PLAIN[name]
     blocks = load_format(name, "row").blocks
@@ -130,14 +133,12 @@ class StoredMatrix:
 
     @property
     def runs(self) -> int:
-        """Returns the number of scales in a group of 32 weights, 1 or 2. A run is the weights that share a
-        scale.
-        """
+        """Returns the number of scales in a group of 32 weights: 1, or 2 if each half has its own."""
         return GROUP // self.form.group
 
     def scales(self, row: Value, group: Value) -> list[Scale]:
-        """Returns (scale, minimum or None) of each run, the weights that share a scale, in a group of 32
-        weights of a row; [] if there are no scales.
+        """Returns (scale, minimum or None) for each set of weights that share a scale, 32 or 16, in a group
+        of 32 weights of a row; [] if there are no scales.
         """
         if self.numbers is None:
             return []
@@ -187,8 +188,8 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - low) + index) for index in range(bits - low)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns a 32-bit word with the bits of a row's codes above the low four; such words follow the
-        words with the low bits. index: number of the word, from 0.
+        """Returns a 32-bit word with the high bits of a row's codes, which follow the words with their low
+        four (for 3-bit codes, low two) bits. index: number of the word, from 0.
         """
         vectors, rest = divmod(self.groups * low_bits(self.form.bits), 4)
         index = index + rest
@@ -196,9 +197,10 @@ class StoredMatrix:
         return bind(select_lane(vector, index % 4))
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
-        """Returns four codes of a group of 32 weights, minus the code of 0, or four floating point weights,
-        as float32: the columns from 4 * index on. words: the words that `group` loaded. Values beyond the
-        matrix's columns are arbitrary."""
+        """Returns four columns of a group of 32 weights, from column 4 * index on, as float32 expressions:
+        stored codes minus the code that represents the weight 0, or the weights themselves if they are
+        floating point. words: the 32-bit words that hold the group's codes. Values beyond the matrix's
+        columns are arbitrary."""
         bits = self.form.bits
         if bits:
             low = low_bits(bits)
@@ -239,8 +241,8 @@ class StoredMatrix:
         return [code * scale if minimum is None else code * scale + minimum for code in codes]
 
     def _codes_at(self, row: Value, group: Value, index: Value, width: int) -> list[Value]:
-        """Returns the `width` codes of a group from index * width on, minus the code of 0, as float32. width:
-        1 or CHUNK.
+        """Returns `width` stored codes of a group of 32 weights, from index * width on, as float32
+        expressions, minus the code that represents the weight 0. width: 1 or 4.
         """
         bits = self.form.bits
         low = low_bits(bits)
@@ -261,9 +263,9 @@ class StoredMatrix:
         high_shift: Value | int = 0,
         count: int = CHUNK,
     ) -> list[Value]:
-        """Returns `count` consecutive codes minus the code of 0, as float32. word, shift: word that holds
-        their low bits, and bit at which they begin; high, high_shift: the same for the bits above them,
-        if there are any.
+        """Returns `count` consecutive stored codes as float32 expressions, minus the code that represents the
+        weight 0. word, shift: word that holds their low bits, and bit at which they begin; high, high_shift:
+        the same for the bits above them, if there are any.
         """
         low, codes = low_bits(self.form.bits), []
         for place in range(count):
@@ -275,7 +277,9 @@ class StoredMatrix:
         return codes
 
     def number(self, row: Value, column: Value) -> Value:
-        """Returns one dequantized weight of the matrix, as a float32 expression."""
+        """Returns the dequantized weight in row `row` and column `column` of the matrix, as a float32
+        expression.
+        """
         if self.form.bits:
             group, inside = bind(column // GROUP), bind(column % GROUP)
             return self._scaled(self._codes_at(row, group, inside, 1), row, group, inside)[0]

@@ -75,7 +75,9 @@ class TileRows:
     x.
     """
     matrix: Value | int = 0
-    """Index, in a stack of matrices, of the first row of the matrix that is multiplied."""
+    """Index, in the tensors that hold several matrices one after the other, of the first row of the matrix
+    that is multiplied.
+    """
     bias: Value | int = 0
     """Index, in the buffer of all biases, of the first bias of the matrix that is multiplied."""
 
@@ -124,7 +126,9 @@ def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Val
 
 
 def _rounded(value: Value, form: str) -> Value:
-    """Returns a value as the type `form` of a tile; float16 has no number above 65504."""
+    """Returns a float32 value converted to `form`, the type of a tile in shared memory, float32 or float16.
+    For float16 it is limited to -65504 .. 65504, so that it does not become infinite.
+    """
     if form == "float32":
         return value
     return T.Cast(form, T.max(T.min(value, number(_LARGEST_HALF)), number(-_LARGEST_HALF)))
@@ -134,8 +138,9 @@ def _load_weights(
     matrix: StoredMatrix, to: tuple[Value, str], rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
 ) -> None:
     """Emits code that writes 64 rows and 32 columns of a matrix into shared memory, dequantized and
-    transposed. to: (array in shared memory, its type); rows: (first row of the matrix in its stack, first row
-    of the tile in the matrix, number of the matrix's rows); at: (index of the 32 columns, thread).
+    transposed. to: (array in shared memory, its type); rows: (index in the stored tensors of the matrix's
+    first row, first row of the tile in the matrix, number of the matrix's rows); at: (index of the 32
+    columns, thread).
 
     A thread reads one chunk of four columns at a time.
     """
