@@ -1,4 +1,4 @@
-"""Makes the steps that compare a bundle with its exact model, and measure its speed."""
+"""Makes the build steps that compare a bundle with its exact model, and measure its speed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from mlcbuild.weight_steps import MANY_CORES
 
 
 def verify_step(variant: Variant, checkpoint: Checkpoint, bundle: str, reference: str) -> Step:
-    """Returns the step that compares a bundle with the exact model. bundle, reference: names of the steps
-    that assemble the bundle and compute the exact model's logits.
-    """
+    """Returns the build step that compares a bundle's logits with those of the exact model. bundle,
+    reference: names of the steps that assemble the bundle and compute the exact model's logits."""
     limits = variant.verify or Verify(())
     config = checkpoint.config
     size = (
@@ -36,9 +35,8 @@ def verify_step(variant: Variant, checkpoint: Checkpoint, bundle: str, reference
 
 
 def bench_step(variant: Variant, bench: Bench, bundle: str) -> Step:
-    """Returns the step that measures a bundle's speed. The result depends on the kind of machine, which is
-    therefore in the key. bundle: name of the step that assembles the bundle.
-    """
+    """Returns the build step that measures a bundle's speed. The result depends on the kind of machine, which
+    is therefore among the parameters of the step. bundle: name of the step that assembles the bundle."""
     machine_kind = machine.kind()
     return Step(
         f"bench/{variant.name}",

@@ -1,4 +1,4 @@
-"""Passes the progress that a child process reports to the listener of its parent, through a file."""
+"""Passes the progress that a child process reports to the listener of its parent process, through a file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PERIOD = 0.2
 
 
 def write_to(note: Path) -> None:
-    """Makes this process write its progress reports (units of work done, of how many) to the file `note`,
-    which its parent process reads."""
+    """Makes this process write its progress reports, "done total unit", to the file `note`, which its parent
+    process reads."""
 
     def write(done: int, total: int, unit: str) -> None:
         note.write_text(f"{done} {total} {unit}")
@@ -24,9 +24,8 @@ def write_to(note: Path) -> None:
 
 
 def wait(process: subprocess.Popen[bytes], note: Path, seconds: float = float("inf")) -> int:
-    """Waits for a process, reports the progress that it writes to the file `note`, and returns its
-    exit code. Kills it and raises subprocess.TimeoutExpired if it takes longer than `seconds`.
-    """
+    """Waits for a child process, reports the progress that it writes to the file `note`, and returns its exit
+    code. Kills it and raises subprocess.TimeoutExpired if it takes longer than `seconds`."""
     end = time.monotonic() + seconds
     code = None
     try:

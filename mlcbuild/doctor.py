@@ -66,9 +66,8 @@ def _linker(_: Path | None) -> str:
 
 
 def _crosses(_: Path | None) -> str:
-    """Returns a sentence that lists the target presets for which this machine can build, and those for which
-    it cannot. It is no fault if it can build for none.
-    """
+    """Returns a text that lists the target presets for which this machine can build, and those for which it
+    cannot. It raises nothing if it can build for none."""
 
     def can_build(name: str) -> bool:
         target = presets()[name]

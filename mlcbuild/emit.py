@@ -1,6 +1,5 @@
-"""Writes finished bundles to the output directories that the recipe names, with verification figures and
-provenance.
-"""
+"""Writes finished bundles to the output directories that the recipe names, with the results of verification
+and a provenance statement."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ MANIFEST = "bundle.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run whose bundles are to be written to their output directories."""
+    """A finished run of a recipe, with what is needed to write its bundles to their output directories."""
 
     pipeline: Pipeline
     store: Store
@@ -45,17 +44,16 @@ class Finished:
 
     @cached_property
     def sources(self) -> dict[str, dict[tuple[str, str], str]]:
-        """Returns name of a step -> {(source, path): digest} for each local file that the step read. It is
-        filled on demand.
-        """
+        """Returns name of a step -> {(source, path): BLAKE3 digest} for each local file that the step read.
+        The mapping is filled as steps are looked up."""
         return {}
 
 
 def emit(run: Finished, product: Product) -> bool:
-    """Writes one finished bundle to its output directory, and returns True; returns False if it was already
-    there, byte for byte.
+    """Writes one finished bundle of a variant to its output directory, and returns True; returns False if it
+    was already there, byte for byte.
 
-    The manifest is that of the `verify` step if there is one. Raises UsageError when the output holds files
+    The manifest is that of the step `verify` if there is one. Raises UsageError when the output holds files
     of the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
     """
     graph, store = run.pipeline.graph, run.store
@@ -94,7 +92,8 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
 
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields an SLSA resource descriptor for each file that the steps downloaded."""
+    """Yields an SLSA resource descriptor (name, uri, SHA-256 digest) for each file that the steps `fetches`
+    downloaded."""
     for step in fetches:
         files = cast("dict[str, dict[str, Json]]", step.params["files"])
         for name, pinned in sorted(files.items()):
@@ -106,7 +105,7 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
 
 
 def _files(run: Finished, steps: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields an SLSA resource descriptor for each local file that the steps read."""
+    """Yields an SLSA resource descriptor (name, BLAKE3 digest) for each local file that `steps` read."""
     digests: dict[tuple[str, str], str] = {}
     for step in steps:
         if step.name not in run.sources:

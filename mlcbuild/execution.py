@@ -19,12 +19,11 @@ class Execution:
     memory: int = 0
     """Bytes of memory that all running steps share; 0: nine tenths of the machine's memory."""
     keep_going: bool = False
-    """True if a run continues after a failed step with the steps that do not need it."""
+    """True if a run continues after a failed step with the steps that do not need its result."""
     executor: str = "processes"
     """Where steps run. "processes": in worker processes; "dask://HOST:PORT": on a cluster; "inline": in this
-    process, for debugging, where an action's output is written to its log by redirecting descriptors 1 and 2
-    of the whole process.
-    """
+    process, for debugging, where a step's output is written to its log by redirecting descriptors 1 and 2 of
+    the whole process."""
     tls: str | None = None
     """Directory with ca.pem, cert.pem and key.pem, for encrypted connections to a cluster; None: they are
     not encrypted.
@@ -39,10 +38,9 @@ HERE = Execution()
 
 
 def options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
-    """Converts the options of a caller for running steps into those of the build engine. force: names or
-    globs of steps to run even if the store has their results; outputs: those of steps whose files must be on
-    this machine at the end. Raises UsageError for an executor that does not exist.
-    """
+    """Converts a caller's options for running steps into those of the build engine. force: names or globs of
+    steps to run even if the store has their results; outputs: names or globs of steps whose files must be on
+    this machine at the end. Raises UsageError for an executor that does not exist."""
     from mlcbuild.build.cluster import SCHEME, address
 
     name = {"processes": "pool"}.get(execution.executor, execution.executor)

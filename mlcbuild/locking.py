@@ -1,4 +1,4 @@
-"""Reads a recipe with its lock, checks both, and pins sources."""
+"""Reads a recipe with its lock file, checks both, and pins the models and adapters on a hub that it names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mlcbuild.recipe import Recipe, Variant, expand, load
 
 @dataclass(frozen=True)
 class LockedSource:
-    """A source that `mlcbuild lock` pinned, with its commit."""
+    """A model or adapter on a hub that `mlcbuild lock` pinned, with the commit."""
 
     source: HubSource
     commit: str
     files: int
     before: str | None
-    """The commit at which the source was pinned before; None if it was not pinned."""
+    """The commit at which the model or adapter was pinned before; None if it was not pinned."""
 
 
 def read_recipe(
@@ -31,16 +31,15 @@ def read_recipe(
 ) -> Recipe:
     """Reads a recipe and the configs of its local models, and returns the recipe. settings: variable name ->
     value for the recipe's vars; allow_outside: True if paths may leave the project. Raises InputError with
-    all problems of both.
-    """
+    all problems of the recipe and the models."""
     return load(Path(recipe), settings, allow_outside, prospect.faults)
 
 
 def read_lock(recipe: Recipe) -> Lock:
-    """Reads the lock of a recipe, and checks that it pins every source; returns an empty one if all sources
-    are local.
+    """Reads the lock file of a recipe, and checks that it pins every model and adapter on a hub; returns an
+    empty lock if all are local.
 
-    Raises UsageError when a source is not pinned yet, InputError for a lock that does not fit the recipe.
+    Raises UsageError when one is not pinned yet, InputError for a lock file that does not fit the recipe.
     """
     sources = hub_sources(recipe)
     if not sources:
@@ -58,10 +57,10 @@ def read_lock(recipe: Recipe) -> Lock:
 def check(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Variant, ...]:
-    """Checks a recipe, its local models and its lock, and returns the variants. settings: variable name ->
-    value for the recipe's vars; allow_outside: True if paths may leave the project.
+    """Checks a recipe, its local models and its lock file, and returns the variants. settings: variable name
+    -> value for the recipe's vars; allow_outside: True if paths may leave the project.
 
-    Raises InputError with all problems. Unlike `open` it accepts sources that are not locked yet.
+    Raises InputError with all problems. Models on a hub need not be pinned in the lock file yet.
     """
     read = read_recipe(recipe, settings, allow_outside)
     prospect.check(read)
@@ -73,12 +72,13 @@ def check(
 def lock(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, tuple[LockedSource, ...], bool]:
-    """Pins every hub source of a recipe at the commit that its branch or tag has now. settings: variable name
-    -> value for the recipe's vars; allow_outside: True if paths may leave the project.
+    """Pins every model and adapter on a hub that a recipe names at the commit that its branch or tag has now.
+    settings: variable name -> value for the recipe's vars; allow_outside: True if paths may leave the
+    project.
 
-    Returns (path of the lock, pinned sources by name, True if the file was written). It is not written if it
-    is up to date or there is nothing to pin. Raises InputError for the recipe, SourceError for a source that
-    cannot be read.
+    Returns (path of the lock file, what was pinned, sorted by name, True if the file was written). It is not
+    written if it is up to date or there is nothing to pin. Raises InputError for the recipe, SourceError for
+    a repository that cannot be read.
     """
     read = load(Path(recipe), settings, allow_outside)
     sources = hub_sources(read)
@@ -96,12 +96,12 @@ def lock(
 def moved(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, dict[HubSource, tuple[str, str]]]:
-    """Compares a recipe's lock with the hub, and writes nothing. settings: variable name -> value for the
-    recipe's vars; allow_outside: True if paths may leave the project.
+    """Compares a recipe's lock file with the hub, and writes nothing. settings: variable name -> value for
+    the recipe's vars; allow_outside: True if paths may leave the project.
 
-    Returns (path of the lock, source -> (pinned commit, current commit) for each branch or tag that has
-    moved). Raises InputError and UsageError for a lock that does not fit the recipe, SourceError if the hub
-    refuses or cannot be reached.
+    Returns (path of the lock file, source -> (pinned commit, current commit) for each branch or tag that has
+    moved). Raises InputError and UsageError for a lock file that does not fit the recipe, SourceError if the
+    hub refuses or cannot be reached.
     """
     read = load(Path(recipe), settings, allow_outside)
     if not hub_sources(read) and not read.lock.exists():

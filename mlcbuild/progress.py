@@ -1,6 +1,5 @@
-"""Passes progress reports of an action to a listener. They are ignored if there is none, as outside of
-worker processes.
-"""
+"""Passes progress reports of a build step to a listener, a function. Reports are ignored if there is none, as
+outside of worker processes."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ _last = 0.0
 
 
 def report(done: int, total: int = 0, unit: str = "") -> None:
-    """Reports to the listener that `done` of `total` units of work are finished; total: 0 if unknown; unit:
-    for example "B" for bytes. It is cheap enough for inner loops.
-    """
+    """Calls the listener, if there is one, with the progress of a build step: `done` of `total` units of work
+    are finished. total: 0 if unknown; unit: for example "B" for bytes. It is cheap enough for inner loops."""
     global _last  # noqa: PLW0603 - one listener per process, as there is one standard output
     now = time.monotonic()
     if _listener is not None and (now - _last >= _PERIOD or done == total):
@@ -29,6 +27,7 @@ def report(done: int, total: int = 0, unit: str = "") -> None:
 
 
 def listen(listener: Listener | None) -> None:
-    """Sets the listener for the progress reports of this process; None removes it."""
+    """Sets the function that receives the progress reports of this process, as (done, total, unit); None
+    removes it."""
     global _listener  # noqa: PLW0603
     _listener = listener

@@ -1,4 +1,4 @@
-"""Copies step records and their blobs between a store and remote caches, outside of a run."""
+"""Copies step records and the files of their results between a store and remote caches, outside of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from mlcbuild.store.records import Record
 from mlcbuild.store.store import Store
 
 _TRANSFERS = 4
-"""Number of step records (push) or files (pull) that are transferred at the same time."""
+"""Number of step records (push) or files (pull) that are transferred to or from remote caches at the same
+time."""
 _WAITING = 256
 """Maximum number of step records that an upload of a store's results holds in memory."""
 
@@ -33,12 +34,12 @@ class Pushed:
     """The outcome of sending step records of a store to remote caches."""
 
     records: int
-    """Number of step records that had to be sent to remote caches."""
+    """Number of step records of the store that had to be on each remote cache."""
     missing: Mapping[str, int]
     """Name of a remote cache -> number of step results that it still lacks."""
     sent: Mapping[str, UploadCount] = field(default_factory=dict)
-    """Name of a remote cache -> numbers of uploaded step records and bytes. The remote already had the other
-    records."""
+    """Name of a remote cache -> numbers of step records and bytes that were uploaded to it. It already had
+    the other records."""
 
     @property
     def ok(self) -> bool:
@@ -51,9 +52,9 @@ class Pulled:
 
     fetched: int
     present: int
-    """Number of steps whose results the store had before."""
+    """Number of steps of the plan whose results the store had before."""
     absent: int
-    """Number of steps whose results no remote cache has."""
+    """Number of steps of the plan whose results no remote cache has."""
     warnings: tuple[str, ...]
     """Messages about problems of remote caches, none of which left a result missing."""
 
@@ -69,15 +70,15 @@ def shareable(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def stored(store: Store) -> Iterator[Record]:
-    """Yields every step record of a store that may be sent to other machines."""
+    """Yields every step record of a store whose result may be sent to other machines."""
     records = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
     return shareable(record for record in records if record is not None)
 
 
 def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
-    """Sends step records with their blobs to remote caches, and returns the number of records that were to be
-    sent and, for each remote, how many it lacks and how many it received. signer: signs the records; None:
-    they are not signed.
+    """Sends step records, with the files of their results, to remote caches. Returns the number of records
+    and, for each remote, how many it lacks and how many it received. signer: signs the records; None: they
+    are not signed.
 
     Raises RemoteError with every warning of a remote, once each remote has everything that could be sent.
     """
@@ -100,8 +101,8 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
 
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
-    """Downloads the results of a plan's steps, as far as remote caches have them, into a store. The plan must
-    have been computed with these caches.
+    """Downloads into a store the results of those steps of a plan that the store lacks and remote caches
+    have. The plan must have been computed with these caches.
 
     warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
     warnings and a result is absent.
@@ -123,9 +124,8 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Downloads files from remote caches in parallel. Returns digest of a file -> the reason why its download
-    failed, or "".
-    """
+    """Downloads files from remote caches in parallel. entries: the files, by digest. Returns digest of a file
+    -> the reason why its download failed, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
     with Background(_TRANSFERS) as pool:
@@ -145,7 +145,8 @@ class CheckedStore:
 
     check: upkeep.Verified
     warnings: tuple[str, ...] = ()
-    """Messages about problems of remote caches from which files were to be restored."""
+    """Messages about problems of remote caches from which damaged or missing files were to be downloaded
+    again."""
 
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:

@@ -19,9 +19,9 @@ listed_parameters = lru_cache(maxsize=256)(parameters)
 
 @lru_cache(maxsize=1024)
 def scheme_faults(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> tuple[str, ...]:
-    """Returns an error message for each override of a quantization scheme that applies to no parameter of
-    the model, and one if the scheme has a budget that the model cannot meet.
-    """
+    """Returns an error message for each override of a quantization scheme that applies to no parameter of the
+    model, and one if the model is too large for the scheme's budget of size even in the smallest candidate
+    schemes."""
     params = listed_parameters(config)
     faults = quant.check_overrides(scheme, params)
     if scheme.budget is not None and storage_fault(scheme, device) is None:
@@ -33,7 +33,7 @@ def scheme_faults(scheme: quant.Scheme, device: Backend, config: ModelConfig) ->
 
 @lru_cache(maxsize=1024)
 def block_fault(device: Backend, config: ModelConfig) -> str | None:
-    """Returns an error message if a device cannot compute a block of a model; None if it can."""
+    """Returns an error message if a device cannot compute a layer of a model; None if it can."""
     try:
         device.check(config)
     except UsageError as error:
@@ -43,9 +43,8 @@ def block_fault(device: Backend, config: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=1024)
 def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
-    """Returns an error message if a device has no kernels for the stored formats of a scheme; None if it
-    can read all of them.
-    """
+    """Returns an error message if a device has no kernels for a stored format of a scheme, its overrides or
+    its candidates; None if it can read all of them."""
     try:
         for part in (scheme, *(other for _, other in scheme.overrides), *scheme.candidates):
             load_format(part.format, device.layout(part))
@@ -56,9 +55,8 @@ def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
 
 @lru_cache(maxsize=1024)
 def most_stored_bytes(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> int:
-    """Returns the number of bytes of a model's weights under a scheme; for a scheme with a budget, an upper
-    bound.
-    """
+    """Returns the number of bytes that a model's weights take under a quantization scheme on a device; for a
+    scheme with a budget of size or loss, an upper bound."""
     params = listed_parameters(config)
     size = quant.stored_bytes(params, device.storage(scheme))
     if scheme.budget is None:

@@ -52,13 +52,13 @@ class Bell:
 
 
 class Interruption:
-    """Ends one run early. Any thread or signal handler may call it, with the reason as argument."""
+    """A function that ends one run early. Any thread or signal handler may call it, with the reason as
+    argument."""
 
     def __init__(self, bell: Bell, stop: Callable[[], None]) -> None:
         self.reason = ""
-        """The reason why the run ends: the signal's name, or the reason of the cancellation; "" while the run
-        continues.
-        """
+        """The reason why the run ends: the signal's name, or the reason of the caller's cancellation; ""
+        while the run continues."""
         self._bell = bell
         self._stop = stop
 
@@ -69,11 +69,13 @@ class Interruption:
 
 
 class Cancellation:
-    """Ends runs early. `cancel` may be called from any thread, an event handler or a signal handler."""
+    """An object with which a caller ends runs early. `cancel` may be called from any thread, an event handler
+    or a signal handler."""
 
     def __init__(self) -> None:
         self.reason = ""
-        """The reason for the cancellation, as the result of the run reports it; "" until then."""
+        """The reason for the cancellation, as the result of the run reports it; "" until `cancel` is
+        called."""
         self._listeners: list[Callable[[str], None]] = []
 
     def cancel(self, reason: str = "the caller") -> None:
@@ -106,7 +108,7 @@ def caught(interrupt: Callable[[str], None], inline: bool) -> Iterator[None]:
     """Returns a context in which SIGINT and SIGTERM call `interrupt` with the signal's name, if this is the
     main thread.
 
-    inline: True if actions run in this thread, in which case KeyboardInterrupt also ends them.
+    inline: True if build steps run in this thread; KeyboardInterrupt is then raised too, which ends them.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

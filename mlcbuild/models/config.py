@@ -33,9 +33,8 @@ class ModelConfig:
     hidden_size: int
     max_position: int
     layers: tuple[LayerSpec, ...] = field(hash=False)
-    """The layers of the model, in order. The hash leaves them out, because configs with thousands of layers
-    are keys of caches.
-    """
+    """The layers of the model, in order. The hash of a config leaves them out, because configs with thousands
+    of layers are keys of caches."""
     ropes: tuple[Rope, ...]
     """Rotary embeddings of the model, to which layers refer by index."""
     norm: Norm
@@ -118,9 +117,8 @@ def _count(config: ModelConfig) -> int:
 
 
 def cached_bytes(config: ModelConfig, kv_cache: str, item_bytes: int) -> int:
-    """Returns the number of bytes that the caches of all layers take for each token of context. kv_cache:
-    "auto" for values of `item_bytes` bytes, "int8" for 8-bit integers with a float32 scale for each head.
-    """
+    """Returns the number of bytes that the KV caches of all layers take for each token of context. kv_cache:
+    "auto" for values of `item_bytes` bytes, "int8" for 8-bit integers with a float32 scale for each head."""
     shapes = [shape for layer in config.layers for shape in cached_shape(layer)]
     if kv_cache == "auto":
         return sum(map(math.prod, shapes)) * item_bytes
@@ -128,7 +126,8 @@ def cached_bytes(config: ModelConfig, kv_cache: str, item_bytes: int) -> int:
 
 
 def int8_cache_fault(config: ModelConfig) -> str | None:
-    """Returns the reason why the model's caches cannot be kept in 8 bits; None if they can."""
+    """Returns the error message that explains why the model's KV cache cannot be kept in 8 bits; None if it
+    can."""
     if any(isinstance(layer.mixer, LatentAttention) for layer in config.layers):
         return (
             "compile.kv_cache is int8, but this model caches latents, which are small already: leave it out"
@@ -137,13 +136,11 @@ def int8_cache_fault(config: ModelConfig) -> str | None:
 
 
 LARGEST_DEFAULT = 4096
-"""Maximum context window, in tokens, that a recipe gets by default, because the KV cache is allocated in
-full.
-"""
+"""Maximum context window in tokens of a recipe that states none, because the KV cache is allocated in
+full."""
 
 
 def context_window(config: ModelConfig, requested: int | None) -> int:
-    """Returns a library's context window in tokens: the requested one or, if that is None, the model's
-    maximum up to LARGEST_DEFAULT.
-    """
+    """Returns the context window, in tokens, for which a library is compiled: the requested one or, if that
+    is None, the model's maximum up to LARGEST_DEFAULT."""
     return min(config.max_position, LARGEST_DEFAULT) if requested is None else requested

@@ -28,11 +28,11 @@ def read_experts(
     size: str = "moe_intermediate_size",
     defaults: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Experts:
-    """Reads the experts of a model from its config.json: their number, the number that a token uses, and,
-    from the field `size`, the width of an expert's hidden layer.
+    """Reads the experts of a model from its config.json: their number, the number that a token uses, and the
+    number of hidden units of one expert.
 
-    router: rule by which experts are chosen. defaults: these three numbers for absent fields; None: the
-    field is required.
+    router: rule by which experts are chosen. size: field with the number of hidden units. defaults: these
+    three numbers for absent fields; None: the field is required.
     """
     fields.ignore(TRAINING)
     name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])
@@ -50,9 +50,9 @@ def read_experts(
 
 
 def grouped_router(fields: Fields, normalized: bool) -> Router:
-    """Returns a router that scores experts by sigmoids plus a correction and chooses them within groups.
-    normalized: the default of norm_topk_prob, which divides weights by their sum.
-    """
+    """Reads config.json and returns a router that scores experts by sigmoids plus a correction and chooses
+    them within groups. normalized: value of norm_topk_prob, which divides the experts' weights by their sum,
+    if the field is absent."""
     return Router(
         "sigmoid",
         normalized=fields.flag("norm_topk_prob", normalized),
@@ -64,9 +64,9 @@ def grouped_router(fields: Fields, normalized: bool) -> Router:
 
 
 def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns, for each of `count` layers, True if it has experts: every decoder_sparse_step-th layer does,
-    except those in mlp_only_layers.
-    """
+    """Returns, for each of `count` layers, True if it has experts and False if its feed-forward is dense. In
+    config.json, decoder_sparse_step says that every such layer has experts, except those that mlp_only_layers
+    lists."""
     step = fields.integer("decoder_sparse_step", 1, high=4096)
     listed = fields.get("mlp_only_layers")
     dense: list[int] = []
@@ -78,9 +78,8 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
 
 
 def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
-    """Returns, for each of `count` layers, True if it has experts: all layers from index
-    first_k_dense_replace on do. default: its value if config.json lacks the field.
-    """
+    """Returns, for each of `count` layers, True if it has experts: all layers from the index
+    first_k_dense_replace in config.json on. default: the index if config.json lacks this field."""
     first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
     return tuple(index >= first for index in range(count))
 
@@ -88,9 +87,8 @@ def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
 def mixed(
     layers: Sequence[LayerSpec], sparse: Iterable[bool], experts: Experts, dense: Dense
 ) -> tuple[LayerSpec, ...]:
-    """Returns copies of the layers in which the feed-forward is `experts` where `sparse` is True, and
-    `dense` where it is False.
-    """
+    """Returns copies of `layers` whose feed-forward is `experts` where the entry of `sparse` is True, and
+    `dense` where it is False."""
     return tuple(
         replace(layer, feed_forward=experts if is_sparse else dense)
         for layer, is_sparse in zip(layers, sparse, strict=True)

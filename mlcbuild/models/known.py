@@ -53,17 +53,15 @@ _OUTPUTS = {
 }
 
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-"""Names of the fields that describe how the weights of a checkpoint are stored. Readers of weights interpret
-them, and refuse values that they do not support.
-"""
+"""Names of the fields of config.json that describe how the weights of a checkpoint are stored. The code that
+reads weights interprets them, and refuses values that it does not support."""
 
 IRRELEVANT: frozenset[str] = frozenset(
     # pretraining_tp splits matrix products: it changes only the order of sums.
     _BOOKKEEPING | _CLASS | _TRAINING | _TOKENS | _SAMPLING | _OUTPUTS | {"pretraining_tp", *QUANTIZATION}
 )
-"""Names of config.json fields that may have any value. So may fields that begin with an underscore, which
-hold notes of a writer.
-"""
+"""Names of the config.json fields that may have any value because they change no results. So may fields that
+begin with an underscore, in which programs store notes."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
@@ -89,9 +87,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Field of config.json that switches on something which a family lacks -> the values with which it changes
-nothing.
-"""
+"""Field of config.json that switches on a feature which a model family may lack -> the values with which it
+changes no results."""
 
 OTHER_PARTS: frozenset[str] = frozenset(
     {
@@ -102,4 +99,5 @@ OTHER_PARTS: frozenset[str] = frozenset(
         *("vision_start_token_id", "tie_word_embeddings", "model_type", "text_config"),
     }
 )
-"""Names of fields beside `text_config` that describe parts of a model which compute no text."""
+"""Names of fields beside `text_config` in a config.json that describe parts of a model which compute no text,
+such as a vision tower."""

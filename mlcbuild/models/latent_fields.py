@@ -8,18 +8,17 @@ from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.rotary import yarn_attention
 
 SPELLINGS = {"qk_rope_head_dim": "head_dim"}
-"""Field of config.json -> name under which the code that reads rotary embeddings looks it up. In latent
-attention that code sees only the rotated part of each head, as if it were the whole head.
-"""
+"""Name of a field in config.json -> name under which the code that reads rotary embeddings looks it up. In
+latent attention that code gets only the rotated dimensions of each head, as if they were the whole head."""
 
 
 def read_latent(
     fields: Fields, common: Common, defaults: tuple[int, int, int, int], eps: float = 1e-6
 ) -> LatentAttention:
-    """Reads config.json and returns the latent attention of every layer.
+    """Reads config.json and returns the description of the latent attention that every layer has.
 
-    defaults: values of absent kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim. eps: eps of the
-    norms of latents.
+    defaults: values of kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim where config.json lacks
+    them. eps: the eps of the norms of latents.
     """
     heads, attention = common.attention.heads, common.attention
     if fields.sound("num_key_value_heads") and attention.kv_heads != heads:
@@ -49,9 +48,8 @@ def read_latent(
 
 
 def _mscale(fields: Fields) -> float:
-    """Returns the factor of queries, and of keys, that follows from the field mscale_all_dim of YaRN's rope
-    object; 1 if the field is absent.
-    """
+    """Returns the factor by which queries, and also keys, are multiplied because of mscale_all_dim in YaRN's
+    rope object of config.json; 1 if the field is absent."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
         if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "yarn":

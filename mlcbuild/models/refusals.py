@@ -1,4 +1,4 @@
-"""Lists model types that are not supported, and the block that each of them needs."""
+"""Lists model types that are not supported, and the kind of layer that each of them needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ NEEDED: Mapping[str, str] = {
     "zaya": _CONVOLUTION,
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks of positions"),
 }
-"""Unsupported model_type -> the block that it needs and that this project does not implement."""
+"""Unsupported model_type -> the kind of layer that it needs and that this project does not implement, in
+words for messages."""
 
 CODE_ALONE = ("internlm2", "minicpm")
 """Model types that only the code in their checkpoints defines: transformers has no implementation to compare
@@ -59,9 +60,8 @@ layer that it indicates, in words for messages."""
 
 
 def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) -> str:
-    """Returns the reason why a model_type that is not in `families` cannot be built, as the end of a
-    sentence. values: the fields of config.json.
-    """
+    """Returns the reason why a model_type that is not in `families` cannot be built, such as "it needs ...,
+    which mlcbuild cannot compute". name: the model_type; values: the fields of config.json."""
     if name in NEEDED:
         return f"it needs {NEEDED[name]}, which mlcbuild cannot compute"
     if name in CODE_ALONE:
@@ -74,10 +74,9 @@ def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) 
 
 
 def missing_block(values: Mapping[str, object]) -> tuple[str, str] | None:
-    """Returns (name of a field of config.json or of its text_config, message) if the field is a sign of a
-    block that mlcbuild does not implement; None if no field is. Fields that are null, 0 or false are no
-    signs.
-    """
+    """Returns (name of a field of config.json or of its text_config, error message) for the first field that
+    shows that the model has a kind of layer which mlcbuild does not implement; None if there is none. Fields
+    that are null, 0 or false are ignored. values: the fields of config.json."""
     inner = values.get("text_config")
     for fields in (values, inner if isinstance(inner, Mapping) else {}):
         kinds = fields.get("layer_types")

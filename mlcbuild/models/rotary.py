@@ -35,8 +35,7 @@ class Llama3:
 
 def llama3(inv_freq: Sequence[float], scaling: Llama3) -> tuple[float, ...]:
     """Returns inverse frequencies scaled as in Llama 3.1: those of long waves are divided by the factor,
-    those of short waves stay, and those between are blended.
-    """
+    those of short waves stay, and those between are blended. inv_freq: unscaled, in radians per position."""
     long_wave = scaling.original_max_position / scaling.low_freq_factor
     short_wave = scaling.original_max_position / scaling.high_freq_factor
     factor, low = f32(scaling.factor), f32(scaling.low_freq_factor)
@@ -65,14 +64,12 @@ class Yarn:
 
 
 def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
-    """Returns inverse frequencies scaled by YaRN (Peng et al., 2023): over the dimensions they change
-    gradually from unscaled to interpolated frequencies.
-    """
+    """Returns the dim / 2 inverse frequencies of a rotary embedding scaled by YaRN (Peng et al., 2023): from
+    the first to the last they change gradually from unscaled ones to ones divided by the factor."""
 
     def dimension(turns: float) -> float:
         """Returns the index of a rotated dimension, as a real number, that makes `turns` full turns within
-        the original context window.
-        """
+        the original context window."""
         ratio = scaling.original_max_position / (turns * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 
@@ -94,9 +91,8 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
 
 
 def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns the factor by which YaRN multiplies cos and sin if the checkpoint states none. factor: ratio
-    of the extended context to the original; mscale, mscale_all_dim: fields of YaRN's rope object, or None.
-    """
+    """Returns the factor by which YaRN multiplies cos and sin if config.json states none. factor: ratio of
+    the extended context to the original; mscale, mscale_all_dim: fields of YaRN's rope object, or None."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -107,9 +103,8 @@ def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | 
 
 
 def longrope(theta: float, factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns inverse frequencies scaled by LongRoPE (Ding et al., 2024): each is divided by a separate
-    factor.
-    """
+    """Returns the inverse frequencies of a rotary embedding scaled by LongRoPE (Ding et al., 2024): each of
+    the dim / 2 is divided by its entry in `factors`."""
     powers = _powers(theta, 2 * len(factors))
     return tuple(f32(1.0 / f32(f32(factor) * power)) for factor, power in zip(factors, powers, strict=True))
 

@@ -1,8 +1,9 @@
 """Writes and reads a ModelConfig as JSON without floats, and computes its digest.
 
 Objects have the fields of their dataclasses. Fields that hold their default are left out, so that a new field
-moves no digest. A mixer, a feed-forward and a norm also have a `kind`. Equal layers are written once:
-`layer_specs` lists the different ones in the order of their first layers, `layers` an index for each layer.
+moves no digest. A mixer (attention), a feed-forward and a norm also have a `kind`. Equal layers are written
+once: `layer_specs` lists the different ones in the order of their first layers, `layers` an index for each
+layer.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ KINDS: Mapping[type, str] = {
     RmsNorm: "rms",
     LayerNorm: "layer",
 }
-"""Class of a block or norm of the model -> value of the field `kind` that marks it in JSON."""
+"""Class that describes a kind of attention, feed-forward or norm -> value of the field `kind` that marks it
+in JSON."""
 LAYERS, SPECS = "layers", "layer_specs"
 
 
 def to_json(config: ModelConfig) -> dict[str, Json]:
-    """Returns a model config as JSON. Floats are written as the shortest text that is read back as the same
-    number.
-    """
+    """Returns a model config as a JSON object. Floats are written as texts, the shortest that are read back
+    as the same number."""
     places = {spec: index for index, spec in enumerate(dict.fromkeys(config.layers))}
     document = _object(config, except_for=LAYERS)
     document[SPECS] = [_plain(spec) for spec in places]
@@ -45,9 +46,8 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def from_json(values: object, place: str = "model config") -> ModelConfig:
-    """Parses a model config from the JSON value that `to_json` wrote. place: the beginning of each message.
-    Raises CheckpointError for anything else.
-    """
+    """Parses a model config from the JSON object that `to_json` wrote, and returns it. place: the beginning
+    of each error message. Raises CheckpointError for anything else."""
     try:
         config = _config(values)
     except ValueError as error:
@@ -98,9 +98,9 @@ def _config(values: object) -> ModelConfig:
 
 
 def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object] | None = None) -> Any:
-    """Reads a JSON object as an instance of the dataclass `kind`. name: place of the object, for messages;
-    ready: fields that were read already. Raises ValueError for a missing, unknown or invalid field.
-    """
+    """Reads a JSON object as an instance of the dataclass `kind`. name: path of the object, for messages;
+    ready: field name -> value for fields that were read already. Raises ValueError for a missing, unknown or
+    invalid field."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} must be an object, found {show(values)}")
     rest, arguments = {**values}, {**(ready or {})}
@@ -124,9 +124,8 @@ def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 def _value(hint: Any, value: object, name: str) -> object:
-    """Converts a JSON value to the type `hint`, and returns it. name: the value's place in the document,
-    for messages. Raises ValueError for a value of another type.
-    """
+    """Converts a JSON value to the type `hint`, and returns it. name: the value's path in the document, for
+    messages. Raises ValueError for a value of another type."""
     if hint in _READERS:
         return _READERS[hint](value, name)
     if get_origin(hint) is Literal:
@@ -140,8 +139,7 @@ def _value(hint: Any, value: object, name: str) -> object:
 
 def _chosen(hint: Any, value: object, name: str) -> Any:
     """Reads a JSON object as one of the classes in a union type: the class whose `kind` the object states.
-    name: its place, for messages. Raises ValueError for any other object.
-    """
+    name: the object's path, for messages. Raises ValueError for any other object."""
     members = [member for member in get_args(hint) if member is not NoneType]
     if len(members) == 1:
         return members[0]

@@ -1,6 +1,5 @@
-"""A lazy three-dimensional array of matrices that are computed when they are read, such as the weights of
-experts.
-"""
+"""Defines a lazy three-dimensional array of matrices that are computed when they are read, such as the
+weights of experts."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def is_budget(reading: Reading, where: Where) -> bool:
 
 def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> bool:
     """Returns True if an item of a recipe's list of quantizations states a budget: a limit of bits, size or
-    KL divergence. Keys that only a quantization with a name may have become problems of the recipe. where:
-    path of the item; kinds: its keys that are budgets."""
+    KL divergence. A key that is allowed only for a quantization with a name becomes a problem of the recipe.
+    where: path of the item; kinds: its keys that are budgets."""
     named = [key for key in ("scheme", "overrides", "calibrate") if key in reading.mapping(*where)]
     for key in named:
         message = (

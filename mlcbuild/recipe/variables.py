@@ -86,8 +86,8 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
     """Returns True if all references to variables in a text can be replaced, which the caller then does.
-    Otherwise adds problems to `done.problems`, and the text's path to `done.failed`. where: path of the text
-    in the recipe; variables: name -> variable."""
+    Otherwise records problems and the text's path in `done`, the result so far. where: path of the text in
+    the recipe; variables: name -> variable."""
     names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
         return True
@@ -115,7 +115,7 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
     """Returns name -> variable for the entries of a recipe's `vars` with a scalar value; the JSON schema
     reports the others. settings: variable name -> value from the command line, which replaces the recipe's.
-    Wrong names and types become problems in `done.problems`."""
+    Wrong names and types are recorded as problems in `done`, the result so far."""
     section = document.get((SECTION,))
     variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():

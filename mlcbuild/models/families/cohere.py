@@ -1,4 +1,5 @@
-"""The model family Command R: both halves of a layer read one LayerNorm, and interleaved rotation."""
+"""The model family Command R: attention and feed-forward of a layer read one LayerNorm, and the rotary
+embedding rotates pairs of neighbouring dimensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model family Command R7B and A: Command R with windows; layers without one are not rotated."""
+"""The model family Command R7B and A: Command R with attention windows; layers without a window have no
+rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model family ERNIE 4.5 (dense): Llama with interleaved rotation."""
+"""The model family ERNIE 4.5 (dense): Llama whose rotary embedding rotates pairs of neighbouring
+dimensions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The model family EXAONE 4: each half of a layer has a norm after it only; in models with attention windows,
-layers without a window are not rotated.
-"""
+"""The model family EXAONE 4: attention and feed-forward of a layer each have a norm after them only; in
+models with attention windows, layers without a window have no rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model family Gemma 2: soft caps, every other layer with a window, norms before and after each half of a
-layer."""
+"""The model family Gemma 2: soft caps on attention scores and logits, attention windows in every other layer,
+norms before and after attention and feed-forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model family GLM-4: interleaved rotation of half of each head."""
+"""The model family GLM-4: the rotary embedding rotates pairs of neighbouring dimensions, in half of each
+head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model family GLM-4-0414: GLM-4 with norms after each half of a layer."""
+"""The model family GLM-4-0414: GLM-4 with additional norms after the attention and the feed-forward of a
+layer."""
 
 from __future__ import annotations
 

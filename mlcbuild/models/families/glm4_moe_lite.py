@@ -28,9 +28,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def _sparse(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns for each of `count` layers True if it has experts, according to the fields mlp_layer_types or
-    first_k_dense_replace of config.json.
-    """
+    """Returns for each of `count` layers True if it has experts and False if its feed-forward is dense,
+    according to mlp_layer_types or first_k_dense_replace in config.json."""
     default, kinds = layers_after(fields, count, 1), fields.get("mlp_layer_types")
     if kinds in (None, ABSENT):
         return default

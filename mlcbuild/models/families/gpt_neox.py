@@ -1,6 +1,5 @@
-"""The model family of GPT-NeoX and Pythia: parallel residual connections with a LayerNorm for each half,
-query, key and value heads in one tensor.
-"""
+"""The model family of GPT-NeoX and Pythia: parallel residual connections with a LayerNorm each for attention
+and feed-forward, and query, key and value heads in one tensor."""
 
 from __future__ import annotations
 

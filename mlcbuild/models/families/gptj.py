@@ -1,5 +1,5 @@
-"""The model family GPT-J: both halves of a layer read one LayerNorm; interleaved rotation of a part of each
-head."""
+"""The model family GPT-J: attention and feed-forward of a layer read one LayerNorm; the rotary embedding
+rotates pairs of neighbouring dimensions, in a part of each head."""
 
 from __future__ import annotations
 

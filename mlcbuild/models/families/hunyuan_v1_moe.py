@@ -1,4 +1,4 @@
-"""The model family Hunyuan with experts: the dense model's attention, and an expert that all rows use."""
+"""The model family Hunyuan with experts: the dense model's attention, and an expert that all tokens use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model family Ministral: Mistral, with a window in some layers only."""
+"""The model family Ministral: Mistral, with an attention window in some layers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model family OLMo: norms without weights, and limits of queries, keys and values."""
+"""The model family OLMo: norms without weights, and queries, keys and values that may be clipped to a
+limit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The model family OLMo 2: each half of a layer has a norm after it only, and queries and keys are normalized
-over all heads together.
-"""
+"""The model family OLMo 2: attention and feed-forward of a layer each have a norm after them only, and
+queries and keys are normalized over all heads together."""
 
 from __future__ import annotations
 

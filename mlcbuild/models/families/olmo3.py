@@ -1,4 +1,5 @@
-"""The model family OLMo 3: OLMo 2 with windows in three of four layers, whose rope is not scaled."""
+"""The model family OLMo 3: OLMo 2 with attention windows in three of four layers, whose rotary embedding is
+not scaled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model family Qwen2 and Qwen2.5: Llama with biases on query, key and value; upper layers may have a
-window."""
+"""The model family Qwen2 and Qwen2.5: Llama with biases on query, key and value; upper layers may have an
+attention window."""
 
 from __future__ import annotations
 

@@ -28,9 +28,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def _windows(fields: Fields, count: int) -> tuple[int | None, ...]:
-    """Returns the attention window, in tokens, of each layer: if windows are switched on, every other layer
-    below max_window_layers has one.
-    """
+    """Returns the attention window, in tokens, of each of `count` layers; None: no window. If
+    use_sliding_window is set in config.json, every other layer below max_window_layers has one."""
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):

@@ -1,4 +1,4 @@
-"""The model family SmolLM3: Llama without rotation in every fourth layer."""
+"""The model family SmolLM3: Llama without rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 

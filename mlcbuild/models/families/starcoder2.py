@@ -1,4 +1,5 @@
-"""The model family StarCoder2: LayerNorm and a plain MLP with biases, and one window for all layers."""
+"""The model family StarCoder2: LayerNorm and a feed-forward without gate with biases, and one attention
+window for all layers."""
 
 from __future__ import annotations
 
