@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild.errors import InputError
+from mlcbuild.documents.document import parse
+from mlcbuild.errors import InputError, Problems
 from mlcbuild.recipe import Recipe, load
+from mlcbuild.recipe.reading import Reading
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,6 +45,19 @@ def read(
     path = Path(name)
     path.write_bytes(text.encode())
     return load(path, values, outside)
+
+
+def reading(text: str) -> Reading:
+    """Returns a recipe's text in the form in which the readers of its sections receive it, without the checks
+    of the schema."""
+    directory = Path("/project")
+    document = parse(text.encode(), "q.yaml")
+    return Reading(document, directory, directory, False, frozenset(), frozenset(), {}, Problems())
+
+
+def reported(recipe: Reading) -> list[str]:
+    """Returns `line:column: message` of every problem that readers have added to a recipe."""
+    return [str(problem).removeprefix("q.yaml:") for problem in recipe.problems]
 
 
 def faults(text: str, **values: str) -> list[str]:

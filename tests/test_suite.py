@@ -210,7 +210,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.checkpoints.gguf_vocabulary": NOT_YET,
     "mlcbuild.checkpoints.gguf_word_pieces": NOT_YET,
     "mlcbuild.checkpoints.torch_pickle": NOT_YET,
-    "mlcbuild.child_progress": NOT_YET,
     "mlcbuild.cli.bench": BY_COMMAND,
     "mlcbuild.cli.bundles": BY_COMMAND,
     "mlcbuild.cli.ci": BY_COMMAND,
@@ -221,7 +220,6 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.cli.recipes": BY_COMMAND,
     "mlcbuild.cli.store_access": BY_COMMAND,
     "mlcbuild.cli.store_verbs": BY_COMMAND,
-    "mlcbuild.compiler.child": NOT_YET,
     "mlcbuild.compiler.cpu.kernels.amx": KERNELS,
     "mlcbuild.compiler.cpu.kernels.amx_weights": KERNELS,
     "mlcbuild.compiler.cpu.kernels.attention_amx": KERNELS,
@@ -266,17 +264,9 @@ NOT_IMPORTED: Mapping[str, str] = {
     "mlcbuild.compiler.passes.trusted_calls": NOT_YET,
     "mlcbuild.compiler.program.decode_loop": NOT_YET,
     "mlcbuild.compiler.program.ops": NOT_YET,
-    "mlcbuild.compiler.versions": NOT_YET,
     "mlcbuild.installed.first_recipe": NOT_YET,
     "mlcbuild.installed.install": NOT_YET,
-    "mlcbuild.quant.search": NOT_YET,
-    "mlcbuild.recipe.axes": NOT_YET,
-    "mlcbuild.recipe.budgets": NOT_YET,
-    "mlcbuild.recipe.cache": NOT_YET,
-    "mlcbuild.recipe.cells": NOT_YET,
-    "mlcbuild.recipe.destinations": NOT_YET,
     "mlcbuild.remotes.oci": NOT_YET,
-    "mlcbuild.reports.graph_view": NOT_YET,
 }
 """Module, or the beginning of the names of several -> the reason why no file of tests imports it. Whoever
 writes tests for one removes the line."""

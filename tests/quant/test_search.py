@@ -15,6 +15,9 @@ from mlcbuild.bundles.reference import logits
 from mlcbuild.checkpoints.exact_weights import checkpoint
 from mlcbuild.models import parsing
 from mlcbuild.quant import Storage
+from mlcbuild.quant.floats import Scratch
+from mlcbuild.quant.search import SEARCHES, Search, fit
+from mlcbuild.quant.search import TINY as SMALLEST
 from tests.conftest import TINY
 from tests.schemes import QUANTIZED, SCHEMES, normal, pack, unpack
 
@@ -97,3 +100,58 @@ def test_trained_weights_lose_less_than_with_scales_of_their_extremes(scheme: st
 
     searched = divergence(lambda weight: unpack(pack(weight, storage), storage, weight.shape))
     assert searched < 0.9 * divergence(plain)
+
+
+CONSTANTS = {4: (504, 8, (63, 72, 59), -7, 8), 5: (240, 16, (15, 16), -15, 16)}
+"""Number of bits -> (unit, divisor of importance, step widths, smallest code, largest code), as the docstring
+of `fit` states them."""
+
+
+def scale_of(group: NDArray[np.float32], extreme: np.float32, bits: int) -> np.float32:
+    """Returns the scale of one group, by the formula in the docstring of `fit`, with Python's integers."""
+    unit, divisor, steps, least, most = CONSTANTS[bits]
+    factor = np.float32(unit) / extreme
+    units = [int(np.rint(weight * factor)) for weight in group]
+    best_gain, best = np.float32(-1), np.float32(0)
+    for step in steps:
+        codes = [min(max((u + step // 2) // step, least), most) for u in units]
+        importance = [abs(u) // divisor for u in units]
+        product = sum(v * u * c for v, u, c in zip(importance, units, codes, strict=True))
+        square = sum(v * c * c for v, c in zip(importance, codes, strict=True))
+        a = np.float32(product) / np.float32(max(square, 1))
+        if a * np.float32(product) > best_gain:
+            best_gain, best = a * np.float32(product), a
+    return np.float32(extreme * (best / np.float32(unit)))
+
+
+def fitted(search: Search, groups: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the scales of groups, float32 [groups, 32]."""
+    planes = np.ascontiguousarray(groups.reshape(-1, 8, 4).transpose(1, 0, 2)).reshape(8, -1)
+    return fit(search, planes, extremes(groups), Scratch())
+
+
+def extremes(groups: NDArray[np.float32]) -> NDArray[np.float32]:
+    largest: NDArray[np.float32] = groups[np.arange(len(groups)), np.abs(groups).argmax(1)]
+    return largest
+
+
+@pytest.mark.parametrize("bits", SEARCHES)
+def test_scales_are_those_of_the_formula(bits: int) -> None:
+    rng = np.random.default_rng(3)
+    shapes = (rng.standard_normal((40, 32)), rng.uniform(-1, 1, (20, 32)), rng.standard_t(2, (20, 32)))
+    groups = np.concatenate(shapes).astype(np.float32)
+    groups[::7, 8:] = 0
+    expected = [
+        scale_of(group, extreme, bits) for group, extreme in zip(groups, extremes(groups), strict=True)
+    ]
+    np.testing.assert_array_equal(fitted(SEARCHES[bits], groups), np.array(expected))
+
+
+@pytest.mark.parametrize("bits", SEARCHES)
+def test_tiny_groups_count_as_zeros(bits: int) -> None:
+    groups = np.zeros((3, 32), np.float32)
+    groups[0, 5], groups[1, 5], groups[2, 5] = SMALLEST / 2, -2 * SMALLEST, 0
+    zero, used, empty = fitted(SEARCHES[bits], groups)
+    assert zero == empty == 0
+    top = CONSTANTS[bits][-1]
+    assert used in (-2 * SMALLEST / np.float32(top), -2 * SMALLEST / np.float32(top - 1))

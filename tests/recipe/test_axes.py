@@ -1,5 +1,5 @@
-"""Tests of the messages about faults in the sections `quantizations` and `targets` of a recipe, each with its
-position."""
+"""Tests of reading the sections `quantizations` and `targets` of a recipe, and of the messages about their
+faults, each with its position."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mlcbuild.quant import as_is
 from mlcbuild.quant.schemes import SCHEMES
-from tests.recipes import changed, faults, project
+from mlcbuild.recipe.axes import read_schemes, read_targets
+from mlcbuild.targets import presets
+from mlcbuild.targets.target import Target
+from tests.recipes import changed, faults, project, reading, reported
 
 __all__ = ["project"]
 
@@ -114,3 +118,59 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 def test_faults(project: Path, fault: str) -> None:
     text, expected = FAULTS[fault]
     assert faults(text) == expected
+
+
+def test_listed_schemes_are_the_built_in_ones() -> None:
+    recipe = reading("quantizations: [q8f32_1, as-is, q5, q4a8_1]")
+    schemes = read_schemes(recipe)
+    assert schemes == {
+        "q8f32_1": SCHEMES["q8f32_1"],
+        "as-is": as_is.AS_IS,
+        "q4a8_1": SCHEMES["q4a8_1"],
+    }
+    assert list(schemes) == ["q8f32_1", "as-is", "q4a8_1"]
+    (problem,) = reported(recipe)
+    assert problem.startswith("1:33: quantization 'q5' is unknown")
+
+
+OVERRIDES = "{scheme: q4a8_1, overrides: [{match: '*.down', scheme: q8a8_1}, {match: a|b, scheme: q0f32}]}"
+
+
+def test_a_scheme_with_overrides_is_named_by_its_contents() -> None:
+    other = OVERRIDES.replace("a|b", "a")
+    recipe = reading(
+        f"quantizations:\n  mine: {OVERRIDES}\n  same: {OVERRIDES}\n  other: {other}\n  plain: q0f16"
+    )
+    schemes = read_schemes(recipe)
+    assert not reported(recipe)
+    assert schemes["plain"] == SCHEMES["q0f16"]
+    mine = schemes["mine"]
+    assert mine.overrides == (("*.down", SCHEMES["q8a8_1"]), ("a|b", SCHEMES["q0f32"]))
+    assert (mine.format, mine.activation_bits) == (SCHEMES["q4a8_1"].format, 8)
+    assert mine.name.startswith("q4a8_1-") and mine == schemes["same"]
+    assert schemes["other"].name not in (mine.name, "q4a8_1")
+
+
+def test_calibration_leaves_a_scheme_its_name() -> None:
+    recipe = reading("quantizations: {a: {scheme: q4a8_2, calibrate: [one, two]}}")
+    scheme = read_schemes(recipe)["a"]
+    assert (scheme.name, scheme.calibration) == ("q4a8_2", ("one", "two")) and not reported(recipe)
+
+
+def test_targets_have_the_names_of_the_recipe() -> None:
+    recipe = reading(
+        "targets:\n  mine: x86-64-v3\n  board: {triple: aarch64-unknown-linux-gnu, cpu: cortex-a72}\n"
+        "  odd: x87\n"
+    )
+    targets = read_targets(recipe)
+    preset = presets.presets()["x86-64-v3"]
+    assert targets["mine"] == Target("mine", preset.triple, preset.cpu, preset.features)
+    assert targets["board"] == Target("board", "aarch64-unknown-linux-gnu", "cortex-a72")
+    assert list(targets) == ["mine", "board"]
+    (problem,) = reported(recipe)
+    assert problem.startswith("4:8: target 'x87' is unknown")
+    listed = read_targets(reading("targets: [x86-64-v4, webgpu]"))
+    assert {name: (target.name, target.device) for name, target in listed.items()} == {
+        "x86-64-v4": ("x86-64-v4", "cpu"),
+        "webgpu": ("webgpu", "webgpu"),
+    }

@@ -9,7 +9,8 @@ import pytest
 
 from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe import expand
-from tests.recipes import changed, faults, project, read
+from mlcbuild.recipe.budgets import CANDIDATES, is_budget, listed_name, read_budget
+from tests.recipes import changed, faults, project, read, reading, reported
 
 __all__ = ["project"]
 
@@ -72,3 +73,44 @@ def test_budgets_in_a_list_are_named_by_what_they_state(project: Path) -> None:
     named = read(changed(quantizations="{a: {max_size: 800MB}, b: {target_bits: 4.25}, c: {max_kl: 0.02}}"))
     assert list(named.schemes.values()) == list(listed.schemes.values())[1:]
     assert len(expand(listed)) == 7
+
+
+def test_a_quantization_without_scheme_and_overrides_is_a_budget() -> None:
+    recipe = reading("q: {a: {max_kl: 1}, b: {scheme: q0f32}, c: {overrides: [], scheme: x}, d: {}}")
+    assert [is_budget(recipe, ("q", name)) for name in "abcd"] == [True, False, False, True]
+    assert reported(recipe) == [
+        "1:75: 'd' needs the key 'scheme', or a budget: target_bits, max_size or max_kl"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "name"),
+    [
+        ("q4a8_1", "q4a8_1"),
+        ("{max_size: 1 GiB}", "max_size-1GiB"),
+        ("{max_size: 1 apple}", None),
+        ("{target_bits: 4}", "target_bits-4"),
+        ("{max_kl: 0.020}", "max_kl-0.02"),
+        ("{candidates: [q0f32]}", None),
+        ("{max_kl: []}", None),
+    ],
+)
+def test_the_name_of_an_item(item: str, name: str | None) -> None:
+    assert listed_name(reading(f"q: [{item}]"), ("q", 0)) == name
+
+
+def test_a_budget_lists_its_candidates_from_the_smallest() -> None:
+    recipe = reading(
+        "q: [{max_size: 1MB, candidates: [q8a8_1, q0f32, q4a8_1]}, {max_size: 1 MB, candidates: [q4a8_1, "
+        "q8a8_1, q0f32]}, {max_kl: 0.5}, {target_bits: 5, candidates: [q8a8_1, q4a8_2]}]"
+    )
+    first, same, usual, bits = (read_budget(recipe, ("q", i)) for i in range(4))
+    assert first is not None and first == same
+    assert first.budget is not None and (first.budget.kind, first.budget.limit) == ("max_size", 1e6)
+    names = [scheme.name for scheme in first.candidates]
+    assert names == ["q4a8_1", "q8a8_1", "q0f32"], "4, 8 and 32 bits"
+    assert first.format == SCHEMES["q0f32"].format, "that of the largest candidate bounds the size"
+    assert usual is not None and usual.budget is not None and usual.budget.limit == 0.5
+    assert {scheme.name for scheme in usual.candidates} == {*CANDIDATES}
+    assert bits is not None and bits.activation_bits == 8
+    assert len({first.name, usual.name, bits.name}) == 3 and not reported(recipe)

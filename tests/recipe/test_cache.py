@@ -1,4 +1,5 @@
-"""Tests of the messages about faults in the section `cache` of a recipe, each with its position."""
+"""Tests of reading the section `cache` of a recipe, and of the messages about its faults, each with its
+position."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import HEAD, NAME_RULE, faults, project
+from mlcbuild.recipe.cache import read_remotes
+from mlcbuild.remotes import Remote
+from tests.recipes import HEAD, NAME_RULE, faults, project, reading, reported
 
 __all__ = ["project"]
 
@@ -67,3 +70,16 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 def test_faults(project: Path, fault: str) -> None:
     text, expected = FAULTS[fault]
     assert faults(text) == expected
+
+
+def test_remotes_are_read_in_order() -> None:
+    recipe = reading(
+        "cache:\n  remotes:\n    - {url: 'https://host/a/', write: ci-only, trust: ['ed25519:x']}\n"
+        "    - {url: 'ftp://b'}\n    - {url: 'file:///c', mode: read}\n    - {mode: read}\n"
+    )
+    assert read_remotes(recipe) == (
+        Remote("https://host/a", "readwrite", True, ("ed25519:x",)),
+        Remote("file:///c", "read"),
+    )
+    assert [problem.partition(":")[0] for problem in reported(recipe)] == ["4"]
+    assert read_remotes(reading("a: 1")) == ()

@@ -1,4 +1,5 @@
-"""Tests of the messages about faults in the section `matrix` of a recipe, each with its position."""
+"""Tests of reading the section `matrix` of a recipe, and of the messages about its faults, each with its
+position."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import HEAD, changed, faults, project
+from mlcbuild.recipe import cells
+from mlcbuild.recipe.cells import read_cells
+from mlcbuild.recipe.matrix import Cell
+from tests.recipes import HEAD, changed, faults, project, reading, reported
 
 __all__ = ["project"]
 
@@ -88,3 +92,44 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 def test_faults(project: Path, fault: str) -> None:
     text, expected = FAULTS[fault]
     assert faults(text) == expected
+
+
+AXES = "models: {a: x, b: y}\nquantizations: [q, {max_kl: 0.5}]\ntargets: [t]\n"
+
+
+def test_without_a_matrix_everything_is_combined() -> None:
+    recipe = reading(AXES)
+    names = ("q", "max_kl-0.5")
+    assert read_cells(recipe) == tuple(Cell((model, name, "t")) for model in "ab" for name in names)
+    assert not reported(recipe)
+
+
+def test_a_matrix_chooses_names_and_has_exceptions() -> None:
+    recipe = reading(
+        f"{AXES}matrix:\n  model: [b, a, c]\n  exclude: [{{model: a, quantization: max_kl-0.5}}]\n"
+        "  include: [{quantization: q}, {model: b, target: t}, {model: d, target: t}]\n"
+    )
+    assert read_cells(recipe) == (
+        Cell(("b", "q", "t"), (0, 1)),
+        Cell(("b", "max_kl-0.5", "t"), (1,)),
+        Cell(("a", "q", "t"), (0,)),
+    )
+    assert [problem.split(";")[0] for problem in reported(recipe)] == [
+        "5:17: model 'c' is unknown in this recipe",
+        "7:63: model 'd' is unknown in this recipe",
+    ]
+
+
+def test_a_section_without_names_has_no_combinations_and_no_problem_of_its_own() -> None:
+    recipe = reading("models: {a: x}\nquantizations: 5\ntargets: [t]\nmatrix: {exclude: [{model: a}]}")
+    assert read_cells(recipe) == ()
+    assert reported(recipe) == []
+
+
+def test_the_number_of_combinations_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "LARGEST", 4)
+    assert len(read_cells(reading(AXES))) == 4
+    monkeypatch.setattr(cells, "LARGEST", 3)
+    recipe = reading(f"{AXES}matrix: {{}}")
+    assert read_cells(recipe) == ()
+    assert reported(recipe) == ["4:1: the matrix has 4 combinations; at most 3 are allowed"]

@@ -1,4 +1,5 @@
-"""Tests of the messages about faults in the section `publish` of a recipe, each with its position."""
+"""Tests of reading the section `publish` of a recipe, and of the messages about its faults, each with its
+position."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import HEAD, changed, faults, project
+from mlcbuild.recipe.destinations import read_destinations
+from tests.recipes import HEAD, changed, faults, project, reading, reported
 
 __all__ = ["project"]
 
@@ -37,3 +39,20 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 def test_faults(project: Path, fault: str) -> None:
     text, expected = FAULTS[fault]
     assert faults(text) == expected
+
+
+CELLS = [("a", "q", "t"), ("b", "q", "t")]
+
+
+def test_templates_that_tell_combinations_apart_are_read_in_order() -> None:
+    recipe = reading(
+        "publish:\n  - {to: 'hf://team/{model}'}\n  - {to: 'oci://host/x:{target}'}\n  - {to: 'hf://team/{size}'}\n"
+        "  - {to: 'oci://host/x:{model}-{target}'}\n  - {to: 'hf://team/{model}'}\n"
+    )
+    assert read_destinations(recipe, CELLS) == ("hf://team/{model}", "oci://host/x:{model}-{target}")
+    problems = reported(recipe)
+    assert [problem.partition(":")[0] for problem in problems] == ["3", "4", "6"]
+    assert "a/q/t and b/q/t would both be 'oci://host/x:t'" in problems[0]
+    assert read_destinations(reading("publish: [{to: 'oci://host/x:{target}'}]"), CELLS[:1]) == (
+        "oci://host/x:{target}",
+    )

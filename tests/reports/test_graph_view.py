@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from mlcbuild.reports import page
+from mlcbuild.reports import graph_view, page
 from tests.reports.test_runlog import LOG
 from tests.runtime.test_page import CHROMIUM, Browser
 
@@ -62,3 +63,41 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser) -> 
     )
     browser.until("innerWidth === 375")
     assert browser.run("document.documentElement.scrollWidth") == 375
+
+
+class Outline(HTMLParser):
+    """Collects the tags of a page, each with the tags around it, and the texts in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self.paths: list[str] = []
+        self.texts: dict[str, str] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        path = "/".join([*self._open, tag])
+        self.paths.append(path)
+        if tag not in ("input", "rect"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        path = "/".join(self._open)
+        self.texts[path] = self.texts.get(path, "") + data
+
+
+def test_the_picture_stands_between_its_controls_and_their_program() -> None:
+    outline = Outline()
+    outline.feed(graph_view.view("<svg><title>a</title></svg>"))
+    outline.close()
+    assert outline.paths == [
+        *("div", "div/button", "div/button", "div/button", "div/input"),
+        *("div/div", "div/div/svg", "div/div/svg/title", "script"),
+    ]
+    # The program assigns its handlers to the buttons in this order.
+    assert outline.texts["div/button"] == "LargerSmallerFit"
+    assert "const [larger, smaller, fit]" in outline.texts["script"]
+    assert outline.texts["div/div/svg/title"] == "a"
+    assert ".graph>div" in graph_view.STYLE and ".graph svg" in graph_view.STYLE
