@@ -20,7 +20,8 @@ from mlcbuild.targets.backends import backend
 MANY_CORES = 64
 """Number of cores that a step requests if it can use all cores of a machine."""
 BUDGET_FILES = ("budget.json", "quantization.yaml")
-"""Names of those files that are copied into bundles from the step which chooses schemes under a budget."""
+"""Names of the two files, a report and a quantization for recipes, that bundles copy from the step which
+chose their quantization schemes under a budget."""
 
 
 def storage_of(variant: Variant) -> quant.Storage:
@@ -53,9 +54,8 @@ def labels_of(variant: Variant) -> dict[str, str]:
 
 
 def scheme_params(scheme: quant.Storage) -> dict[str, Json]:
-    """Returns the step parameters that describe a quantization scheme, from which `quant.choice.scheme_of`
-    reads it.
-    """
+    """Returns the parameters of a build step that describe a quantization scheme: {"scheme": the scheme as
+    JSON}, or {"candidates": list of schemes} if a step chooses among several."""
     if scheme.candidates:
         return {"candidates": [quant.to_json(candidate) for candidate in scheme.candidates]}
     return {"scheme": quant.to_json(scheme)}

@@ -37,7 +37,8 @@ and the one in use."""
 
 @dataclass(frozen=True)
 class Range:
-    """The response to a request for a range of an object's bytes: exactly that range, or the whole object."""
+    """The response of a remote cache to a request for a range of an object's bytes: exactly that range, or
+    the whole object."""
 
     body: Body
     size: int
@@ -54,7 +55,7 @@ was replaced or removed."""
 
 
 class Ranges:
-    """Reads the bytes of a remote object in order, in ranges.
+    """Reads the bytes of a remote object in order, by requests for ranges of bytes.
 
     While bytes arrive fast, each range is requested after the previous one, and is much longer. After a slow
     range, all further ranges are short and requested concurrently.
@@ -67,9 +68,9 @@ class Ranges:
         self._next = min(first.body.start + FIRST, first.size)
         self._size, self._version = first.size, first.version
         self._count = 0
-        """Number of bytes of the current range of the object that have arrived."""
+        """Number of bytes that have arrived of the range of the remote object that is being read."""
         self._seconds = 0.0
-        """Seconds spent on waiting for bytes of the current range of the object."""
+        """Seconds spent on waiting for bytes of the range of the remote object that is being read."""
         self._ahead: deque[Future[tuple[int, bytearray]]] = deque()
         self._free: list[bytearray] = []
         self._taken: bytearray | None = None
@@ -117,9 +118,8 @@ class Ranges:
         return start, self._next
 
     def _piece(self, start: int, end: int, buffer: bytearray) -> tuple[int, bytearray]:
-        """Reads the bytes start..end-1 of a remote object into a buffer, and returns (number of bytes,
-        buffer).
-        """
+        """Reads the bytes `start` to `end` - 1 of a remote object into `buffer`, and returns (number of
+        bytes, buffer). Raises RemoteError if the server sends fewer or more."""
         have, size = 0, end - start
         with self._exactly(start, end, AHEAD).body as body:
             while more := body.read():

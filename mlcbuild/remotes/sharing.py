@@ -1,8 +1,10 @@
-"""Combines the remote caches of a run with one store: looks up records, downloads blobs, uploads results.
+"""Combines the remote caches of a run with one store: looks up step records, downloads files, uploads
+results.
 
-A record suffices to know a step's result, and so the keys of the steps that depend on it. Its blobs are
-downloaded only when a step on this machine reads them. A record that was used without all its blobs is stored
-under `known/`, so that the next run finds it without a remote.
+A step record describes a step's result. It suffices to know the result, and so the keys of the steps that
+depend on it. The files of the result (blobs) are downloaded only when a step on this machine reads them. A
+record that was used without all its blobs is stored under `known/`, so that the next run finds it without a
+remote.
 """
 
 from __future__ import annotations
@@ -95,9 +97,8 @@ class Sharing:
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Drops the step record of a key whose files cannot be downloaded, so that the run builds the step
-        again.
-        """
+        """Removes the cached step record of a key, because the files of the result cannot be downloaded, so
+        that the run builds the step again."""
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
@@ -180,10 +181,9 @@ class Sharing:
         return tuple(missing)
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` as the blob that `entry` describes to a remote cache from which the run
-        also reads, and returns True if such a remote has it afterwards. Raises CancelledError if `stop` is
-        set.
-        """
+        """Uploads the file `place`, which `entry` describes (path, digest, size), to a remote cache from
+        which the run also reads, and returns True if such a remote has it afterwards. Raises CancelledError
+        if `stop` is set."""
         chosen = [link for link in self.links if link.remote.writes() and link.remote.reads]
         return any(link.offer(entry, place, stop) for link in chosen)
 
@@ -206,9 +206,8 @@ class Sharing:
         return f"no remote gives {entry.path}"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Requests step records of many keys from a remote cache in other threads, so that this thread can
-        react to an interrupt meanwhile.
-        """
+        """Requests step records of many keys from the remote caches in other threads, and caches the answers,
+        so that this thread can react to an interrupt meanwhile."""
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
             while not question.done() and not self._ended:

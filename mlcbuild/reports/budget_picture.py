@@ -1,6 +1,5 @@
-"""Draws the result of a budget, which chooses a quantization scheme for each matrix: the bits of each
-matrix, and loss against size.
-"""
+"""Draws the quantization schemes that were chosen for the matrices of a model under a budget, a limit of
+size, bits or loss: the bits of each matrix, and loss against size."""
 
 from __future__ import annotations
 
@@ -67,9 +66,8 @@ def bits_of_matrices(matrices: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(matrix: Mapping[str, Any], x: float, y: float, title: str) -> str:
-    """Returns the SVG cell of one matrix with its upper left corner at (x, y), in pixels. title: text
-    before the number of bits, or "".
-    """
+    """Returns the SVG cell of one matrix of a model with its upper left corner at (x, y), in pixels. matrix:
+    its name, bits per weight, scheme and bytes; title: text before the number of bits, or ""."""
     bits = float(matrix["bits"])
     share = min(max((bits - 2) / 8, 0.0), 1.0)
     red, green, blue = (round(255 - share * (255 - dark)) for dark in (31, 79, 143))

@@ -52,7 +52,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the scatter plot of accuracy and size, which stands for one variant."""
+    """A point of the scatter plot of loss over size, which stands for one variant: a model in one
+    quantization for one target."""
 
     label: str
     bytes: int
@@ -134,9 +135,8 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Returns an SVG scatter plot of loss (logarithmic) over size, with a labelled dot for each point.
-    Exact variants have a separate row below the axis, which has no position for zero.
-    """
+    """Returns an SVG scatter plot of loss (logarithmic) over size, with a labelled dot for each point. Points
+    whose loss is only a rounding error have a separate row below the axis, which has no position for zero."""
     width, height, left, top = 520.0, 300.0, 64.0, 14.0
     exact = any(point.loss <= LEAST for point in points)
     floor = height - (40.0 + _ROW * exact)
@@ -200,8 +200,8 @@ def _dot(point: Point, place: tuple[float, float], fill: str, occupied: list[Box
     """Returns a labelled dot of a scatter plot as SVG. The label is beside the dot, or above or below it, at
     the first free position.
 
-    place: x and y in pixels; occupied: rectangles of dots and earlier labels, to which the label is added;
-    area: where labels may be.
+    place: x and y of the dot in pixels; fill: its colour; occupied: rectangles of dots and earlier labels, to
+    which the label is added; area: rectangle that labels must not leave.
     """
     x, y = place
     long = len(point.label) * _CHAR

@@ -31,7 +31,8 @@ def lanes(graph: Graph) -> dict[str, str]:
 
 
 def _products(graph: Graph) -> Mapping[str, str]:
-    """Returns name of a bundle, or of a step that needs a bundle -> the model whose weights it has."""
+    """Returns name of a step that builds a bundle, or of a step that needs such a step -> name of the model
+    whose weights the bundle has."""
     products: dict[str, str] = {}
     for name, node in graph.nodes.items():
         for need in () if isinstance(node, Source) else graph.needs(node):

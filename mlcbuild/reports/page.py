@@ -56,7 +56,8 @@ overflow-wrap:anywhere;margin:6px 0}
 
 
 def html(log: RunLog, before: RunLog | None) -> str:
-    """Returns an HTML page about a run. before: the run with which it is compared, or None."""
+    """Returns an HTML page about the run whose log is `log`. before: log of the run with which it is
+    compared, or None."""
     title = f"mlcbuild: {log.recipe}"
     parts = [
         f"<h1>{escape(title)}</h1>\n<div class=meta>{escape(_meta(log))}</div>",
@@ -183,9 +184,8 @@ def _moved(now: float | None, before: float | None) -> str:
 
 
 def _plots(log: RunLog) -> str:
-    """Returns HTML with a scatter plot for each model with figures: mean KL divergence (nats) over the size
-    of the weights. "" without any.
-    """
+    """Returns HTML with a scatter plot for each model of a run whose variants were compared with it: mean KL
+    divergence (nats) over the size of the weights in bytes; "" if there is none."""
     models: dict[str, list[LoggedVariant]] = {}
     for item in log.variants:
         models.setdefault(item.model, []).append(item)

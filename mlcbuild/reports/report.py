@@ -1,4 +1,5 @@
-"""Presents a run's events as a live view, as plain lines, or as one JSON document."""
+"""Presents the events of a run, such as the start and the end of each step, as a live view on a terminal, as
+plain lines, or as one JSON document."""
 
 from __future__ import annotations
 
@@ -284,7 +285,8 @@ class View:
 
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
-    """Returns the JSON document that `run --json` prints. variants: the entries for its variants, as JSON."""
+    """Returns the JSON document that `mlcbuild run --json` prints. variants: JSON objects that describe the
+    variants of the run, which the document repeats."""
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],
@@ -303,7 +305,7 @@ def _step_json(step: StepResult) -> dict[str, object]:
 
 
 def amount(progress: StepProgress) -> str:
-    """Formats the progress of a step: "1.2 GB of 4.0 GB", "3 of 12 layers"."""
+    """Returns the progress of a step as text, such as "1.2 GB of 4.0 GB" or "3 of 12 layers"."""
     if progress.unit == "B":
         done, total, unit = sizes.show(progress.done), sizes.show(progress.total), ""
     else:

@@ -105,7 +105,8 @@ class RunLog:
 
 
 class Clock:
-    """A reporter of a run's events that records when steps start, and passes every event on."""
+    """Records when the steps of a run start and the ends of their logs, and passes every event of the run on
+    to another receiver."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
@@ -234,9 +235,8 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
-    """Converts the two JSON documents of a run's log into the log. head: the one with the times; data: the
-    rest, whose digest was checked. Raises ValueError for another format, or impossible times.
-    """
+    """Converts the two JSON documents of a run's log into a `RunLog`. head: the one with the times; data: the
+    rest, whose digest was checked. Raises ValueError for another format, or impossible times."""
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")
     begun, seconds = float(head["time"]), float(head["seconds"])

@@ -68,7 +68,8 @@ def path_fault(path: str) -> str:
 
 
 _codes: dict[bytes, Code] = {}
-"""JSON text of the list of source files in a step record -> the parsed list. The mapping is a cache."""
+"""JSON text of the list of source files in a step record -> the parsed list, a `Code`. The mapping is a
+cache."""
 _MOST_CODES = 512
 _BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"inputs":'
 

@@ -210,9 +210,8 @@ class Store(Blobs):
             part.replace(marker)
 
     def try_lock(self, key: str) -> HeldLock | None:
-        """Acquires the lock of a step's key and returns it; returns None while another process holds it.
-        Raises StoreError if the lock file cannot be created.
-        """
+        """Acquires the lock that the builder of a step's key holds, and returns it; returns None while
+        another process holds it. Raises StoreError if the lock file cannot be created."""
         with self.writing():
             return try_lock(self.root / "locks" / key)
 
@@ -227,12 +226,12 @@ class Store(Blobs):
     def publish(
         self, key: str, info: BuildInfo, out: Path, linked: Mapping[tuple[int, int], Entry]
     ) -> Published:
-        """Moves all files below the directory `out` into the store as a step's result: blobs first, then
-        the record. A record that the store already has for the key stays.
+        """Moves all files below the directory `out` into the store as a step's result: the files first, then
+        the record that lists them. A record that the store already has for the key stays.
 
         out: inside a working directory of the store. linked: (device, inode) of a file of the step's inputs
-        -> its entry; an output that is a hard link of one is not hashed. Raises StoreError if the store
-        cannot be written, StepError when `out` holds anything but regular files.
+        -> its path, digest and size; an output that is a hard link of one is not hashed. Raises StoreError if
+        the store cannot be written, StepError when `out` holds anything but regular files.
         """
         with self.writing(), self.settled():
             entries = [self._adopt(path, name, linked) for path, name in _walk(out, info.step)]

@@ -26,7 +26,8 @@ KEPT_RECORDS = 3600.0
 is far longer than the interval at which a run marks the records that it uses.
 """
 KEPT_BLOBS = 86_400.0
-"""Seconds since its creation during which gc keeps a blob without a step record while a build runs."""
+"""Seconds since its creation during which garbage collection keeps a file of the store that no step record
+lists while a build runs, because its record may be about to be written."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ BACKENDS: dict[str, Backend] = {
         faults="mlcbuild.compiler.gpu.support:unsupported",
     ),
 }
-"""Kind of device (`device` of a target) -> its backend. A new backend adds one entry."""
+"""Kind of device, such as "cpu" or "webgpu" (the field `device` of a target) -> its properties. A new kind of
+device adds one entry."""
 
 
 def backend(target: Target) -> Backend:

@@ -81,8 +81,8 @@ class Argument:
     """The element type of an argument of a library function; None means the dtype in which the model
     computes."""
     shape: tuple[str | int, ...] = ()
-    """Sizes of the dimensions of a library function's argument, each a letter that stands for a size or a sum
-    such as "b+1"; () for a scalar, or if the library decides the shape."""
+    """Sizes of the dimensions of a library function's argument, each a number, a letter that stands for a
+    size, or a sum such as "b+1"; () for a scalar, or if the library decides the shape."""
     in_place: bool = False
     """True if the library function writes into this argument."""
 

@@ -17,7 +17,8 @@ from mlcbuild_format.errors import BundleError
 from mlcbuild_format.fields import Json, parse_json
 
 _CHUNK = 1 << 20
-"""Bytes hashed at a time, few enough that Ctrl-C interrupts the check of large weights at once."""
+"""Number of bytes of a file that are hashed at a time, few enough that Ctrl-C interrupts the check of large
+weights at once."""
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -111,8 +111,8 @@ class Conversation:
         return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
 
     def _regen(self) -> str:
-        """Replaces the last answer of the chat by a new one. Returns a text to print, "" if there is none.
-        Raises ServingError if the model cannot answer."""
+        """Replaces the last answer of the chat by a new one, which it prints. Returns "", or a message if
+        there is no answer to replace. Raises ServingError if the model cannot answer."""
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]

@@ -25,8 +25,9 @@ returns None to drop the message that was begun, and raises EOFError at the end 
 
 
 def messages(read: ReadLine) -> Iterator[str]:
-    """Yields the user's messages without surrounding spaces. Lines that end with a backslash, or that stand
-    between two lines of three quotation marks, are joined to one message. read: returns the next line."""
+    """Yields the user's chat messages without surrounding spaces. Lines that end with a backslash, or that
+    stand between two lines of three quotation marks, are joined to one message. read: function that returns
+    the next line."""
     begun: list[str] = []
     in_block = False
     while True:
@@ -81,7 +82,8 @@ def _read_typed(continued: bool) -> str | None:
 
 
 def _prepare_readline(words: Mapping[str, Sequence[str]]) -> None:
-    """Gives input() a history and completion. Raises ImportError for a Python without readline."""
+    """Sets up history and completion of lines for Python's input(). words: completions for Tab. Raises
+    ImportError for a Python without readline."""
     import readline
 
     def complete(text: str, state: int) -> str | None:

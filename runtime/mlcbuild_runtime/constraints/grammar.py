@@ -46,7 +46,8 @@ are computed. One byte hardly ever determines a token, because longer tokens may
 
 
 class Matcher:
-    """The state of one answer that must match a constraint: which tokens may come next."""
+    """The state of one answer that must match a constraint (JSON schema, regular expression or grammar):
+    decides which tokens may come next."""
 
     def __init__(self, of: Compiled, matcher: LLMatcher) -> None:
         # Attribute order matters: the matcher must be freed before the one that it was copied from.
@@ -58,8 +59,8 @@ class Matcher:
         self._spelled: int | None = None
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None
-        """A sampled token that the method `tries` has already passed to llguidance's matcher, so that the
-        next call of `take` must append this token to the answer; None if there is no such token."""
+        """A sampled token that llguidance's matcher has already accepted and consumed, so that the next token
+        that is appended to the answer must be this one; None if there is no such token."""
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
@@ -98,8 +99,8 @@ class Matcher:
         return self._spelled
 
     def tries(self, token: int) -> bool:
-        """Returns True if the constraint allows a token next; llguidance's matcher has then consumed it, and
-        `take` must be called with the same token, which appends it to the answer. This is much cheaper than a
+        """Returns True if the constraint allows a token next. llguidance's matcher has consumed the token
+        then, and the caller must append it to the answer with the method `take`. This is much cheaper than a
         mask.
 
         Must be called only if the constraint allows more than one next byte (`free` is True). End-of-sequence
@@ -160,7 +161,7 @@ class Matcher:
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Returns a copy of this matcher of a constraint, which has consumed `tokens` in addition."""
+        """Returns a copy of this state of an answer and its constraint, to which `tokens` are appended."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._time, other._count = replace(self._time), self._count
         for token in tokens:
@@ -209,8 +210,8 @@ class Grammars:
         tokens in the model's vocabulary; ends: the end-of-sequence tokens."""
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
         self._compiling: dict[Key, Future[Compiled | str]] = {}
-        """Constraint -> future with its compiled form or an error message, for the constraints that are being
-        compiled."""
+        """Constraint -> future with its compiled form or an error message, for the constraints that a thread
+        is compiling now."""
         self._kept: OrderedDict[Key, Compiled] = OrderedDict()
         self._lock, self._first = threading.Lock(), threading.Lock()
 
@@ -308,7 +309,8 @@ class Grammars:
 
     def _made(self, grammar: str, key: Key, outcome: TrialOutcome) -> Compiled | str:
         """Compiles a constraint, such as a JSON schema, after it was compiled on trial in a child process.
-        Returns it, or an error message if it cannot be used. key: the constraint's key in the cache."""
+        Returns it, or an error message if it cannot be used. outcome: the memory that the trial took; key:
+        the constraint's key in the cache."""
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)

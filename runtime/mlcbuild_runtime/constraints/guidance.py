@@ -1,6 +1,7 @@
-"""Configures llguidance for this server: limits, the vocabulary in its form, and its errors in plain words.
+"""Configures the library llguidance for this server: limits, the vocabulary in its form, and its errors in
+plain words.
 
-The server and the child process that tries constraints both use this module, so that they agree.
+The server and the child process that compiles constraints on trial both use this module, so that they agree.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tries constraints in stages: short trials first, then longer ones, each stage with a separate process and
-queue.
+"""Compiles constraints (JSON schemas, regular expressions, grammars) on trial in stages: with little CPU time
+first, then with more, each stage in a separate process with a queue.
 
 The cost of a constraint is known only after a trial. One that does not fit into a stage's time goes on to the
 next stage. So a constraint waits only for others that cost at most as much as itself, and for the first part
@@ -82,8 +82,8 @@ class _Try:
 
 
 class Trials(Generic[T]):
-    """Tries constraints of one vocabulary, in a child process, before the server compiles them. Any thread
-    may use it."""
+    """Compiles constraints for one vocabulary on trial, in child processes, before the server compiles them.
+    Any thread may use it."""
 
     def __init__(self, tokens: Tokens, stages: tuple[Stage, ...] = STAGES) -> None:
         self.tries = tuple(_Try(stage, tokens) for stage in stages)
@@ -93,13 +93,14 @@ class Trials(Generic[T]):
         limits in which its compilation ended, the bytes that it needs or the reason why it is refused)."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
-        """Tries the constraint `grammar` (in Lark) in a child process, with one stage's limit of CPU time
-        after the other until it suffices, unless the outcome is cached under `key`. Returns `use(outcome)` if
-        the constraint passes, or the reason why it cannot be used.
+        """Compiles the constraint `grammar` (in Lark) on trial in a child process, with one stage's limit of
+        CPU time after the other until it suffices, unless the outcome is cached under `key`. Returns the
+        result of `use` if the constraint passes, or the reason why it cannot be used.
 
-        use: compiles the constraint and returns the result or an error message; for constraints that exceed
-        the first stage's limit, each stage runs only one at a time, in a thread of low priority. Raises
-        CrowdedError if too many constraints wait, and SetupError if no child process can be started.
+        use: function from the outcome of the trial, with the bytes of memory that it took, to the compiled
+        constraint or an error message; for constraints that exceed the first stage's limit, each stage runs
+        only one at a time, in a thread of low priority. Raises CrowdedError if too many constraints wait, and
+        SetupError if no child process can be started.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):
@@ -120,7 +121,7 @@ class Trials(Generic[T]):
             self._outcomes.pop(key, None)
 
     def close(self) -> None:
-        """Ends the child processes in which constraints are tried. Any thread may call it."""
+        """Ends the child processes in which constraints are compiled on trial. Any thread may call it."""
         for each in self.tries:
             each.trial.close()
 

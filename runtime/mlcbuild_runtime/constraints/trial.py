@@ -1,4 +1,5 @@
-"""Tries constraints in a child process first, which can be killed when one costs too much.
+"""Compiles constraints (JSON schemas, regular expressions, grammars) on trial in a child process, which can
+be killed when one costs too much.
 
 The cost of a schema or a regular expression cannot be seen from its text: `multipleOf: 999983` takes half a
 minute and half a gigabyte, and a thread that compiles it cannot be stopped. The child process holds the
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 PATIENCE = 20.0
-"""Wall-clock seconds after which the trial of a constraint is ended, on a machine that is busy with other
-work."""
+"""Wall-clock seconds after which compiling and following a constraint in a child process is ended, on a
+machine that is busy with other work."""
 MEMORY = 128 << 20
 """Maximum bytes that one constraint may use while it is compiled and followed."""
 STEPS = 16
@@ -43,7 +44,8 @@ it for some tokens is the unit for the smallest limit of CPU time of other const
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The result of trying a constraint: the memory that it needs, or the reason why it is refused."""
+    """The result of compiling a constraint on trial: the memory that it needs, or the reason why it is
+    refused."""
 
     error: str
     """The reason why the constraint cannot be used; "" if it can."""
@@ -58,8 +60,8 @@ class TooCostlyError(Exception):
 
 
 class Trial:
-    """A child process that tries one constraint at a time; it starts on first use. One thread at a time may
-    run it; any thread may close it."""
+    """A child process that compiles one constraint at a time on trial and follows it for some tokens; it
+    starts on first use. One thread at a time may run it; any thread may close it."""
 
     def __init__(
         self, tokens: Tokens, seconds: float, niceness: int = 0, multiple: float | None = None
@@ -96,13 +98,14 @@ class Trial:
         raise TooCostlyError
 
     def close(self) -> None:
-        """Ends the child process that tries constraints, also while it tries one. Any thread may call it."""
+        """Ends the child process that compiles constraints on trial, also while it compiles one. Any thread
+        may call it."""
         self._child.close()
 
 
 def work() -> None:
-    """Runs the child process that tries constraints: reads a vocabulary, then one JSON object with a grammar
-    per line, until its input ends; writes a line with the outcome of each."""
+    """Runs the child process that compiles constraints on trial: reads a vocabulary, then one JSON object
+    with a grammar per line, until its input ends; writes a line with the outcome of each."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
     tokens = Tokens(
@@ -125,16 +128,16 @@ def work() -> None:
 
 
 def _plain(tokens: Tokens, tokenizer: LLTokenizer) -> float:
-    """Returns the CPU seconds for trying a plain JSON schema in a fork of this process: the least of three
-    measurements, because a busy machine adds to some of them."""
+    """Returns the CPU seconds for compiling a plain JSON schema and following it for some tokens in a fork of
+    this process: the least of three measurements, because a busy machine adds to some of them."""
     outcomes = [_forked(tokens, tokenizer, PLAIN, PATIENCE) for _ in range(3)]
     return min((outcome["seconds"] for outcome in outcomes if outcome), default=math.inf)
 
 
 def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float) -> dict[str, Any] | None:
-    """Tries a Lark grammar in a fork of this process. Returns {"error": the reason why it cannot be used, or
-    "", "bytes": memory used, "seconds": CPU time used}; None if it reaches the limit of CPU time or memory.
-    """
+    """Compiles a Lark grammar and follows it for some tokens in a fork of this process. Returns {"error": the
+    reason why it cannot be used, or "", "bytes": memory used, "seconds": CPU time used}; None if it reaches
+    the limit of CPU time or memory."""
     readable, writable = os.pipe()
     if not (fork := os.fork()):
         try:
@@ -163,10 +166,10 @@ def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, An
 
 
 def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
-    """Follows a constraint with random tokens, plain letters if possible. Returns the error that occurs, or
-    "". An error of llguidance, which counts its work, takes precedence over slow masks: CPU time varies,
-    since it includes page faults and waits for memory, and a constraint should get the same answer each time.
-    """
+    """Follows a compiled constraint for up to 16 random tokens that it allows, plain letters and digits if
+    possible. Returns the error that occurs, or "". An error of llguidance, which counts its work, takes
+    precedence over slow masks: CPU time varies, since it includes page faults and waits for memory, and a
+    constraint should get the same answer each time."""
     draws, size, time_taken, slow = np.random.default_rng(1), len(tokens.tokens), MaskTime(), ""
     for count in range(STEPS):
         begun = time.thread_time()

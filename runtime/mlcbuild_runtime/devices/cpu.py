@@ -67,7 +67,8 @@ class CpuExecutor:
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._inputs = StepInputs(manifest.limits.page_size)
         self._prepared = 0
-        """Number of KV cache pages, counted from page 0, for which `prepare_pages` has allocated memory."""
+        """Number of KV cache pages, counted from page 0, for which memory was allocated in advance while the
+        engine was idle."""
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:

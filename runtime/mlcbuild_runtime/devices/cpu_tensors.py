@@ -25,8 +25,8 @@ os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
 BURST = 16
-"""Maximum number of decode steps in one call of the library. `ci/bench/step` measures the overhead of a call.
-"""
+"""Maximum number of decode steps in one call of a compiled library. `ci/bench/step` measures the overhead of
+a call."""
 _TABLE = 64
 """Page tables are padded to a multiple of this many entries, so that their shape rarely changes."""
 _LINE = tensors.ALIGNMENT // 4
@@ -124,8 +124,8 @@ class MaskTensors:
 
 
 class StepInputs:
-    """Creates the arguments of library calls, except the weights and the KV cache. One instance serves all
-    calls, one after the other."""
+    """Creates the arguments for the functions of a compiled CPU library, except the weights and the KV cache.
+    One instance serves all calls, one after the other."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -139,8 +139,8 @@ class StepInputs:
         """The flag that a running decode loop polls, as a memoryview of one int32; nonzero ends the loop."""
 
     def batch(self, step: ModelStep) -> Arguments:
-        """Returns argument name -> tensor, for the arguments of the library that describe a step: its tokens,
-        the rows whose logits are computed, and where keys and values are stored.
+        """Returns argument name -> tensor, for those arguments of the functions of a compiled library that
+        describe a step: its tokens, the rows whose logits are computed, and where keys and values are stored.
         """
         places = step.places(self._page_size)
         numbers = self._numbers.tensors(

@@ -164,9 +164,9 @@ class GpuExecutor:
         return StepOutput(tokens, lambda: self._read_logits(len(step.rows)))
 
     def _passes(self, step: ModelStep) -> list[tuple[int, int]]:
-        """Divides the tokens of a step into parts that are computed one after the other, since the kernels
+        """Divides the tokens of a step into ranges that are computed one after the other, since the kernels
         for decoding are limited in rows. Returns (index of the first token, index after the last) of each
-        part."""
+        range."""
         count = len(step.tokens)
         if step.prompt or count <= self.exact_rows:
             return [(0, count)]
@@ -175,10 +175,10 @@ class GpuExecutor:
     def _prepare(
         self, step: ModelStep, part: tuple[int, int], rows: Sequence[int], again: bool
     ) -> list[tuple[str, dict[str, int]]]:
-        """Uploads the inputs of a part of a step, and returns the calls of the GPU program that compute its
-        logits. part: (index of the first token, index after the last); rows: indices, counted in the part, of
-        the tokens whose logits are computed; again: True if the part's tokens were computed before, for other
-        rows."""
+        """Uploads the inputs of a range of a step's tokens, and returns the calls of the GPU program that
+        compute its logits. part: (index of the first token, index after the last); rows: indices, counted
+        from the first of these, of the tokens whose logits are computed; again: True if these tokens were
+        computed before, for other rows."""
         head = [("head", {"q": len(rows)})] if rows else []
         if again:
             self.device.write("inputs", self._inputs.rows(rows))
@@ -262,7 +262,8 @@ class GpuExecutor:
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
         """Executes decode steps in which the most likely token is sampled. Returns one list for each executed
-        step, with the token of each sequence. Tokens stay on the GPU until a submit ends."""
+        step, with the token of each sequence. Tokens stay on the GPU until a submit, a group of steps, ends.
+        """
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
         calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]

@@ -24,9 +24,9 @@ def apply_masks(logits: Floats, masks: Masks) -> None:
 
 
 def draw(logits: Floats, row: SamplingRow) -> int:
-    """Returns a token sampled from one row of logits, float32 [vocabulary], in float64. The filters apply in
-    the order top_k, min_p, top_p. Returns NO_TOKEN if the row's parameters ask for no token, INVALID_TOKEN if
-    the largest logit is NaN."""
+    """Returns a token sampled in float64 from one row of logits, float32 [vocabulary]. row: its sampling
+    parameters, whose filters apply in the order top_k, min_p, top_p. Returns NO_TOKEN (-2) if they ask for no
+    token, INVALID_TOKEN (-1) if the largest logit is NaN."""
     params = abi.SamplingParams(*row)
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN

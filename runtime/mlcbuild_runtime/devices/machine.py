@@ -110,8 +110,8 @@ class FreeCores:
         self._last = self._times()
 
     def __call__(self, enough: int) -> int | None:
-        """Returns the number of free processors; None if the system does not report it. It stops sampling as
-        soon as `enough` are free."""
+        """Returns the number of free logical processors; None if the system does not report it. It stops
+        sampling as soon as `enough` are free."""
         most, fewest, cores = self._most_others(), None, os.cpu_count() or 1
         for look in range(_LOOKS):
             time.sleep(_BETWEEN if look else 0)

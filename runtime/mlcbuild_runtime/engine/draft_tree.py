@@ -1,10 +1,11 @@
-"""Defines draft trees: alternatives to a draft, verified in the same step.
+"""Defines draft trees: draft tokens and alternatives to them, all verified in the same step.
 
-A draft is one path of tokens on the sequence's pages. A branch leaves the draft, or an earlier branch. In a
-step it is a separate part, like another sequence: it attends to the same full pages up to the point where it
-leaves, and then to separate pages, the first of which begins with a copy of the partly filled page that it
-left. So no attention mask is needed, and a branch's rows have the same bits as without a tree. The idea is
-from SpecInfer (Miao et al., 2024, arXiv:2305.09781), which separates paths with a mask.
+A draft is one path of tokens on the sequence's KV cache pages. A branch begins after a token of the draft or
+of an earlier branch, and continues it with other tokens. A step computes it like another sequence: it attends
+to the same full pages up to the point where it begins, and then to separate pages, the first of which begins
+with a copy of the partly filled page at that point. So no attention mask is needed, and a branch's rows have
+the same bits as without a tree. The idea is from SpecInfer (Miao et al., 2024, arXiv:2305.09781), which
+separates paths with a mask.
 
 The rows of a tree, in order: the token before the draft, the draft's tokens, the tokens of each branch.
 """
@@ -46,8 +47,8 @@ class Branch:
 
 
 def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[int]:
-    """Returns all draft tokens from the draft's beginning to the end of path `index`: 0 is the draft itself,
-    1 the first branch."""
+    """Returns all draft tokens of a draft tree from the draft's beginning to the end of the path `index`: 0
+    is the draft itself, 1 the first branch."""
     if not index:
         return draft
     branch = branches[index - 1]
@@ -55,8 +56,8 @@ def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[in
 
 
 def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int]:
-    """Returns the numbers of the KV cache pages of path `index`, in order: 0 is the draft itself, 1 the first
-    branch. trunk: the pages of the sequence."""
+    """Returns the numbers of the KV cache pages of the path `index` of a draft tree, in order: 0 is the draft
+    itself, 1 the first branch. trunk: the pages of the sequence."""
     if not index:
         return trunk
     branch = branches[index - 1]

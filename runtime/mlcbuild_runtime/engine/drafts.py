@@ -76,9 +76,9 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns alternatives to a draft: branches, each of which leaves the draft where another token
-        followed the same n-gram earlier in the text. tokens: the text, which the draft follows; count:
-        maximum number of tokens on all branches together."""
+        """Returns alternatives to a draft: branches, each of which begins where another token than the
+        draft's followed the same n-gram earlier in the text. tokens: the text, which the draft follows;
+        count: maximum number of tokens on all branches together."""
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):
@@ -111,9 +111,8 @@ class Prediction:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._answered, self._place = list(tokens), 0, 0
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, in the prediction, of the token that followed the n-gram's first
-        occurrence.
-        """
+        """N-gram of tokens -> index, in the client's prediction of the answer, of the token that followed the
+        n-gram's first occurrence."""
         for end in range(len(self._tokens), 0, -1):
             for size in SIZES:
                 if end >= size:
@@ -179,7 +178,7 @@ class Odds:
         """Estimated acceptance rate, from 0 to 1, of draft tokens on branches, the alternatives to the rest
         of a draft that are verified in the same step."""
         self.pace = 1.0
-        """Average number of tokens that one decode step adds to an answer."""
+        """Moving average of the number of tokens that one decode step adds to the answer of this sequence."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
         """Returns how many tokens to draft on branches (alternatives to the rest of a draft, verified in the

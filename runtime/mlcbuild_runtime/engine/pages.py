@@ -24,15 +24,15 @@ class _Node:
     page: int
     key: Key
     parent: _Node | None
-    """The node of the page before this one in a prompt; None once that page was reassigned, so that no new
-    request can reach this node."""
+    """The node of the prefix tree for the page before this one in a prompt; None once that page was
+    reassigned, so that no new request can reach this node."""
     children: dict[Key, _Node] = field(default_factory=dict)
     users: int = 1
 
 
 class Pages:
-    """The pages 0 .. count-1: each is free, owned by one sequence, or in the prefix tree with any number of
-    users.
+    """The KV cache pages 0 .. count-1: each is free, owned by one sequence, or in the prefix tree with any
+    number of users.
 
     A user of a page in the tree also uses all pages above it, and releases the deepest first. So the idle
     pages (in the tree, without a user), ordered by when they became idle, begin with a leaf: the least
@@ -43,7 +43,7 @@ class Pages:
     def __init__(self, count: int) -> None:
         self.count = count
         self.reached = 0
-        """Number of the first page that, like all pages after it, has never been allocated."""
+        """Number of the first KV cache page that, like all pages after it, has never been allocated."""
         self._free = list(range(count - 1, -1, -1))
         self._root = _Node(-1, (), None)
         self._nodes: dict[int, _Node] = {}
@@ -61,8 +61,8 @@ class Pages:
         return len(self._nodes)
 
     def depth(self, keys: Sequence[Key]) -> int:
-        """Returns how many of a prompt's pages, from the first one on, are in the prefix tree, so that they
-        need not be computed. keys: the contents of the prompt's full pages, in order."""
+        """Returns how many of a prompt's KV cache pages, from the first one on, are in the prefix tree, so
+        that they need not be computed. keys: the contents of the prompt's full pages, in order."""
         return len(self._path(keys))
 
     def share(self, keys: Sequence[Key]) -> list[int]:
@@ -75,8 +75,8 @@ class Pages:
         return [node.page for node in path]
 
     def take(self, count: int) -> list[int] | None:
-        """Allocates `count` pages, evicting idle ones from the prefix tree if necessary, and returns their
-        numbers; None if there are too few."""
+        """Allocates `count` KV cache pages, evicting idle ones from the prefix tree if necessary, and returns
+        their numbers; None if there are too few."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -160,7 +160,7 @@ class Pages:
 
 
 class PageKeys:
-    """Computes the keys of the pages of one sequence, in order.
+    """Computes the keys that identify the contents of a sequence's KV cache pages, in order.
 
     Pages with tokens of the answer get a key that only this sequence has: another request would prefill these
     tokens, and the kernels of prefill and decode may round differently. So no answer depends on the contents

@@ -49,8 +49,9 @@ class TurnLength:
         return min(self._limit, max(SMALLEST, whole_tiles))
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Records that `tokens` prompt tokens have been computed in `seconds`. Fewer than 64 tokens do not
-        show the cost of a token, since they wait for weights."""
+        """Records that `tokens` prompt tokens have been computed in `seconds`, from which the next number of
+        prompt tokens follows. Fewer than 64 tokens are ignored: they wait for weights and do not show the
+        cost of a token."""
         if tokens >= min(SMALLEST, self._limit):
             self._token_seconds = seconds / tokens
 

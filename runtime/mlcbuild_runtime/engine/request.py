@@ -51,8 +51,8 @@ class Request:
     priority: int = 0
     """The request's priority: requests with a lower number go first; equal ones go in order of arrival."""
     pooling: Pooling | None = None
-    """How the prompt's hidden states are pooled into an embedding, which is the answer; None for answers of
-    text."""
+    """How the prompt's hidden states are pooled into an embedding, which is the answer: "last" takes that of
+    the last token, "mean" the average; None for answers of text."""
     timeout: float | None = None
     """Seconds after submission at which the request ends with an error."""
 
@@ -88,7 +88,7 @@ class Event(NamedTuple):
     rejected: int = 0
     """Number of draft tokens proposed for this request so far that were not accepted."""
     vector: Floats | None = None
-    """The embedding, in the only event of a request with `pooling`."""
+    """The embedding, float32 [hidden], in the only event of a request for one; None in other events."""
     times: EngineTimes | None = None
     """Seconds that the engine spent on the prompt and on the answer, in the last event of an answer with
     tokens; None in other events."""
@@ -107,8 +107,8 @@ class Ticket:
 
     def __init__(self, wake: Callable[[], None], window: int | None) -> None:
         """Creates the handle of a request. wake: function that makes the engine check the request. window:
-        number of delivered events that the client may leave unread, None for any number; at this number the
-        request pauses."""
+        number of delivered events (tokens) that the client may leave unread, None for any number; at this
+        number the request pauses."""
         self.cancelled = False
         self.delivered = 0
         """Number of events (tokens of the answer) that were delivered to the client."""
@@ -121,8 +121,8 @@ class Ticket:
         self._wake()
 
     def deliver(self, sink: Sink, event: Event) -> None:
-        """Calls `sink` with an event, unless the request was cancelled. An exception of the sink cancels the
-        request."""
+        """Passes an event (a token of the answer, or the end) to the client's function `sink`, unless the
+        request was cancelled. An exception of the sink cancels the request."""
         if self.cancelled:
             return
         self.delivered += 1
@@ -140,9 +140,8 @@ class Ticket:
 
     @property
     def room(self) -> int | None:
-        """Returns the number of events that may be delivered before the client must read one; None: there is
-        no limit.
-        """
+        """Returns the number of events (tokens of the answer) that may be delivered before the client must
+        read one; None: there is no limit."""
         return None if self._window is None else self._window - (self.delivered - self._read)
 
     @property

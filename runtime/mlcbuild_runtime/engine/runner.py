@@ -1,5 +1,5 @@
-"""Executes batches: forms a step from sequences, runs it on the executor, and turns the result into
-events."""
+"""Executes batches: forms a step of the model from sequences, runs it on the executor, and turns the result
+into events for the clients."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Runner:
         self.delivery = Delivery(schedule, self.counters)
 
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
-        """Computes one step of the model and delivers the events of the new tokens. Returns, for each
-        sequence from which a token was sampled, how many draft tokens were verified and accepted; sequences
-        whose prompt is not computed completely yet are left out.
+        """Computes one step of the model and delivers an event to the client for each new token. Returns, for
+        each sequence from which a token was sampled, how many draft tokens were verified and accepted;
+        sequences whose prompt is not computed completely yet are left out.
 
         parts: (sequence, number of its next tokens to compute, draft tokens included); prompt: True if the
         tokens belong to prompts.
@@ -110,8 +110,8 @@ class Runner:
                 self.delivery.deliver(sequence, [event])
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
-        """Executes up to `count` decode steps of `sequences`, then delivers the events of all their tokens.
-        With constraints, no step begins later than `seconds` after the first one."""
+        """Executes up to `count` decode steps of `sequences`, then delivers all their tokens to the clients.
+        If a sequence has a constraint, no step begins later than `seconds` after the first one."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:

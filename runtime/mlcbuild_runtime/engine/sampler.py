@@ -30,9 +30,9 @@ be sampled; the caller may modify the array."""
 
 
 class Backoff:
-    """Decides, for a constrained answer, whether the next token is sampled first and then checked against the
-    grammar (cheap), or sampled under a logit mask. Exponential back-off: the more often samples violate the
-    grammar, the more often a mask is computed."""
+    """Decides, for an answer with a constraint, whether the next token is sampled first and then checked
+    against the grammar (cheap), or sampled under a logit mask. Exponential back-off: the more often samples
+    violate the grammar, the more often a mask is computed."""
 
     LONGEST = 64
 
@@ -123,9 +123,10 @@ class Sampler:
         return backoff.due(position) and not self._sampling.filters
 
     def token(self, logits: ReadLogits, drawn: int, position: int) -> int:
-        """Returns the token at index `position` of the answer. drawn: the token that the device sampled, or
-        NO_TOKEN; logits: function that returns the row of logits, for sampling on the host. Raises
-        ServingError for logits that are NaN, or a constraint that is too costly to follow."""
+        """Returns the token at index `position` of the answer, which the constraint allows, if there is one.
+        drawn: the token that the device sampled, or NO_TOKEN (-2) for none; logits: function that returns the
+        row of logits, for sampling on the host. Raises ServingError for logits that are NaN, or a constraint
+        that is too costly to follow."""
         if self.mask is not None and drawn != NO_TOKEN:
             self.mask = None
             return checked(drawn)
@@ -150,8 +151,8 @@ class Sampler:
             self._counts[token] += 1
 
     def prepare(self, position: int) -> None:
-        """Computes the logit mask of the token at index `position` of the answer in advance, if it will be
-        needed, while the grammar is in the CPU's caches."""
+        """Computes and caches the logit mask of the token at index `position` of the answer in advance, if it
+        will be needed, while the grammar is in the CPU's caches."""
         matcher = self._matcher
         if matcher is not None and not self._tries(self._backoff, position):
             with suppress(ServingError):  # reported when the mask is needed

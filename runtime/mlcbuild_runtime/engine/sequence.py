@@ -155,8 +155,9 @@ class Sequence:
         return remaining if room is None else min(remaining, room)
 
     def keys(self, page_size: int, length: int) -> List[Key]:
-        """Returns the keys that identify the contents of the KV cache pages which the first `length` tokens
-        fill; none if the pages must not be shared."""
+        """Returns the keys (tuples of integers) that identify the contents of the KV cache pages which the
+        first `length` tokens of the sequence fill; [] if the pages must not be shared. page_size: number of
+        tokens in a page."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
             return []  # Cached pages lack the logits, or hidden states, of their tokens.
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)
@@ -192,8 +193,9 @@ class Sequence:
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
     def advance(self, rows: SequenceRows) -> bool:
-        """Appends the token that a decode step has sampled to the sequence, without creating its event.
-        Returns False if events must be delivered before the next step."""
+        """Appends the token that a decode step has sampled to the sequence, without an event for the client.
+        Returns False if the token ends the answer, or after an error, so that the client must receive its
+        tokens before the next step."""
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
@@ -204,8 +206,8 @@ class Sequence:
         return not self.client.is_end(token)
 
     def take_events(self) -> list[Event]:
-        """Returns the events, one per token, of the tokens that decode steps have appended without delivering
-        them, then those of tokens that the constraint forces to follow, or of an error."""
+        """Returns the events for the client, one per token, of the tokens that decode steps have appended
+        without delivering them, then those of tokens that the constraint forces to follow, or of an error."""
         client, events = self.client, list[Event]()
         for position in range(self.answered - client.unsent, self.answered):
             events.append(self._event_at(position))
@@ -218,7 +220,7 @@ class Sequence:
 
     def consume(self, rows: SequenceRows) -> list[Event]:
         """Appends the tokens that a step has sampled for this sequence: one, and one more for each accepted
-        draft token. Returns the events of these tokens; an error is an event, too."""
+        draft token. Returns an event for the client of each; an error is an event, too."""
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -229,8 +231,8 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Appends tokens to the answer as long as the constraint allows only one, and their events to
-        `events`. Returns `events`."""
+        """Appends tokens to the answer as long as the constraint allows only one, and an event for the client
+        of each to `events`. Returns `events`."""
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
@@ -238,8 +240,9 @@ class Sequence:
         return events
 
     def _verify(self, rows: SequenceRows) -> list[Event]:
-        """Samples tokens along the sequence's draft tree, for as long as a sampled token is among the draft
-        tokens, and appends them to the answer. Returns their events."""
+        """Samples tokens along the sequence's draft tree (the draft and its alternatives), for as long as a
+        sampled token is among the draft tokens, and appends them to the answer. Returns an event for the
+        client of each."""
         draft = self.draft
         draft.branch_gain = draft.best_path = 0
         if not draft.tokens:
@@ -257,8 +260,9 @@ class Sequence:
         return events
 
     def _draw(self, rows: SequenceRows, row: int, drafted: Container[int]) -> Event:
-        """Samples a token from row `row` of a step's logits, appends it to the answer and returns its event;
-        an error is an event, too. drafted: the tokens that the draft tree has at this position."""
+        """Samples a token from row `row` of a step's logits, appends it to the answer and returns its event
+        for the client; an error is an event, too. drafted: the tokens that the draft tree has at this
+        position."""
         scored = self.request.logprobs
         logits = None if scored is None else rows.logits()[row]
         try:
@@ -337,9 +341,8 @@ class Sequence:
         return self._event(error=error)
 
     def _event_at(self, position: int) -> Event:
-        """Returns the event of the token at index `position` of the answer. Earlier tokens must have events
-        already.
-        """
+        """Returns the event for the client of the token at index `position` of the answer. Earlier tokens
+        must have events already."""
         token = self.tokens[len(self.request.prompt) + position]
         done = position + 1 == self.answered and self.sampler.finished
         text, finish = self.client.text(token, position, done)

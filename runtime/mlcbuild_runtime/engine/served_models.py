@@ -37,7 +37,8 @@ class ModelSource:
 
     @classmethod
     def of(cls, text: str) -> ModelSource:
-        """Returns the bundle that a command-line argument DIRECTORY or NAME=DIRECTORY describes."""
+        """Returns the directory and, if stated, the name of the bundle that a command-line argument DIRECTORY
+        or NAME=DIRECTORY describes."""
         name, equals, path = text.partition("=")
         if equals and name and not Path(text).exists():
             return cls(Path(path), name)
@@ -256,7 +257,8 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Returns True while the server accepts new requests."""
+        """Returns True while the server accepts new requests: it does not stop, and the engine of every
+        loaded model works."""
         return not self._draining and all(engine.ready for engine in self.engines)
 
     @property

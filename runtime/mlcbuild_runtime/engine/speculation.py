@@ -81,8 +81,7 @@ class Speculation:
 
     def concerns(self, sequence: Sequence) -> bool:
         """Returns True if draft tokens may be proposed for this sequence: its request allows speculative
-        decoding, and the engine or the request has a source of drafts.
-        """
+        decoding, and the engine or the client's prediction of the answer provides draft tokens."""
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
@@ -152,8 +151,8 @@ class Speculation:
     def settle(self, rows: int, outcomes: List[DraftOutcome], seconds: float) -> None:
         """Adapts the lengths of drafts to the numbers of accepted tokens of a step.
 
-        `rows` is the number of rows of the step without drafts, `seconds` the device time of the step and of
-        drafting.
+        outcomes: how many draft tokens of each sequence were verified and accepted; rows: number of rows of
+        the step without drafts; seconds: device time of the step and of drafting.
         """
         drafted = sum(outcome.drafted for outcome in outcomes)
         self._prices.observe(rows, drafted, seconds, sum(outcome.branched for outcome in outcomes))

@@ -60,8 +60,8 @@ class Executor(Protocol):
 
     @property
     def burst(self) -> int:
-        """Returns the maximum number of decode steps in one call of `steps` or `guided_steps`; 1 for a device
-        without a decode loop."""
+        """Returns the maximum number of decode steps in one call of the methods `steps` and `guided_steps`; 1
+        for a device without a decode loop."""
 
     @property
     def exact_rows(self) -> int:
@@ -86,18 +86,20 @@ class Executor(Protocol):
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
         """Executes a decode step and steps that follow it, up to `burst` in all. Returns one list for each
-        executed step, with the token of each sequence.
+        executed step, with the token of each sequence. following: random numbers and end-of-sequence tokens
+        for the steps that follow.
 
         At least one step is executed; fewer than requested when a sequence ends, when logits are NaN, and
-        after `interrupt`.
+        after a call of the method `interrupt`.
         """
 
     def guided_steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
     ) -> GuidedSteps:
-        """Yields the output of up to `count` decode steps, the first of which is `step`. After each, the
-        caller sends a list with the next input of every sequence, or closes the generator. All sampling
-        parameters except the random number stay the same."""
+        """Yields the tokens and logits of up to `count` decode steps, the first of which is `step`. After
+        each, the caller sends a list with the next token, random number and logit mask of every sequence, or
+        closes the generator. All sampling parameters except the random number stay the same. masks: those of
+        the first step."""
 
     def hidden_states(self, step: ModelStep) -> Floats:
         """Computes a step without logits: writes the keys and values of its tokens to the KV cache, and

@@ -63,9 +63,9 @@ class Sampling:
     bias: tuple[tuple[int, float], ...] = ()
     """Pairs (token, number that is added to its logit)."""
     min_tokens: int = 0
-    """Minimum number of tokens of the answer: before it, none of `ends` is sampled."""
+    """Minimum number of tokens of the answer: before it, no token that ends the answer is sampled."""
     ends: tuple[int, ...] = ()
-    """Tokens that end the answer; only `min_tokens` uses them."""
+    """Tokens that end the answer; they are not sampled before it has `min_tokens` tokens."""
 
     @cached_property
     def adjusts(self) -> bool:

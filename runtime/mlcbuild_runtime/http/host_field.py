@@ -38,8 +38,8 @@ def _host_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: 
 
 
 def _coding_fault(headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """Returns what is wrong with the Transfer-Encoding of a request; "" if it is valid. The parser allows
-    further codings before `chunked`, which nobody decodes."""
+    """Returns what is wrong with the Transfer-Encoding of a request; "" if it is absent or `chunked` alone.
+    The HTTP parser allows further codings before `chunked`, which nobody decodes."""
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if all(coding.strip().lower() == b"chunked" for coding in codings):
         return ""

@@ -1,4 +1,4 @@
-"""Received bytes that are not parsed yet, and the state of the request to which they belong.
+"""Divides the bytes received on a connection into HTTP requests, and holds those that are not parsed yet.
 
 The parser is fed up to the end of one request, so that the next one waits unparsed. Where a request ends
 shows only in its bytes: a line without content ends its head and a chunked body, and a body with a length
@@ -58,9 +58,9 @@ class RequestInput:
         return self._at >= len(self._ahead)
 
     def take(self) -> bytes:
-        """Returns the received bytes that are not parsed yet, and counts them as parsed. While the request's
-        head is being parsed, they reach at most to the end of the head, and later at most to the end of the
-        request."""
+        """Returns the received bytes that are not parsed yet, and counts them as parsed. While the head of an
+        HTTP request is being parsed, they reach at most to the end of the head, and later at most to the end
+        of the request."""
         part = self._ahead[self._at : self._at + self._size()]
         self._at += len(part)
         if self._left:
@@ -95,7 +95,7 @@ class RequestInput:
         self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
 
     def add_field(self) -> bool:
-        """Counts a header field or trailer, and returns False if there are too many."""
+        """Counts a header field or trailer of the HTTP request; returns False if there are more than 100."""
         self._fields += 1
         return self._fields <= HEAD_FIELDS
 

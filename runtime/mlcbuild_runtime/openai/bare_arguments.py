@@ -97,8 +97,8 @@ class BareRules:
             'array: "[" (any ("," any)*)? "]"',
             r'pair: /[^{}\[\],:<|"]+/ ":" any',
         ]
-        """The rules of the Lark grammar so far, one text each; expressions that `value` returns refer to
-        them."""
+        """The rules of the Lark grammar so far, one text each. The Lark expressions for the arguments of tool
+        calls refer to them by name."""
 
     def value(self, schema: Json) -> str:
         """Returns a Lark expression that matches the values which a JSON schema accepts, and more if the

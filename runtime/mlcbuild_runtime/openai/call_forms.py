@@ -50,7 +50,7 @@ class Form:
 
     key: str = "arguments"
     native: bool = True
-    """True if the chat template itself describes tools to the model."""
+    """True if the model's chat template itself describes tools to the model."""
     first: str = ""
     opening: str = ""
     """Text that opens the list of tool calls in an answer; a space may come before it."""
@@ -100,8 +100,8 @@ class Form:
         return self.first or self.lead
 
     def head(self, name: str) -> str:
-        """Returns the text with which a call of the tool `name` begins, up to its arguments, without the mark
-        in front of each call."""
+        """Returns the text with which a call of the tool `name` begins, up to its arguments, without the text
+        in front of each call that distinguishes it from prose."""
         if self.by_name is not None:
             return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '

@@ -195,7 +195,7 @@ class Reader:
 
     def _value(self, key: str, text: str) -> str:
         """Returns the value of the argument `key` of a tool call as JSON text. text: the value as the model
-        has written it."""
+        has written it; it becomes a JSON string if the argument's type is text, or if it is not JSON."""
         if key not in self._texts.get(self._name, ()):
             with suppress(ValueError):
                 json.loads(text)

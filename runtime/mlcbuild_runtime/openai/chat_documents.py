@@ -48,21 +48,21 @@ class Prompt:
 
 
 class _Choice:
-    """The state of one answer's response documents while its events arrive."""
+    """The state of one answer's response documents while the engine's events, one for each token, arrive."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.prefix, self.begun, self.offset = prompt, prompt.echo, False, len(prompt.echo)
         self.reader = prompt.reader() if prompt.reader is not None else None
         self.calls = self.reasoning_tokens = 0
         self.last: Event | None = None
-        """The last event of the answer; None until the answer has ended."""
+        """The engine's last event of the answer, with its final counts; None until the answer has ended."""
 
     def finish(self, event: Event) -> str | None:
         return "tool_calls" if event.finish == "stop" and self.calls else event.finish
 
     def deltas(self, event: Event) -> Iterator[dict[str, Json]]:
         """Yields the changes of a chat message, in the format of OpenAI's streams, that an event of the
-        engine causes."""
+        engine (a token, or the end) causes."""
         if self.reader is None:
             yield {"content": event.text}
             return
@@ -83,8 +83,8 @@ class _Choice:
 
 
 class Reply:
-    """Converts the events of the answers to one request to OpenAI's response documents: one document for all
-    of them, or chunks of a stream."""
+    """Converts the engine's events, one for each token, of the answers to one request to OpenAI's response
+    documents: one document for all answers, or chunks of a stream."""
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
         """Creates the response to a request, before the engine has answered a token. chat: True for chat
@@ -281,7 +281,7 @@ class Reply:
 
     def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> dict[str, list[Json]]:
         """Returns the log-probabilities of a text completion in OpenAI's format, an object of parallel lists.
-        events: those of its tokens."""
+        events: the engine's events, one for each token of the answer."""
         offsets: list[Json] = []
         for event in events:
             offsets.append(choice.offset)

@@ -1,4 +1,5 @@
-"""Stores responses in memory for a while, for GET requests and for later responses that continue them."""
+"""Stores responses of /v1/responses in memory for a while, for GET requests and for later responses that
+continue them."""
 
 from __future__ import annotations
 

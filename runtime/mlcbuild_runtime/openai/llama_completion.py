@@ -54,7 +54,8 @@ class LlamaOutput:
         self._stated: list[Json] = prompt if self._is_list and isinstance(prompt, list) else [prompt]
 
     def documents(self, index: int, event: Event) -> Iterator[Document]:
-        """Yields the JSON documents of llama.cpp's stream that one event of the answer `index` causes."""
+        """Yields the JSON documents of llama.cpp's stream that one event of the engine (a token, or the end)
+        causes. index: index of the answer to which the event belongs."""
         if event.error is not None:
             yield error_document(event.error)
         elif event.text or event.last:
@@ -62,7 +63,7 @@ class LlamaOutput:
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> Json:
         """Returns llama.cpp's document of complete answers, or a list of documents if the request had a list
-        of prompts. answers: for each answer all of its events."""
+        of prompts. answers: for each answer all of its events, one for each token."""
         listed: list[Json] = [
             self._document(index, "".join(event.text for event in events), events[-1])
             for index, events in enumerate(answers)

@@ -77,12 +77,12 @@ MESSAGES: dict[str, Json] = {
         ]
     },
 }
-"""JSON Schema of the field `messages`."""
+"""JSON Schema of the field `messages` of a chat completions request."""
 
 
 def messages(body: RequestBody) -> tuple[Message, ...]:
-    """Returns the messages of a chat request, checked and simplified for chat templates. Raises RequestError,
-    naming the message."""
+    """Returns the messages of a chat request, checked and converted for chat templates: role, content as one
+    text, and tool calls with parsed arguments. Raises RequestError, naming the invalid message."""
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)

@@ -1,4 +1,5 @@
-"""Responses of /v1/responses: converts the engine's events to items and to the events of a stream."""
+"""Converts the engine's events, one for each token, to a response of /v1/responses: its items (messages,
+reasoning, tool calls) and the events of its stream."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class ResponseOutput:
             yield self._event(f"response.{kind}", response=dict(self.document))
 
     def events(self, event: Event) -> Iterator[Document]:
-        """Yields the events of the stream of /v1/responses that one event of the engine causes."""
+        """Yields the events of the stream of /v1/responses that one event of the engine (a token, or the end)
+        causes."""
         self._tokens = max(self._tokens, event.tokens)
         if event.text or event.last:
             pieces = [CallPiece("text", event.text)] if event.text else []

@@ -76,7 +76,7 @@ TOOL_CHOICE: dict[str, Json] = {
         },
     ]
 }
-"""JSON Schema of the field `tool_choice`."""
+"""JSON Schema of the field `tool_choice` of a chat completions request."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,8 @@ def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
 
 
 def text_parameters(tool: Tool) -> frozenset[str]:
-    """Returns the names of a tool's parameters whose values are texts, according to their schemas."""
+    """Returns the names of a tool's parameters whose values are texts (type `string`, or an `enum` of texts),
+    according to their JSON schemas."""
     return frozenset(key for key, schema in _properties(tool).items() if _is_text(schema))
 
 

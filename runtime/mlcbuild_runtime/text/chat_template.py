@@ -107,9 +107,8 @@ class _Renderer:
         self.child = Child("mlcbuild_runtime.text.jinja", "renders chat templates", lambda: niceness)
         self._turns = FairLock(waiting)
         self._patience = LONGEST_WAIT
-        """Maximum seconds that a prompt waits for its turn to be rendered; 0 after a prompt that took too
-        long, since the next probably would, too.
-        """
+        """Maximum seconds that a request waits while the prompts of others are rendered; 0 after a prompt
+        that took too long, since the next probably would, too."""
 
     def answer(self, line: bytes) -> Json:
         """Sends a line, a template with its variables, to the child process and returns its answer: a JSON

@@ -29,9 +29,9 @@ try:
 except BrokenPipeError:
     os._exit(0)
 """
-"""The program of a child process, which calls the function `work` of a module. If the child writes an answer
-after its server has ended, it exits at once and silently: an ordinary exit would flush the output again, and
-print a traceback on the terminal of a chat that has ended."""
+"""The Python program of a child process, which calls the function `work` of a module. If the child writes an
+answer after its server has ended, it exits at once and silently: an ordinary exit would flush the output
+again, and print a traceback on the terminal of a chat that has ended."""
 
 
 class EndedError(Exception):

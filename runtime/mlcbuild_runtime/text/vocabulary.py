@@ -37,7 +37,8 @@ _CLEANED = {
     " do not": " don't",
     **{f" {ending}": ending for ending in ("'s", "'ve", "'re")},
 }
-"""Text -> what stands for it, in this order, where a WordPiece decoder cleans up its tokens."""
+"""Text -> its replacement, applied in this order, in tokenizers whose WordPiece decoder cleans up the text of
+tokens."""
 
 
 class Vocabulary(Protocol):
@@ -237,9 +238,8 @@ class PieceVocabulary:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Returns text -> token, for the special tokens that are split off before SentencePiece encodes the
-        rest of a text.
-        """
+        """Returns text -> token, for the special and added tokens that are split off before SentencePiece
+        encodes the rest of a text."""
         special = {self.token_name(token): token for token in self._special}
         return special | {content: token for token, (content, _) in self._added.items()}
 
