@@ -52,7 +52,8 @@ class Problem:
 
 
 class InputError(UsageError):
-    """The error for a file with problems. It sorts them by position; its message has one line for each."""
+    """The error for a file with problems. They are sorted by position in the file; the error's message has
+    one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(sorted(set(problems)))
@@ -64,8 +65,7 @@ class InputError(UsageError):
 
 MOST_PROBLEMS = 1000
 """Maximum number of problems that are listed for one file. A file with more was written by a program, and one
-mistake explains most.
-"""
+mistake explains most of them."""
 
 
 class Problems(list[Problem]):
@@ -133,7 +133,7 @@ class SetupError(MlcbuildError):
 
 
 _LISTED = 30
-"""Maximum number of valid names that a message lists, enough for all presets and schemes."""
+"""Maximum number of valid names that an error message lists, enough for all presets and schemes."""
 _COMPARED = 500
 """Maximum number of valid names with which an unknown name is compared to suggest a similar one, which takes
 up to 2 ms.
@@ -171,7 +171,7 @@ def close_names(word: str, valid: Iterable[str]) -> list[str]:
 
 
 LONGEST_MESSAGE = 2000
-"""Maximum characters of one problem that a message reports."""
+"""Maximum number of characters of one problem in an error message; the middle of a longer one is left out."""
 
 
 def shortened(text: str) -> str:

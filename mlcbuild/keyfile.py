@@ -1,6 +1,5 @@
-"""Creates and reads the ed25519 keys that sign step records and provenance. They are stored in PEM files and
-named by their public half.
-"""
+"""Creates and reads the ed25519 keys that sign step records and provenance statements. They are stored in PEM
+files and named by their public keys."""
 
 from __future__ import annotations
 
@@ -92,9 +91,8 @@ def create(path: Path) -> Signer:
 
 
 def load(path: Path) -> Signer | None:
-    """Reads the signing key in a file; returns None if the file does not exist. Raises UsageError for
-    anything but an ed25519 key.
-    """
+    """Reads the signing key in a file; returns None if the file does not exist. Raises UsageError for a file
+    that cannot be read or holds anything but an ed25519 key in PEM form."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

@@ -1,4 +1,4 @@
-"""Determines the cores and memory of this machine that steps can use."""
+"""Determines the cores and memory of this machine that build steps can use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def cores() -> int:
 
 
 def memory() -> int:
-    """Returns the number of bytes of memory for all steps: nine tenths of the machine's, or of the
-    container's.
-    """
+    """Returns the number of bytes of memory that all running build steps may use together: nine tenths of the
+    machine's memory, or of the container's."""
     return memory_of_machine.available() * 9 // 10
 
 

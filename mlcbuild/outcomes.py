@@ -66,7 +66,7 @@ class VariantResult:
     product: Product
     status: Status
     error: MlcbuildError | None = None
-    """The error if the bundle could not be written to its output directory; None otherwise."""
+    """The error for which the bundle could not be written to its output directory; None if there was none."""
     note: str = ""
     """The reason why the variant has no bundle, or why it was not verified; "" otherwise."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -168,7 +168,8 @@ def finish(
     """Writes the bundles of variants whose steps succeeded to their directories, and returns the result of
     every variant.
 
-    signer: signs the provenance of bundles, or None. An output that cannot be written fails only its variant.
+    signer: key that signs the provenance of bundles, or None. An output that cannot be written fails only its
+    variant.
     """
     steps = {step.name: step for step in result.steps}
     records = {name: step.record for name, step in steps.items() if step.record is not None}
@@ -233,8 +234,8 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
 
 
 def _budget(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> dict[str, Any]:
-    """Returns the JSON document that was written by the step which chose a variant's formats under a budget;
-    {} if there is no such step."""
+    """Returns the JSON document that was written by the step which chose a variant's formats under a budget
+    of size or loss; {} if there is no such step or its files are not here."""
     name = next((name for name in product.steps if name.startswith("budget/")), None)
     step = steps.get(run.pipeline.graph.resolve(name)) if name is not None else None
     if step is None or step.record is None:
@@ -333,9 +334,8 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
 
 
 def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
-    """Returns a plan in which each step that cannot run on this machine states why. lacks: name of a step
-    -> the tool or device that is missing.
-    """
+    """Returns a copy of `plan` in which the reason of each step that cannot run on this machine names what is
+    missing. lacks: name of a step -> the tool or device that is missing."""
     if not lacks:
         return plan
     steps = (

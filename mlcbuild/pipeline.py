@@ -58,7 +58,8 @@ from mlcbuild.weight_steps import (
 )
 
 UNVERIFIED = "verification was not requested"
-"""The reason that is reported for bundles that are not verified because the caller did not request it."""
+"""The reason that is reported for bundles that are not verified because the caller did not request
+verification."""
 COMPILER_MEMORY = 600 << 20
 """Bytes of memory reserved for a compiling process: 0.27 GB were measured for a model of 30 layers, with any
 scheme."""
@@ -69,7 +70,7 @@ it passes before LLVM compiles the first function, from when on progress is repo
 
 @dataclass(frozen=True)
 class Product:
-    """The steps of one variant of a recipe."""
+    """The names of the steps that build and check one variant of a recipe."""
 
     variant: Variant
     steps: tuple[str, ...]
@@ -79,7 +80,7 @@ class Product:
     bundle: str
     verify: str | None
     unverified: str = ""
-    """The reason why the variant is not verified, in words; "" if it is."""
+    """The reason why the variant is not verified, such as UNVERIFIED; "" if it is."""
     bench: str | None = None
     """Name of the step that measures the bundle's speed; None if there is no such step. The bundle does not
     depend on this step.
@@ -104,7 +105,8 @@ class Pipeline:
     graph: Graph
     products: tuple[Product, ...]
     configs: Mapping[str, ModelConfig]
-    """Name of a model -> its config, for models whose config.json is on this machine already."""
+    """Name of a model of the recipe -> its config, for models whose config.json is on this machine
+    already."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Name of a step that cannot run here -> what this machine lacks and the user must install."""
 
@@ -164,7 +166,8 @@ def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
 
 @dataclass
 class _Assembly:
-    """Collects the steps and sources of a recipe, from which its graph is built. Each is added once."""
+    """Collects the steps and source files of a recipe, from which its dependency graph is built. Each is
+    added once."""
 
     directory: Path
     """Absolute path of the recipe's directory, to which paths in the recipe are relative."""
@@ -175,7 +178,7 @@ class _Assembly:
     """Shortened digest of a model's config -> name of the first step that produces this config."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
     lacks: dict[targets.Target, str] = field(default_factory=dict)
-    """Target -> what this machine lacks for building for this target."""
+    """Target -> message that names what this machine lacks for building for this target."""
 
     def add(self, variant: Variant) -> Product:
         checkpoint = self.checkpoints[variant.model.name]

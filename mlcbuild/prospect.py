@@ -51,7 +51,7 @@ _GROWTH = 16
 """Maximum ratio of a model's size in float32 to that of its GGUF file: 16 if all tensors have 2 bits per
 weight."""
 PROCESS_MEMORY = 300 << 20
-"""Bytes of memory that a Python process with NumPy takes, including a reserve."""
+"""Bytes of memory that a step's Python process with NumPy takes, including a reserve."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Checkpoint:
     """The config of the model; None while its checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
-    """Path, relative to the directory of source files that holds it, of a checkpoint that is a GGUF file;
+    """Path of a checkpoint that is a GGUF file, relative to the directory of the graph node that provides it;
     None for a checkpoint that is a directory."""
     most: int = UNKNOWN_MEMORY
     """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
@@ -101,9 +101,8 @@ class Checkpoint:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the names of the modules that steps import by name when they read this checkpoint's
-        weights.
-        """
+        """Returns the names of the Python modules that steps load by name when they read this checkpoint's
+        weights."""
         readers: tuple[str, ...] = ()
         if self.config is None and self.file is None:
             readers = methods()  # config.json may name any of these methods.
@@ -113,9 +112,8 @@ class Checkpoint:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Returns the model families whose code the config step of this checkpoint may run: all families
-        while config.json is not downloaded.
-        """
+        """Returns the names of the model families whose code the step `config/<model>` may run for this
+        checkpoint: all families while config.json is not downloaded."""
         return family_names() if self.config is None else (self.config.family,)
 
     @cached_property
@@ -215,8 +213,8 @@ def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
 
 
 def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoint]) -> tuple[Variant, ...]:
-    """Returns the variants, with each scheme `as-is` replaced by the formats that hold the checkpoint's
-    quantized tensors unchanged. A variant with `as-is` is left out if its model is not in `checkpoints`.
+    """Returns the variants, with each scheme `as-is`, which keeps a checkpoint's quantized values, replaced
+    by formats that hold them. A variant with `as-is` is left out if its model is not in `checkpoints`.
 
     checkpoints: name of a model -> its checkpoint. Raises InputError if no formats hold a checkpoint's
     tensors, or if adapters would change them.
@@ -243,8 +241,9 @@ def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoi
 def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
-    """Returns a scheme with the formats of a quantized checkpoint in place of `as-is`, or an error message.
-    root: the checkpoint's path, None if it is not downloaded; settings: its quantization_config as JSON."""
+    """Returns a copy of `scheme` with the formats of a quantized checkpoint in place of `as-is`, or an error
+    message. root: the checkpoint's path, None if it is not downloaded; settings: its quantization_config as
+    JSON."""
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.gguf_names import names_in_file
     from mlcbuild.checkpoints.mapping import locate
@@ -296,7 +295,7 @@ class _Local:
     """Names, relative to `root`, of the checkpoint's files that steps read."""
     config: ModelConfig
     digest: str
-    """BLAKE3 digest of the model's converted config, in hexadecimal."""
+    """BLAKE3 digest, in hexadecimal, of the ModelConfig that the checkpoint's config.json describes."""
     file: str | None = None
     """Name of the GGUF file, for a checkpoint that is a single GGUF file; None for a directory."""
     settings: str = ""

@@ -104,9 +104,8 @@ def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]
 
 
 def described(value: object) -> str:
-    """Returns a value of a document as error messages show it, such as "'text'", "true" or "an
-    empty list".
-    """
+    """Returns a value of a recipe or target file as error messages show it, such as "'text'", "true" or "an
+    empty list"."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -245,9 +244,8 @@ def _label(where: Where) -> str:
 
 
 def _sentences(error: ValidationError) -> Iterator[SchemaError]:
-    """Translates one error of the JSON schema validator into readable messages, and yields one for each
-    violation.
-    """
+    """Translates one error of the JSON schema validator, and yields a SchemaError (path, readable message)
+    for each violation in it."""
     where: Where = tuple(error.absolute_path)
     rule = cast(Schema, error.schema)
     # The library types both as "perhaps unset": they are always set on an error that iter_errors() yields.
@@ -294,9 +292,8 @@ def _demand(error: ValidationError, rule: Schema) -> str:
 
 
 def _purpose(rule: Schema, key: str) -> str:
-    """Returns the description of a key from a JSON schema, such as ": the models to build", to be appended
-    to a message; "" below an `if`, which has none.
-    """
+    """Returns the description of a key from a JSON schema, such as ": the models to build", to be appended to
+    an error message; "" if the schema describes no keys."""
     properties = rule.get("properties")
     if not isinstance(properties, dict):
         return ""

@@ -1,4 +1,5 @@
-"""Chooses the quantization scheme of a checkpoint that is built without one: by its size and this machine."""
+"""Chooses the quantization scheme of a checkpoint for which the user named none: by its number of parameters
+and this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ for the KV cache and for other programs.
 _BYTES = {8: 1.07, 6: 0.83, 5: 0.71, 4: 0.58}
 """Bits of a quantized weight -> bytes of storage per weight, scales included."""
 _MARKS = {"F32": 32.0, "F16": 16.0, "Q8": 8.5, "Q6": 6.6, "Q3": 3.9, "Q2": 3.2}
-"""Part of the name of a GGUF file -> bits of its weights, scales included."""
+"""Text in the name of a GGUF file -> bits of storage per weight, scales included."""
 _USUAL_BITS = 5.0
 """Assumed bits per weight, scales included, of a GGUF file whose name states no type: most such files have
 types of 4 or 5 bits."""
@@ -62,8 +63,8 @@ def choose_scheme(words: str, count: int | None = None, memory: int | None = Non
 
 
 def _schemes(words: str) -> dict[int, str]:
-    """Returns number of bits of a weight -> name of the quantization scheme that suits a machine. words:
-    triple, processor and features of the machine, separated by spaces.
+    """Returns number of bits of a weight -> name of the quantization scheme with such weights that suits a
+    machine. words: triple, processor and features of the machine, separated by spaces.
 
     int8 products need instructions that sum bytes: AVX2 and later, or Arm's dot product; other processors
     multiply floats about as fast. Of the 4-bit schemes for int8 products, only the one with a single scale is
@@ -78,8 +79,9 @@ def _schemes(words: str) -> dict[int, str]:
 def parameter_count(source: str) -> int | None:
     """Returns the number of parameters of a checkpoint; None if it cannot be determined.
 
-    source: the path of a directory or a GGUF file, or an hf:// address, for which the hub's list of weights
-    files is read and two bytes per parameter are assumed, or the bits that the name of a GGUF file states.
+    source: the path of a directory or a GGUF file, or an hf:// address. For an address the number follows
+    from the sizes of the weights files on the hub, with two bytes per parameter, or with the bits that the
+    name of a GGUF file states.
     """
     try:
         if source.startswith("hf://"):

@@ -29,11 +29,11 @@ FORMAT = "mlcbuild-installed/1"
 DIRECTORY = "installed"
 _ENTRY = "installed.json"
 _LARGEST = 4 << 20
-"""Maximum size in bytes of the description of an installed model."""
+"""Maximum size in bytes of installed.json, the description of an installed model."""
 MANIFEST = "bundle.json"
 
 Stats = Mapping[str, tuple[int, int]]
-"""File name -> (size in bytes, mtime in nanoseconds)."""
+"""Name of a checkpoint's file -> (size in bytes, mtime in nanoseconds)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class InstalledModel:
 
     directory: Path
     source: str
-    """The model from which the bundle was made: absolute path of a checkpoint, or an address."""
+    """The model from which the bundle was made: absolute path of a checkpoint, or an oci:// or hf://
+    address."""
     scheme: str = ""
     """Name of the quantization scheme with which the bundle was built; "" for a downloaded bundle."""
     target: str = ""
@@ -91,8 +92,8 @@ class InstalledModel:
 
     @property
     def size(self) -> int:
-        """Returns the size of the bundle's files in bytes. Links are not followed, nor is a bundle that is
-        one: it may lead anywhere."""
+        """Returns the size of the installed bundle's files in bytes. Symbolic links are not followed; a
+        bundle that is itself one counts as 0, since it may lead anywhere."""
         if self.bundle.is_symlink():
             return 0
         places = (Path(place) / name for place, _, names in os.walk(self.bundle) for name in names)
@@ -100,18 +101,17 @@ class InstalledModel:
 
     @property
     def used(self) -> float:
-        """Returns the time of the bundle's last use in seconds since 1970."""
+        """Returns the time at which the installed bundle was last used, in seconds since 1970."""
         return (self.directory / _ENTRY).stat().st_mtime
 
     def note_use(self) -> None:
-        """Sets the bundle's time of last use to now; does nothing in a store that cannot be written."""
+        """Records that the installed bundle is used now; does nothing in a store that cannot be written."""
         with suppress(OSError):
             os.utime(self.directory / _ENTRY)
 
     def write(self) -> None:
-        """Writes the description of this installed model to its file. Raises OSError if the system
-        refuses.
-        """
+        """Writes the description of this installed model to installed.json in its directory. Raises OSError
+        if the file cannot be written."""
         fields = {name: value for name, value in asdict(self).items() if name != "directory"}
         partial = self.directory / f".{_ENTRY}.{os.getpid()}"
         partial.write_text(json.dumps({"format": FORMAT, **fields}, indent=1) + "\n", encoding="utf-8")
@@ -152,9 +152,8 @@ def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
 
 
 def place(root: Path, source: str, scheme: str, target: str) -> Path:
-    """Returns the directory for a new installed model. Its name comes from the source and the scheme; it is
-    longer if another source or machine already uses that name.
-    """
+    """Returns the directory for a new installed model in the store at `root`. Its name comes from the source
+    and the scheme; a number is appended if another source or machine already uses that name."""
     base_name = slug(source)
     name = f"{base_name}-{scheme}" if scheme else base_name
     others = {entry.name: entry for entry in read(root)}
@@ -165,9 +164,8 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
 
 
 def slug(source: str) -> str:
-    """Returns a name for a model, made of the last part of its path or address: letters, digits, '.', '_'
-    and '-'.
-    """
+    """Returns a name for a model, made of the last component of its path or address: letters, digits, '.',
+    '_' and '-', at most 80."""
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     return re.sub("[^A-Za-z0-9._-]+", "-", stem)[:80].strip(".-") or "model"
@@ -179,9 +177,8 @@ def remove(entry: InstalledModel) -> None:
 
 
 def stats(source: Path) -> dict[str, tuple[int, int]]:
-    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files: those of a directory, or all
-    parts of a GGUF file.
-    """
+    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files. source: its directory, or a
+    GGUF file, of which all split files are included."""
     if source.is_dir():
         names = [item.name for item in os.scandir(source) if item.is_file()]
     else:

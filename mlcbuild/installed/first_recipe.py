@@ -1,4 +1,4 @@
-"""Writes the first recipe for a model: what `mlcbuild init` does."""
+"""Writes the first recipe for a model, as the command `mlcbuild init` does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class FirstRecipe:
-    """The recipe that `mlcbuild init` wrote for a model, and the commands to use next."""
+    """The result of `mlcbuild init` for a model: the path of the recipe that it wrote, and the commands to
+    use next."""
 
     path: Path
     checkpoint: Path | None
@@ -38,9 +39,9 @@ class FirstRecipe:
 
 
 def write(model: str) -> FirstRecipe:
-    """Writes a first recipe: into the current directory if the model exists, or into a new directory called
-    `model` to which its checkpoint will be added. Raises UsageError if the recipe file exists.
-    """
+    """Writes a first recipe for a model: into the current directory if the model exists, or into a new
+    directory with the name `model`, to which the user will add a checkpoint. Raises UsageError if the recipe
+    file exists."""
     is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
     directory = Path() if is_model else Path(model)
     path = directory / "recipe.yaml"

@@ -116,9 +116,8 @@ def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions)
 
 
 def recipe_text(name: str, source: str, scheme: str) -> str:
-    """Returns the text of a recipe that builds one model for this machine, with the output beside
-    the recipe.
-    """
+    """Returns the text of a recipe that builds one model for this machine, with the bundle in a directory
+    beside the recipe. source: path or address of the checkpoint; scheme: name of the quantization scheme."""
     model, place = json.dumps(name), json.dumps(source, ensure_ascii=False)
     return (
         "# Written by `mlcbuild chat` and `mlcbuild serve`, which build from it.\n"

@@ -27,7 +27,7 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
 
     A name is a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), an address (oci://
     or hf://), or the name of an installed bundle. A missing bundle is built or downloaded, and kept. Raises
-    UsageError for a name that refers to nothing, and the exceptions of building and downloading.
+    UsageError for a name that refers to nothing, and the error of a build or download that fails.
     """
     path = Path(name)
     if not name:
@@ -45,9 +45,8 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
 
 
 def machine_words() -> str:
-    """Returns a text that describes this machine as a target: triple, processor and features. Raises
-    SetupError if this machine's processor is unknown.
-    """
+    """Returns a text that describes this machine as a target: triple, processor and features, separated by
+    spaces. Raises SetupError if this machine's processor is unknown."""
     triple, cpu, features = host()
     return " ".join((triple, cpu, *features))
 
@@ -68,9 +67,8 @@ def _by_name(name: str, options: InstallOptions) -> Path:
 
 
 def _installed(source: str, options: InstallOptions) -> Path:
-    """Returns the directory of the bundle of a source; builds or downloads the bundle if it is not
-    installed. source: an address, or the absolute path of a checkpoint.
-    """
+    """Returns the directory of the bundle of a model; builds or downloads the bundle if it is not installed.
+    source: an oci:// or hf:// address, or the absolute path of a checkpoint."""
     words = machine_words()
     entry = _kept(source, options, words)
     if entry is None:

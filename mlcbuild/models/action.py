@@ -1,6 +1,5 @@
-"""Translates a checkpoint's config.json into this project's form, as the action of the step
-`config/<model>`.
-"""
+"""Translates a checkpoint's config.json into a ModelConfig and the names of its tensors, in the build step
+`config/<model>`."""
 
 from __future__ import annotations
 

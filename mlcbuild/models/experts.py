@@ -68,7 +68,8 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: one gated feed-forward per expert, of which each token uses `chosen`."""
+    """A mixture of experts: one gated feed-forward for each of `count` experts, of which each token uses
+    `chosen`."""
 
     count: int
     chosen: int

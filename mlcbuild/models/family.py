@@ -146,7 +146,7 @@ class Common:
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """The differences of a family's config.json from Llama's."""
+    """The differences of config.json in one model family from Llama's."""
 
     head_dim: int | None = None
     """Dimensions of an attention head if config.json does not state them; None: hidden_size /
@@ -166,19 +166,20 @@ class ConfigRules:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Field name -> value that transformers uses if config.json does not state it."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Name that only one model family uses for a field of config.json -> name that the other families use."""
+    """Name that only one model family uses for a field of config.json -> name that the other families use for
+    it."""
     wide: bool = False
     """True if intermediate_size may be absent and then equals 4 * hidden_size."""
 
 
 @dataclass(frozen=True)
 class TensorRules:
-    """The differences of the tensors in a family's checkpoints from Llama's: names and order of rows."""
+    """The differences of the tensors in one model family's checkpoints from Llama's: names and order of
+    rows."""
 
     names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
     """Parameter name -> names of a checkpoint's tensors, for the parameters whose tensors have other names in
-    this family than LAYER and WHOLE list; or a function that returns this mapping for a config.
-    """
+    this family than in Llama's checkpoints; or a function that returns this mapping for a model's config."""
     layers: str = "model.layers."
     """Prefix of the names of layers' tensors in a checkpoint, before the number of the layer."""
     fused_heads: bool = False
@@ -193,14 +194,15 @@ class TensorRules:
     have."""
 
     def own_names(self, config: ModelConfig) -> Names:
-        """Returns the tensor names that differ from Llama's in a model with this config: `names` itself or,
-        if `names` is a function, its result for the config."""
+        """Returns parameter name -> names of a checkpoint's tensors, where these differ from Llama's, for a
+        model with this config."""
         return self.names(config) if callable(self.names) else self.names
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family, which config.json names by its model_type."""
+    """One model family, which config.json names by its model_type, with the rules for reading its configs and
+    checkpoints."""
 
     name: str
     architecture: str
@@ -216,9 +218,8 @@ class Family:
     """True if checkpoints of the family may refer to code of their own (auto_map), because that code computes
     what transformers' implementation computes."""
     texts: tuple[Family, ...] = ()
-    """Families of the text model, if config.json describes it under `text_config` beside other parts. The
-    first one applies to a `text_config` without a model_type.
-    """
+    """Families of the text model, if config.json describes it under `text_config` beside other models, such
+    as a vision tower. The first one applies to a `text_config` without a model_type."""
 
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
@@ -367,7 +368,8 @@ def every(step: int, count: int) -> list[str]:
 
 
 def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Returns layers without rotary embedding where `rotated` is False, and unchanged layers elsewhere."""
+    """Returns `layers`, those without rotary embedding where the entry of `rotated` is False, and unchanged
+    elsewhere."""
     return tuple(
         layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
         for layer, is_rotated in zip(layers, rotated, strict=True)

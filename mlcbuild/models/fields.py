@@ -152,8 +152,7 @@ class Fields:
 
     def switches(self, name: str, default: Sequence[bool]) -> list[bool]:
         """Returns a list of 0 and 1 in a field of config.json as booleans. The list must have as many entries
-        as `default`, which is returned if the field is absent; otherwise a problem is recorded.
-        """
+        as `default`; if the field is absent, or wrong, which records a problem, `default` is returned."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return [*default]

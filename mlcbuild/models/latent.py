@@ -99,5 +99,6 @@ def latent_faults(block: LatentAttention, ropes: Sequence[Any]) -> Iterator[str]
 
 
 def latent_numbers(block: LatentAttention) -> Iterator[float]:
-    """Yields those numbers in the description of a latent attention that must be finite and above 0."""
+    """Yields the numbers in the description of a latent attention that must be finite and above 0: its scale
+    and the eps of its norms."""
     yield from (block.scale, block.eps)

@@ -45,9 +45,9 @@ class Rope:
     """Rotary position embedding, independent of how a checkpoint spells it.
 
     The pair (i, i + dim/2) at position p is rotated by the angle p * inv_freq[i]; cos and sin are multiplied
-    by `attention_factor`. `inv_freq_long` and `long_factor` replace the short ones when the context window
-    exceeds `original_max_position` (LongRoPE; chosen once per library by `frequencies`). Either all three are
-    present or none.
+    by `attention_factor`. `inv_freq_long` and `long_factor` replace `inv_freq` and `attention_factor` when
+    the context window exceeds `original_max_position` (LongRoPE; chosen once per library by `frequencies`).
+    Either all three are present or none.
     """
 
     dim: int
@@ -74,9 +74,8 @@ class Rope:
 
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
-    """Returns (inverse frequencies, attention factor) of a rotary embedding in a library with this context
-    window, in tokens.
-    """
+    """Returns (inverse frequencies, attention factor) of a rotary embedding in a compiled library.
+    context_window: that of the library, in tokens, which decides between the two sets of LongRoPE."""
     if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
         return rope.inv_freq, rope.attention_factor
     if context_window <= rope.original_max_position:
@@ -121,7 +120,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over a KV cache, as one layer's description."""
+    """The description of one layer's grouped-query attention over a KV cache."""
 
     heads: int
     kv_heads: int
@@ -172,9 +171,8 @@ FeedForward: TypeAlias = Dense | Experts
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a model: its mixer, its feed-forward, their norms and the form of the residual
-    connections.
-    """
+    """One layer of a model: its mixer (attention), its feed-forward, their norms and the form of the residual
+    connections."""
 
     mixer: Mixer
     feed_forward: FeedForward
@@ -203,9 +201,8 @@ class Block:
     """Function of (description of a mixer or feed-forward, the model's rotary embeddings) that yields an
     error message for each contradiction between the description's fields."""
     numbers: Callable[[Any], Iterator[float]]
-    """Function that yields those numbers in the description of a mixer or feed-forward, such as scale and
-    eps, that must be finite and above 0.
-    """
+    """Function from the description of a mixer or feed-forward that yields those of its numbers that must be
+    finite and above 0, such as scale and eps."""
 
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
@@ -219,9 +216,8 @@ def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, .
 
 
 def _attention_parameters(block: Attention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of attention. The matrices of query, key and value are joined to one, in that
-    order. hidden: size of the residual stream.
-    """
+    """Yields the parameters of an attention. The matrices of query, key and value are joined to one along the
+    rows, in that order. hidden: size of the residual stream."""
     query, value = block.heads * block.head_dim, block.kv_heads * block.head_dim
     rows, parts = query + 2 * value, (query, value, value)
     yield Param("attn.qkv.weight", (rows, hidden), parts)
@@ -260,9 +256,8 @@ def _attention_numbers(block: Attention) -> Iterator[float]:
 
 
 def _dense_parameters(block: Dense, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of a dense feed-forward. The matrices of gate and up are joined to one, gate
-    first. hidden: size of the residual stream.
-    """
+    """Yields the parameters of a dense feed-forward. The matrices of gate and up are joined to one along the
+    rows, gate first. hidden: size of the residual stream."""
     rows, parts = (2 * block.size, (block.size, block.size)) if block.gated else (block.size, ())
     first = "mlp.gate_up" if block.gated else "mlp.up"
     yield Param(f"{first}.weight", (rows, hidden), parts)

@@ -12,9 +12,8 @@ softplus(alpha_p) and b = beta + softplus(alpha_n), it is a x^2 + beta x above 0
 - x) + beta x.
 """
 Stored = Literal["scheme", "plain", "float32"]
-"""How a parameter is stored. scheme: as the quantization scheme defines, which packs matrices. plain: without
-quantization, in the scheme's floating point type. float32: in float32 in every scheme.
-"""
+"""How a parameter is stored. scheme: in the format of the quantization scheme, which packs matrices. plain:
+without quantization, in the scheme's floating point type. float32: in float32 in every scheme."""
 
 
 @dataclass(frozen=True)

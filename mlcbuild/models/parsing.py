@@ -190,8 +190,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """Adds a problem to `fields`, a config.json, if its `architectures` names other classes than the one of
-    `family`, or if its `auto_map` names code in the checkpoint, unless the family allows that."""
+    """Adds a problem to `fields`, the reader of config.json, if the field `architectures` names other classes
+    than the one of `family`, or if `auto_map` names code in the checkpoint, unless the family allows that."""
     listed = fields.get("architectures")
     if listed not in (None, ABSENT, [], [family.architecture]):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')

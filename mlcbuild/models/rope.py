@@ -1,4 +1,4 @@
-"""Reads rotary embeddings as checkpoints describe them, and returns them as `Rope` objects.
+"""Reads rotary embeddings as a checkpoint's config.json describes them, and returns them as `Rope` objects.
 
 Two notations exist. Until transformers 4: `rope_theta`, `rope_scaling` ({"type" or "rope_type", ...}) and
 `partial_rotary_factor` beside the other fields. From transformers 5: one object `rope_parameters` with all of
@@ -42,9 +42,8 @@ class RopeRules:
     rotary_dim: bool = False
     """True if the field rotary_dim gives the number of rotated dimensions of a head."""
     interleaved: bool = False
-    """True if checkpoints rotate the dimensions 2i and 2i + 1 as a pair; this project's programs pair i and i
-    + dim / 2.
-    """
+    """True if checkpoints of a model family rotate the dimensions 2i and 2i + 1 as a pair; this project's
+    programs pair i and i + dim / 2."""
     theta: float = 10000.0
     """The value of rope_theta if config.json does not state it."""
     by_kind: bool = False
@@ -82,9 +81,8 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Base:
-    """The fields that every type of rotary embedding has: the number of rotated dimensions, theta, and the
-    context window of the training.
-    """
+    """The values that every type of rotary embedding has: the number of rotated dimensions, theta, and the
+    contexts of the model and of its training in tokens."""
 
     dim: int
     theta: float
@@ -209,9 +207,8 @@ def _resolve(inner: Fields, setting: _Setting) -> Rope:
 
 
 def _type(inner: Fields, rules: RopeRules) -> str | None:
-    """Returns the type of frequency scaling, such as "llama3", that a rope object of config.json names;
-    None if it is invalid, with a problem recorded.
-    """
+    """Returns the type of frequency scaling, such as "llama3", that the rope object of config.json (`inner`)
+    names; None if it is not supported, with a problem recorded."""
     aliases = rules.aliases or {}
     named = {}
     for name in ("rope_type", "type"):
@@ -290,9 +287,8 @@ def _factor(inner: Fields) -> float:
 
 
 def _alpha(inner: Fields, base: _Base) -> Rope:
-    """Returns a rotary embedding whose theta is increased to theta * alpha^(dim / (dim - 2)), as Hunyuan's
-    `alpha` requires.
-    """
+    """Returns a rotary embedding whose theta is increased to theta * alpha^(dim / (dim - 2)). alpha: a field
+    of the rope object in Hunyuan's config.json."""
     alpha = inner.number("alpha", high=1e9)
     inner.ignore(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
     theta = base.theta * alpha ** (base.dim / max(base.dim - 2, 1))

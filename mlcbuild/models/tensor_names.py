@@ -44,7 +44,7 @@ class Piece:
     parameter has them; (): in stored order."""
     transposed: bool = False
     """True if a checkpoint's tensor stores a parameter's matrix transposed, so that its columns are rows of
-    the parameter. It then holds one or more whole matrices."""
+    the parameter. The tensor then holds one or more whole matrices."""
 
     @property
     def taken(self) -> list[int]:
@@ -116,7 +116,7 @@ class TensorNames:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TensorNames:
-        """Returns the TensorNames that a JSON object describes, as TensorNames.to_json returned it."""
+        """Returns the TensorNames that a JSON object, as `to_json` returned it, describes."""
         sources = {
             name: tuple(Piece.from_json(part) for part in pieces) for name, pieces in value["sources"].items()
         }
@@ -136,7 +136,8 @@ _OTHER_PARTS = re.compile(
     r"(model\.)?(?P<part>vision_tower|vision_model|visual|vision_encoder|multi_modal_projector|audio_tower"
     r"|vision_projection|patch_merger|embed_vision|embed_audio|mtp)\..*"
 )
-"""Matches names of tensors of parts that compute no text: vision, audio, drafts (mtp)."""
+"""Matches names of a checkpoint's tensors that belong to parts of the model which compute no text: vision,
+audio, draft tokens (mtp)."""
 
 
 def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:

@@ -39,9 +39,8 @@ FORMATS: Mapping[str, str] = {
 stored in float32.
 """
 _NOT_IN_GGUF: Mapping[str, str] = {"Q6_1": "q8_1"}
-"""Type of a tensor in checkpoints other than GGUF, named in GGUF's style -> name of the smallest format that
-can store its values. Q6_1 has 6 bits, a scale and a minimum.
-"""
+"""Type of a tensor in checkpoints other than GGUF, named in GGUF's style -> name of the smallest stored
+format that can hold its values. Q6_1 has 6 bits, a scale and a minimum."""
 _MIXED = (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k")
 _EXACT = "f32"
 UNQUANTIZED = (
@@ -91,10 +90,10 @@ def undecided(scheme: Scheme) -> Scheme:
 
 def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Sequence[Param]) -> Scheme:
     """Returns a scheme that stores each matrix in the smallest format that holds its values in the checkpoint
-    exactly, and other parameters in float32. Overrides in `scheme` decide first.
+    exactly, and other parameters in float32. The overrides of `scheme` stay, and decide first.
 
-    types: parameter name -> types of the tensors that make up the parameter in the checkpoint, as GGUF names
-    them. params: all parameters of the model.
+    types: parameter name -> types, in GGUF's names, of the tensors that make up the parameter in the
+    checkpoint. params: all parameters of the model.
     """
     by_format: dict[str, list[str]] = {}
     for param in params:

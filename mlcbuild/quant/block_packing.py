@@ -16,9 +16,8 @@ from mlcbuild.quant.floats import Array, not_finite
 from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS, low_bits
 
 _LARGEST_SCALE = np.float32(2.0**120)
-"""Upper bound of the scales and minima of checkpoints, exclusive: products of larger ones with codes might be
-infinite. No published file comes near.
-"""
+"""Limit that the scales and minima of quantized checkpoints must not reach: products of larger ones with
+codes might be infinite. No published file comes near."""
 
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
@@ -184,8 +183,9 @@ def _by_rows(tensor: Array) -> NDArray[Any]:
 
 
 def _codes(blocks: Blocks, q_weight: Array) -> NDArray[np.uint8]:
-    """Unpacks q_weight of a matrix in tiles of 16 rows (the layout x16), and returns the stored codes, uint8
-    [rows rounded up to a multiple of 16, columns]."""
+    """Unpacks q_weight, the codes of a matrix in tiles of 16 rows (the layout x16), and returns them with one
+    byte each, uint8 [rows rounded up to a multiple of 16, columns]. q_weight: uint8 [tiles, groups of 32
+    columns, 64 * bits]."""
     tiles, groups, _ = q_weight.shape
     lines = np.ascontiguousarray(q_weight).view(np.uint8).reshape(tiles, groups, -1, TILE_ROWS, QUAD)
     low = low_bits(blocks.bits)

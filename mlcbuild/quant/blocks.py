@@ -24,9 +24,8 @@ an integer of each group)."""
 
 @dataclass(frozen=True)
 class Blocks:
-    """The types of codes, scales and minima that make up the weights of a format, or of a type of tensors in
-    a checkpoint.
-    """
+    """The types of codes, scales and minima that make up the weights of a stored format, or of a type of
+    tensors in a checkpoint."""
 
     bits: Literal[3, 4, 5, 6, 8]
     """Number of bits in which one weight's integer code is stored."""

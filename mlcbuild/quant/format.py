@@ -1,5 +1,5 @@
-"""Loads and describes stored formats: the tensors in which a format stores a matrix, and the functions that
-pack and unpack weights.
+"""Loads and describes stored formats of weights: the tensors in which a format stores a matrix, and the
+functions that pack and unpack it.
 
 A format is one file below mlcbuild/quant/formats/, loaded by its name. No import statement names it, so the
 key of a step holds the source of the formats that the step lists in `Step.code`, and of no other.

@@ -63,9 +63,8 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on the size or the quality loss of a quantized model, and the schemes among which each
-    parameter's is chosen.
-    """
+    """A limit on the size or the quality loss of a quantized model, and the candidate schemes from which one
+    is chosen for each parameter."""
 
     kind: BudgetKind
     limit: float
@@ -78,8 +77,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Storage:
-    """A quantization scheme together with the physical layout that a device's backend chose for its format.
-    The other fields are those of Scheme."""
+    """A quantization scheme together with the physical layout that a device's backend chose for its format,
+    such as "row". The other fields are those of Scheme."""
 
     name: str
     format: str
@@ -140,9 +139,8 @@ def scheme_for(scheme: Storage, name: str) -> Storage:
 
 
 def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
-    """Returns descriptions of the tensors in which one parameter is stored under a model's scheme, in order.
-    Raises UsageError if the parameter's format lacks the scheme's layout.
-    """
+    """Returns descriptions of the tensors in which one parameter is stored under a model's scheme, such as
+    codes and scales, in order. Raises UsageError if the parameter's format lacks the scheme's layout."""
     storage = scheme_for(scheme, param.name)
     if param.matrix is None:
         return (StoredTensor(param.name, param.shape, plain_dtype(param, storage), PLAIN),)

@@ -30,9 +30,8 @@ class Search:
     `top`, with the second `top - 1`; so groups whose weights are multiples of such a step are represented
     exactly."""
     top: int
-    """The largest code. Codes are 1 - top .. top; the sign of the scale is such that the weight of largest
-    magnitude is positive.
-    """
+    """The largest code. Codes are 1 - top .. top; the sign of a group's scale is such that the weight of
+    largest magnitude is positive after the division by it."""
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}

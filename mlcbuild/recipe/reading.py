@@ -26,8 +26,8 @@ and files within an output directory have longer paths."""
 class Reading:
     """A recipe while it is being read, with the problems that were detected so far.
 
-    Values that the schema rejects are absent, so that all other checks can run without reporting them
-    again.
+    Values that the JSON schema rejects count as absent, so that all other checks can run without reporting
+    them again.
     """
 
     document: Document
@@ -116,7 +116,8 @@ def project_of(directory: Path) -> Path:
 
 
 def resolved(path: Path) -> Path | None:
-    """Returns a path without symbolic links; None if they form a loop or the system rejects the path."""
+    """Returns an absolute path without symbolic links; None if they form a loop or the system rejects the
+    path."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):

@@ -58,7 +58,7 @@ class Verify:
     max_perplexity_increase: float | None = None
     """Maximum relative increase of the perplexity over that of the original model: 0.02 allows 2 %."""
     place: Place | None = None
-    """Position of the `verify` section in the recipe, for messages."""
+    """File, line and column of the `verify` section in the recipe, for messages."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class _Layer:
     where: Where
     compile: _Written
     verify: _Written | None
-    """The settings in the `verify` section of the recipe or include entry; None if it has no such section."""
+    """The settings in the `verify` section of the recipe or of an `include` entry; None if it has no such
+    section."""
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
@@ -116,7 +117,8 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
 
 
 def read_bench(reading: Reading) -> Bench | None:
-    """Returns the workload in a recipe's `bench` section; None if there is no such section."""
+    """Returns the numbers of prompt and answer tokens in a recipe's `bench` section, with which speed is
+    measured; None if there is no such section."""
     if not isinstance(reading.get("bench"), dict):
         return None
     values = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}

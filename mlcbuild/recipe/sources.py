@@ -39,7 +39,7 @@ class RecipeAdapter:
 
     source: Source
     weight: float
-    """Factor by which the adapter's change of the weights is multiplied."""
+    """Factor by which the adapter's change of the model's weights is multiplied."""
     place: Place
     """File, line and column of the adapter's source in the recipe."""
 

@@ -1,4 +1,4 @@
-"""Substitutes variables, written ${name}, in a recipe."""
+"""Replaces variables, written ${name}, in a recipe by their values."""
 
 from __future__ import annotations
 
@@ -142,9 +142,8 @@ def _variables(document: Document, settings: Mapping[str, str], done: Substituti
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """Parses a text of the command line as a value of the same type as `old`, the value that it replaces;
-    returns None if that is impossible.
-    """
+    """Parses a text of the command line as a value of the same type as `old`, the variable's value in the
+    recipe; returns None if that is impossible."""
     if isinstance(old, str):
         return text
     new = scalar(text)

@@ -50,9 +50,8 @@ _SENT = 1 << 17
 """Number of bytes of a request body that are passed to the socket at once, each time within the timeout. A
 much larger block would require a higher rate than the slowest that is allowed."""
 _SHORT = 1 << 16
-"""Maximum bytes that are read of an HTTP response of which only the status, or the beginning of the body,
-matters.
-"""
+"""Maximum number of bytes that are read of an HTTP response of which only the status, or the beginning of the
+body, matters."""
 _KEPT = 32
 """Maximum number of idle connections to one server that are kept open for later requests, as many as there
 are concurrent requests."""
@@ -133,9 +132,8 @@ class Client:
         return Body(begin, partial(self._read, response, *self._pace(share)), lambda: self.discard(response))
 
     def end(self, response: Response) -> bytes:
-        """Reads and returns up to 64 KiB of a response whose contents do not matter, so that its connection
-        can be reused; returns b"" if it breaks off.
-        """
+        """Reads and returns up to 64 KiB of a response whose contents matter little, so that its connection
+        can be reused; returns what arrived, perhaps b"", if it breaks off."""
         data = b""
         with suppress(RemoteError):
             pace, most = self._pace(1)
@@ -242,9 +240,8 @@ def status_words(status: int, code: str = "") -> str:
 
 @cache
 def _context(chosen: str) -> ssl.SSLContext:
-    """Returns a TLS context. chosen: path of a file with certificates, or "" for those of the system.
-    Raises RemoteError if $SSL_CERT_FILE is invalid, which Python ignores.
-    """
+    """Returns a TLS context. chosen: path of a file with certificates, or "" for those of the system. Raises
+    RemoteError if the file, which $SSL_CERT_FILE names, is invalid; Python would ignore that."""
     if chosen and not Path(chosen).is_file():
         raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is not a file")
     try:
