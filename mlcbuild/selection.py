@@ -45,8 +45,8 @@ class Selected:
     """Names of the selected steps, whose dependencies are included; None: all steps; (): none."""
     phases: tuple[tuple[str, ...] | None, ...]
     """The names of the steps that each phase of a run executes, or None for all steps of the recipe. Phases
-    run one after the other: one phase, or two for a shard, which begins with steps that need few results of
-    other shards."""
+    run one after the other: none if nothing is selected, else one, or two for a shard whose first steps need
+    few results of other shards."""
     outputs: tuple[str, ...]
     """Names of the steps whose files must be on this machine after a run: parts of bundles, and steps that
     the user named.

@@ -174,8 +174,8 @@ class Matcher:
             raise self._failed(reason(self._told.get_error()))
 
     def _failed(self, why: str) -> RequestError:
-        """Removes the constraint of the answer from the server's cache of compiled constraints, because it is
-        too costly to follow, and returns the error that ends the answer. why: the reason, for the message."""
+        """Removes the constraint of the answer from the server's cache of compiled constraints, because it
+        cannot be followed, and returns the error that ends the answer. why: the reason, for the message."""
         self._of.forget()
         return RequestError(f"the constraint cannot be followed: {why}", code="invalid_constraint")
 

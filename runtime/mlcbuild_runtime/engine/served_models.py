@@ -257,8 +257,8 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Returns True while the server accepts new requests: it does not stop, and the engine of every
-        loaded model works."""
+        """Returns True while the server accepts new requests: it is not stopping, and no engine of a loaded
+        model has failed or is draining."""
         return not self._draining and all(engine.ready for engine in self.engines)
 
     @property
