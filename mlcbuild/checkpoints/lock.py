@@ -43,15 +43,15 @@ _HEAD = "# Pins what the recipe's sources are. Written by `mlcbuild lock`; commi
 
 @dataclass(frozen=True)
 class Locked:
-    """The commit and the files at which recipe.lock pins one source."""
+    """The commit, and the files with sizes and SHA-256, at which recipe.lock pins one source."""
 
     commit: str
-    """The pinned commit of the source, as 40 hex digits."""
+    """The pinned commit of the source's repository on the hub, as 40 hex digits."""
     files: Mapping[str, Pinned]
 
     def params(self, source: HubSource) -> dict[str, Json]:
-        """Returns the parameters of the step that downloads this source. They contain no branch or tag, so
-        that no key depends on one.
+        """Returns the parameters of the build step that downloads this source. They contain no branch or tag,
+        so that no cache key depends on one.
         """
         files: dict[str, Json] = {
             name: {"size": pinned.size, "sha256": pinned.sha256} for name, pinned in self.files.items()
@@ -65,7 +65,9 @@ class Lock:
 
 
 def text(lock: Lock) -> str:
-    """Returns the text of a recipe.lock: sorted, one line per file, so that diffs show changes."""
+    """Returns the text of a recipe.lock file: sorted, one line for each file of a source, so that diffs show
+    changes.
+    """
     lines = [_HEAD, f"version: {VERSION}\n", "sources:\n" if lock.sources else "sources: {}\n"]
     for source, locked in sorted(lock.sources.items()):
         lines += [f'  "{source}":\n', f'    commit: "{locked.commit}"\n', "    files:\n"]
@@ -76,8 +78,8 @@ def text(lock: Lock) -> str:
 
 
 def write(path: Path, lock: Lock) -> bool:
-    """Writes recipe.lock and returns True; returns False if the file already has the same text. Raises
-    UsageError if it cannot be written.
+    """Writes recipe.lock to the path and returns True; returns False if the file already has the same text.
+    Raises UsageError if it cannot be written.
     """
     new = text(lock).encode()
     try:
@@ -92,8 +94,8 @@ def write(path: Path, lock: Lock) -> bool:
 
 
 def read(path: Path) -> Lock:
-    """Reads and checks a recipe.lock. Raises InputError with all problems and their positions, and
-    UsageError if the file does not exist.
+    """Reads and checks a recipe.lock file, and returns its contents. Raises InputError with all problems and
+    their positions, and UsageError if the file does not exist.
     """
     if not path.exists():
         raise UsageError(f"{path}: not found; run `mlcbuild lock` to pin the recipe's hf:// sources")
@@ -118,8 +120,8 @@ def _advised(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Checks the data of a recipe.lock file, and adds every problem to the list `problems` instead of raising
-    it.
+    """Checks the data of a recipe.lock file, and adds the error message for every problem to the list
+    `problems` instead of raising an error.
     """
 
     document: Document
@@ -177,8 +179,9 @@ class _Reader:
         return Pinned(size if type(size) is int else 0, str(sha256))
 
     def mapping(self, where: Where, keys: set[str] | None = None) -> dict[str, Data]:
-        """Returns the mapping at the path `where` of the lock file. Reports a problem if there is no
-        mapping, or if its keys are not exactly `keys`, unless `keys` is None.
+        """Returns the mapping at the path `where` of the lock file, such as ("sources", name, "files"). If
+        there is none, adds a problem to the list of problems and returns {}. If its keys are not exactly
+        `keys` (None: any), also adds problems, but returns the mapping.
         """
         value = self.document.get(where)
         name = f"'{where[-1]}'" if where else "the file"
@@ -197,10 +200,10 @@ class _Reader:
 
 
 def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
-    """Raises UsageError that names every source of a recipe that the lock does not pin. path: the lock file,
-    for the message.
+    """Raises UsageError that names every source of a recipe that the lock file does not pin. path: the lock
+    file, for the message.
 
-    Unused entries are harmless; `mlcbuild lock` removes them.
+    Sources that the lock file pins needlessly are harmless; `mlcbuild lock` removes them.
     """
     missing = sorted(set(sources) - set(lock.sources))
     if not missing:
@@ -215,8 +218,8 @@ def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
 
 
 def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
-    """Queries the hub for the present commit and files of each source, and returns the lock. Entries of
-    `keep` stay as they are if a source uses them.
+    """Queries the hub for the present commit and files of each source, and returns them as a Lock. A source
+    that `keep` already pins keeps its commit and files.
 
     Raises SourceError with one line for each source that failed.
     """
@@ -236,7 +239,8 @@ def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
 
 
 def moved(lock: Lock) -> dict[HubSource, str]:
-    """Returns source -> current commit for the branches and tags that have moved since they were pinned.
+    """Returns source -> current commit for the pinned branches and tags that have moved since they were
+    pinned.
 
     Raises SourceError with one line for each source that cannot be queried.
     """
@@ -281,8 +285,8 @@ def _pin_file(source: HubSource, name: str, file: HubFile) -> Pinned:
 
 
 def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pinned]:
-    """Downloads a file whose sha256 the hub does not state, such as one kept in git; returns its bytes, size
-    and sha256.
+    """Downloads a file of a source whose SHA-256 the hub does not state, such as one kept in git; returns its
+    bytes, and its size and SHA-256.
 
     The bytes are checked against the size and the git object id that the hub states. Raises SourceError if
     the hub refuses or sends other bytes.

@@ -37,11 +37,14 @@ _PREFIXES = (
     ("language_model.", ""),
     ("", "model."),
 )
-"""Prefixes of tensor names, as pairs: (prefix in a checkpoint with several parts, such as a vision tower;
-prefix of the same tensors in a checkpoint of the text model alone)."""
+"""Prefixes of tensor names, as pairs: (prefix in a checkpoint of a larger model, such as one with a vision
+tower; prefix of the same tensors in a checkpoint of the text model alone).
+"""
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
-"""Number of elements of a matrix product that are computed at once; they stay in a core's cache."""
+"""Number of elements of the product of a LoRA adapter's factors that are computed at once; they stay in a
+core's cache.
+"""
 
 _LANES = 8
 """Number of partial sums to which PyTorch's norm adds squares, on every CPU: its reductions use 256-bit
@@ -52,29 +55,31 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: its config, its tensors, and its weight in the merged model."""
+    """A LoRA adapter: its config, its tensors, and the factor of its change of the base model."""
 
     directory: Path
     weight: float
     """Factor by which the adapter's change of the base model is multiplied."""
     config: AdapterConfig
     parts: Mapping[str, Mapping[str, Tensor]]
-    """Module name -> part of the adapter (A, B, magnitude, embedding_A, embedding_B) -> tensor."""
+    """Name of a module of the base model -> tensors of the adapter for it: part (A, B, magnitude_vector,
+    embedding_A, embedding_B) -> tensor.
+    """
     replaced_tensors: Mapping[str, Tensor]
     """Name of a tensor of the base model -> the tensor of the adapter that replaces it."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """The change that one adapter makes to one matrix: a product of two factors that is added."""
+    """The change that one LoRA adapter makes to one matrix: a product of two factors that is added."""
 
     left: Tensor
-    """The left factor of a LoRA change of a matrix: B [rows, rank], or the transpose of A [rank, rows] if
-    `crossed` is True.
+    """The left factor of a LoRA change of a matrix: B [rows, rank], or the transpose of A [rank, rows] if the
+    attribute `crossed` is True.
     """
     right: Tensor
     """The right factor of a LoRA change of a matrix: A [rank, columns], or the transpose of B [columns, rank]
-    if `crossed` is True.
+    if the attribute `crossed` is True.
     """
     scale: np.float32
     crossed: bool
@@ -112,8 +117,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
 
 
 def read_adapter(directory: Path, weight: float) -> Adapter:
-    """Reads an adapter's config and the header of its weights file. weight: factor of the adapter's change.
-    Raises CheckpointError for a damaged or unsupported adapter.
+    """Reads the config of a LoRA adapter in a directory and the header of its weights file, and returns an
+    Adapter, whose weights are read later. weight: factor of the adapter's change of the base model. Raises
+    CheckpointError for a damaged or unsupported adapter.
     """
     config = read_adapter_config(directory)
     path = next((directory / name for name in ADAPTER_WEIGHTS if (directory / name).is_file()), None)
@@ -140,8 +146,8 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
 
 
 def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns name of a tensor that the adapter changes -> its name in `tensors`, which has another prefix
-    if the model is part of a larger one. Only names that differ are listed.
+    """Returns name of a tensor that the adapter changes -> its name in `tensors`, the checkpoint, which has
+    another prefix if the model is part of a larger one. Only names that differ are listed.
     """
     aliases = {}
     for name in (*adapter.replaced_tensors, *(f"{module}.weight" for module in adapter.parts)):
@@ -162,9 +168,9 @@ def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Tensor) -> _Change:
-    """Checks an adapter's tensors for one module and returns the scaled product of two of them that is added
-    to the matrix `base`. parts: A, B, magnitude_vector, embedding_A or embedding_B -> tensor. Raises
-    CheckpointError if tensors are missing, or their shapes do not fit.
+    """Checks a LoRA adapter's tensors for one module of the model and returns the scaled product of two of
+    them that is added to the matrix `base`. parts: A, B, magnitude_vector, embedding_A or embedding_B ->
+    tensor. Raises CheckpointError if tensors are missing, or their shapes do not fit.
     """
     is_table = "embedding_A" in parts
     names = ("embedding_A", "embedding_B") if is_table else ("A", "B")
@@ -207,7 +213,7 @@ def _fault(tensor: Tensor, message: str) -> CheckpointError:
 
 def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: int, count: int) -> Floats:
     """Returns `count` rows of a base model's matrix from row `first` on, as float32 [count, columns], with
-    the changes of all LoRA adapters in `changes` applied one after the other.
+    the changes of all LoRA adapters in `changes` applied one after the other. reader: reads the files.
     """
     original = reader.values(base, first, count)
     rows = original.copy() if len(changes) > 1 else original
@@ -243,8 +249,8 @@ def _lengths(rows: Floats) -> Floats:
 
 
 def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats:
-    """Returns `count` rows, from row `first` on, of the product of an adapter's two factors, as float32
-    [count, columns].
+    """Returns `count` rows, from row `first` on, of the product of a LoRA adapter's two factors, as float32
+    [count, columns], not yet multiplied by the scale.
     """
     if change.crossed:
         left = reader.elements(change.left, (0, change.left.shape[0]), (first, first + count))
@@ -263,8 +269,8 @@ def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats
 
 
 def _multiply(left: NDArray[np.float64], right: NDArray[np.float64], out: Floats) -> None:
-    """Writes left [rows, rank] @ right [rank, columns] to `out`. Operands are float32 values; each sum is
-    rounded as fused multiply-adds in float32 would, in the order of ranks.
+    """Writes left [rows, rank] @ right [rank, columns] to `out`. The elements of both factors are float32
+    values; each sum is rounded as fused multiply-adds in float32 would, in the order of ranks.
 
     Libraries of matrix products, PyTorch's too, have this order for small ranks on CPUs with FMA. Here the
     result is the same on every machine: the product of two float32 is exact in float64.

@@ -35,7 +35,7 @@ _ONLY_HEAD = (
     " embedding"
 )
 LINES = 60
-"""Maximum number of problems that one error lists; further ones are only counted."""
+"""Maximum number of problems of a checkpoint that one error lists; further ones are only counted."""
 View: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """A view of a checkpoint: a function that receives name -> stored tensor and returns the tensors, by name,
 that replace them. Raises CheckpointError for tensors that are missing or do not fit together.
@@ -47,9 +47,9 @@ class Views:
     """The functions that turn the tensors stored in a checkpoint into the tensors of its model."""
 
     quantized: View = dict
-    """Function that replaces the stored tensors of each quantized matrix (codes, scales and so on) by one
-    tensor with its values. It maps name -> tensor, by names in the checkpoint's files, and passes other
-    tensors through.
+    """Function that receives the tensors in a checkpoint's files (name -> tensor) and returns the same
+    mapping with the stored tensors of each quantized matrix (codes, scales and so on) replaced by one tensor
+    with its values. Other tensors stay.
     """
     adapted: View = dict
     """Function that merges LoRA adapters into a checkpoint's tensors: from transformers' tensor name ->
@@ -58,19 +58,22 @@ class Views:
 
 
 PLAIN = Views()
-"""The functions for a checkpoint whose stored tensors are already those of the model: they change nothing."""
+"""The Views for a checkpoint that is neither quantized nor combined with LoRA adapters: two functions that
+return its tensors unchanged.
+"""
 
 
 def locate(
     root: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN, *, remark: bool = False
 ) -> tuple[ParameterSource, ...]:
-    """Returns the tensors that hold each parameter, in the order of `parameters(config)`.
+    """Returns, for each parameter of a model in the order of `parameters(config)`, the checkpoint's tensors
+    that hold it.
 
     root: a GGUF file, or a directory with model.safetensors or, when that is absent,
     model.safetensors.index.json and the files it names (the order in which transformers looks), or else
-    safetensors files of any other names. Files are only read. names: which tensors hold which parameter;
-    views: transformations of the stored tensors. remark: True if tensors that are left out are also reported
-    by the run, not only in the step's log.
+    safetensors files of any other names. Files are only read. names: for each parameter, the names of its
+    tensors; views: transformations of the stored tensors. remark: True if tensors that are left out are also
+    reported by the run, not only in the step's log.
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """
@@ -108,8 +111,8 @@ def locate(
 
 
 def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[str]]:
-    """Reads the headers of all weights files of a checkpoint. Returns (tensor name in the files -> tensor,
-    index or None, error messages). The index maps tensor names to file names.
+    """Reads the headers of all weights files of the checkpoint at the path `root`. Returns (tensor name in
+    the files -> tensor, index file's mapping of tensor names to file names or None, error messages).
     """
     reader = kind_of(root).reader
     if reader is not None:
@@ -120,8 +123,9 @@ def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[st
 
 
 def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> dict[str, Tensor]:
-    """Returns the tensors of the model by transformers' names, computed from the stored tensors through
-    `views`.
+    """Returns transformers' name of a tensor -> the tensor, after both functions of `views`: dequantization
+    of the stored tensors, and merging of LoRA adapters. stored: name in the checkpoint's files -> tensor;
+    names: the model's tensor names.
     """
     tensors = views.quantized(stored)
     sources = [part.tensor for pieces in names.sources.values() for part in pieces]
@@ -132,8 +136,8 @@ def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> d
 def _located(
     config: ModelConfig, table: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[list[ParameterSource], list[str]]:
-    """Returns the parameters all of whose tensors exist, and error messages for tensors of a wrong dtype or
-    shape. table: parameter name -> the tensors that make it up.
+    """Returns the sources of those parameters all of whose tensors exist, and error messages for tensors of a
+    wrong dtype or shape. table: parameter name -> the tensors that make it up; tensors: name -> tensor.
     """
     located, problems = [], []
     for param in parameters(config):
@@ -149,7 +153,7 @@ def _located(
 
 
 def _remark(unread: Mapping[str, str | None]) -> None:
-    """Prints to the log, for each reason why tensors of a checkpoint are left out, a `note:` line with
+    """Prints to the step's log, for each reason why tensors of a checkpoint are left out, a `note:` line with
     their number, which the run shows. unread: tensor name -> reason.
     """
     for reason, count in Counter(unread.values()).items():
@@ -159,8 +163,8 @@ def _remark(unread: Mapping[str, str | None]) -> None:
 
 
 def _report(action: str, reasons: Mapping[str, str | None]) -> None:
-    """Prints to the log a line with the number of tensors in each group of similar names. action: what was
-    done with them, such as "left out"; reasons: tensor name -> reason, or None.
+    """Prints to the step's log a line with the number of tensors in each group of similar names. action: what
+    was done with the tensors, such as "left out"; reasons: tensor name -> reason, or None.
     """
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():
@@ -178,7 +182,9 @@ def _flat(piece: Tensor) -> Tensor:
 def _table(
     config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns parameter name -> the checkpoint's tensors, or parts of them, that make up the parameter."""
+    """Returns parameter name -> the checkpoint's tensors, or the rows of them, that make up the parameter.
+    names: the names that the model's family lists; tensors: those that the checkpoint has.
+    """
     table = dict(names.sources)
     embedding = parameters(config)[0].name
     if config.tie_embeddings and HEAD in tensors and table[embedding][0].tensor not in tensors:
@@ -188,8 +194,9 @@ def _table(
 
 
 def fail(problems: list[str]) -> None:
-    """Raises CheckpointError with the error messages `problems`, one per line; does nothing if there are
-    none."""
+    """Raises CheckpointError with the error messages `problems`, one per line (at most 60, then a count);
+    does nothing if there are none.
+    """
     if len(problems) > LINES:
         problems = [*problems[:LINES], f"... and {len(problems) - LINES} more problems of these kinds"]
     if problems:
@@ -197,8 +204,8 @@ def fail(problems: list[str]) -> None:
 
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Reads the headers of the files `names` in the directory `root`. Returns tensor name -> tensor for all
-    of them, and an error message for each problem.
+    """Reads the headers of the weights files `names` in the directory `root`. Returns (tensor name -> tensor
+    for all of these files, error messages).
     """
     tensors: dict[str, Tensor] = {}
     problems = []
@@ -224,8 +231,8 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 
 
 def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
-    """Returns an error message for each tensor of a parameter whose dtype or shape is wrong. expected: the
-    shapes that the config requires, in the order of the tensors.
+    """Returns an error message for each stored tensor of a parameter whose dtype or shape is wrong. expected:
+    the rows and order that the config requires of each tensor, in the order of the tensors.
     """
     problems = []
     # A stack may be one tensor, or matrices of one expert each.
@@ -262,8 +269,8 @@ def _joined(piece: Tensor) -> Tensor:
 
 
 def _untied(config: ModelConfig, embedding: ParameterSource, head: Tensor) -> list[str]:
-    """Returns one error message in a list if the checkpoint's output matrix `head` must equal the embedding
-    but does not, otherwise [].
+    """Returns one error message in a list if the checkpoint's output matrix `head` must equal the embedding,
+    because the config ties them, but does not; otherwise [].
 
     Releases of transformers disagree on what a different matrix means (older ones overwrite it, version 5
     unties it), so it is refused.

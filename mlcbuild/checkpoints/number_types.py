@@ -15,14 +15,14 @@ DTYPES: Mapping[str, np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.u
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(np.uint16),
 }
-"""Name of a dtype in safetensors -> NumPy dtype, for the types that can be packed without conversion; uint16
-holds the bits of bfloat16.
+"""Name of a dtype in safetensors -> NumPy dtype, for the types of weights that are packed without conversion;
+uint16 holds the bits of bfloat16.
 """
 
 
 def _small_floats(fraction: int, bias: int, nan: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the float32 value of each of the 256 values of a byte, read as a float with `fraction` fraction
-    bits and the exponent bias `bias`. nan: the bytes that are NaN.
+    """Returns a table, float32 [256]: the value of each byte as an 8-bit float with `fraction` fraction bits
+    and the exponent bias `bias`. nan: the bytes that are NaN.
     """
     codes = np.arange(256)
     exponent, low = (codes & 127) >> fraction, codes & (1 << fraction) - 1
@@ -50,8 +50,8 @@ _OTHERS: Mapping[str, type[np.generic]] = {
     "I16": np.int16,
     "U16": np.uint16,
 }
-"""Name of a further dtype in safetensors that weights may have -> NumPy dtype. float32 represents each of
-these integers exactly; float64 is rounded.
+"""Name of another safetensors dtype that weights may have (a float64 or an integer of 8 or 16 bits) -> NumPy
+dtype. float32 represents the integers exactly; float64 is rounded.
 """
 READABLE = (*DTYPES, *_OTHERS, *SMALL_FLOATS)
 """Names, in safetensors, of all dtypes that weights may have."""
@@ -65,15 +65,15 @@ _ELEMENTS: Mapping[str, type[np.generic]] = {
 
 
 def element_dtype(name: str) -> np.dtype[Any]:
-    """Returns the NumPy dtype in which elements of the safetensors dtype `name` are read; uint8 for dtypes
-    that NumPy does not have.
+    """Returns the NumPy dtype in which elements of the safetensors dtype `name` are read from files; uint8
+    for dtypes that NumPy does not have.
     """
     return DTYPES[name] if name in DTYPES else np.dtype(_ELEMENTS.get(name, np.uint8))
 
 
 def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
-    """Converts stored elements to float32 and writes them to `out`, which has their shape. name: the
-    safetensors dtype of the elements, one of READABLE.
+    """Converts elements of a tensor, as they were read from a file, to float32 and writes them to `out`,
+    which has their shape. name: the safetensors dtype of the elements, one of READABLE.
     """
     if name in SMALL_FLOATS:
         np.take(SMALL_FLOATS[name], raw, out=out, mode="clip")
@@ -85,8 +85,8 @@ def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
 
 
 def values_of(raw: NDArray[Any], name: str) -> NDArray[np.float32]:
-    """Returns stored elements as a new float32 array of the same shape. name: the safetensors dtype of the
-    elements, one of READABLE.
+    """Returns elements of a tensor, as they were read from a file, as a new float32 array of the same shape.
+    name: the safetensors dtype of the elements, one of READABLE.
     """
     out = np.empty(raw.shape, np.float32)
     convert(raw, name, out)

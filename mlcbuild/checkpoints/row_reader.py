@@ -29,16 +29,17 @@ class ParameterSource:
 
     param: Param
     pieces: tuple[Tensor, ...]
-    """The tensors with the parameter's rows, in order, joined along axis 0. In a stack of matrices, the first
-    two dimensions count as one.
+    """The stored tensors with the parameter's rows, in order, joined along axis 0. In a stack of matrices,
+    the first two dimensions count as one.
     """
     parts: tuple[Piece, ...] = ()
-    """For each stored tensor, which of its rows or columns are rows of the parameter. () means that the
-    parameter's rows are all rows of the tensors, in order."""
+    """For each stored tensor, a Piece: which ranges of its rows or columns are rows of the model's parameter,
+    and whether it is transposed. () means that the parameter's rows are all rows of the tensors, in order.
+    """
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows of the parameter; for a stack of matrices, the sum over them."""
+        """Returns the number of rows of the parameter; for a stack of matrices, the sum over all of them."""
         return math.prod(self.param.shape[:2]) if len(self.param.shape) == 3 else self.param.shape[0]
 
     @property
@@ -54,8 +55,8 @@ class ParameterSource:
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
-        """Returns the dtype in which the parameter's rows are read: that of its tensors if they agree, else
-        float32.
+        """Returns the NumPy dtype in which the parameter's rows are read: that of its stored tensors if they
+        agree on float32, float16 or bfloat16 (as uint16), else float32.
         """
         dtypes = {
             "F32" if isinstance(piece, PackedTensor | ComputedTensor) else piece.dtype
@@ -65,8 +66,8 @@ class ParameterSource:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Returns the type names of the stored tensors, such as "F16" or "Q4_0". A tensor whose columns are
-        reordered counts as F32, because no block format can keep its values.
+        """Returns the names of the types of the parameter's stored tensors, such as "F16" or "Q4_0". A tensor
+        whose columns are reordered counts as F32, because no block format can keep its values.
         """
         parts = self.parts or (None,) * len(self.pieces)
         return frozenset(
@@ -79,8 +80,8 @@ class ParameterSource:
 
 
 def _is_rearranged(piece: Tensor, part: Piece) -> bool:
-    """Returns True if a stored row of the tensor is not a row of the parameter, because columns are selected
-    or axes exchanged.
+    """Returns True if a row of a stored tensor is not a row of the parameter, because columns are selected or
+    axes exchanged.
     """
     if part.transposed:
         is_whole = part.taken == [*range(part.block)]
@@ -89,8 +90,8 @@ def _is_rearranged(piece: Tensor, part: Piece) -> bool:
 
 
 class Rows:
-    """Reads rows of parameters from the files of a checkpoint. It keeps files open, and is used by one
-    thread only.
+    """Reads rows of parameters from the files of a checkpoint. The object keeps files open, and is used by
+    one thread only.
     """
 
     def __init__(self) -> None:
@@ -107,8 +108,8 @@ class Rows:
         self._files.clear()
 
     def read(self, source: ParameterSource, start: int, out: Array) -> None:
-        """Fills `out` [rows, ...] with rows of a parameter, from row `start` on. `out` must have the dtype
-        source.dtype.
+        """Fills an array `out`, [rows, ...], with rows of the parameter that `source` locates, from row
+        `start` on. `out` must have the dtype that source.dtype returns.
 
         Raises CheckpointError when a file cannot be read or is too short.
         """
@@ -125,8 +126,8 @@ class Rows:
                 self._plain(piece, first, part)
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
-        """Returns `count` rows of a tensor from row `first` on, as a new float32 array [count, columns], or
-        [count] for a vector.
+        """Returns `count` rows of a stored tensor from row `first` on, as a new float32 array [count,
+        columns], or [count] for a vector.
         """
         out = np.empty((count, *tensor.shape[-1:]) if len(tensor.shape) > 1 else (count,), np.float32)
         self._plain(tensor, first, out)
@@ -156,7 +157,7 @@ class Rows:
 
     def _plain(self, piece: Tensor, first: int, out: Array) -> None:
         """Fills `out` with rows of a stored tensor from row `first` on, in stored order. `out` has the
-        tensor's dtype or float32.
+        tensor's dtype (if that is float32, float16 or bfloat16 as uint16) or float32.
         """
         if isinstance(piece, ComputedTensor):
             out.view(np.float32)[...] = piece.load(self, first, len(out)).reshape(out.shape)
@@ -170,8 +171,8 @@ class Rows:
             convert(raw, piece.dtype, out.view(np.float32))
 
     def _rows(self, piece: Tensor, first: int, count: int) -> Array:
-        """Returns `count` rows of a matrix, or elements of a vector, from index `first` on, in float32 or in
-        the stored dtype.
+        """Returns `count` rows of a stored matrix, or elements of a vector, from index `first` on. float32,
+        float16 and bfloat16 (as uint16) keep their dtype; all other types are converted to float32.
         """
         if isinstance(piece, PackedTensor | ComputedTensor) or piece.dtype not in DTYPES:
             return self.values(piece, first, count)
@@ -199,8 +200,9 @@ class Rows:
     def _blocks(
         self, piece: PackedTensor | ComputedTensor, order: Piece | None, first: int, count: int
     ) -> Iterator[BlockRows]:
-        """Yields `count` rows of a parameter as codes and scales, from row `first` of one stored tensor on.
-        order: which rows or columns of the tensor are rows of the parameter; None: all rows, in order.
+        """Yields `count` rows of a parameter, from row `first` of its rows in the stored tensor `piece` on,
+        as BlockRows (integer codes [rows, columns] with their scales), perhaps in several parts. order: which
+        rows or columns of the tensor are rows of the parameter; None: all rows, in order.
         """
         if order is None or order.in_order:
             yield self._unpacked(piece, first, count)
@@ -225,16 +227,17 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Fills `out` [rows, ..] with rows of a parameter, from row `first` on, that the stored tensor holds
-        in another order or among rows of other parameters. ranges: which rows of the tensor belong to the
-        parameter."""
+        """Fills `out` [rows, ..] with rows of a parameter, from row `first` on, that the stored tensor
+        `piece` holds in another order or among rows of other parameters. ranges: a Piece, which lists the
+        parameter's rows within each block of the tensor's rows.
+        """
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1
         _cast(self._rows(piece, low, high - low)[rows - low], out)
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
-        """Fills `out` with rows of a parameter, from row `first` on, that are columns of a stored tensor.
-        Only these columns are read.
+        """Fills `out` with rows of a parameter, from row `first` on, that are columns of the stored tensor
+        `piece`. Only these columns are read.
         """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
@@ -249,7 +252,7 @@ class Rows:
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
         """Returns columns low..high-1 of one matrix in a stored tensor, each as a row of the result. order:
-        the matrix's rows that belong to the parameter; matrix: index of the matrix in a stack.
+        lists the rows of the matrix that belong to the parameter; matrix: index of the matrix in a stack.
         """
         base, selected = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:
@@ -274,8 +277,8 @@ class Rows:
         return widened(raw)
 
     def _raw(self, piece: PackedTensor, first: int, count: int) -> NDArray[np.uint8]:
-        """Returns the stored bytes [count, bytes of a row] of `count` rows from row `first` on, in the row
-        order of transformers.
+        """Returns the stored bytes, uint8 [count, bytes of a row], of `count` rows of a tensor from row
+        `first` on, in the row order of transformers.
         """
         size = piece.size // piece.shape[0]
         dim = piece.shape[0] // piece.interleaved_heads if piece.interleaved_heads else 1
@@ -288,7 +291,7 @@ class Rows:
 
     def _fill(self, piece: Tensor, offset: int, out: NDArray[Any]) -> None:
         """Fills an array with bytes from the file of a stored tensor. offset: position of the first byte in
-        the file.
+        the file. Raises CheckpointError if the file cannot be read or is too short.
         """
         view = out.reshape(-1).view(np.uint8).data
         try:
@@ -307,8 +310,9 @@ class Rows:
 
 
 def _mapped(tensor: Tensor, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Maps part of a tensor's file into memory, and returns it as an array of this shape and dtype; the
-    mapping ends when the array is dropped. offset: position of the first byte in the file.
+    """Maps part of a stored tensor's file into memory, and returns it as an array of this shape and dtype;
+    the mapping ends when the array is dropped. offset: position of the first byte in the file. Raises
+    CheckpointError if the file cannot be read or is too short.
     """
     size = math.prod(shape) * dtype.itemsize
     try:
@@ -332,8 +336,8 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _taken_rows(ranges: Piece, first: int, count: int) -> NDArray[np.intp]:
-    """Returns the indices, in a stored tensor, of a parameter's rows first..first+count-1. ranges: the
-    tensor's rows that belong to the parameter.
+    """Returns the row indices, in a stored tensor, at which a parameter's rows first..first+count-1 are.
+    ranges: a Piece, which lists the parameter's rows within each block of the tensor's rows.
     """
     selected = np.array(ranges.taken)
     blocks, places = np.divmod(np.arange(first, first + count), len(selected))
@@ -346,7 +350,9 @@ def _indices(ranges: Sequence[tuple[int, int, int]]) -> NDArray[np.intp]:
 
 
 def _cast(raw: Array, out: Array) -> None:
-    """Copies stored values into `out`, whose dtype is theirs or float32."""
+    """Copies values that were read from a tensor into `out`, an array of the same shape and of their dtype or
+    float32. raw: float32, float16, or the bits of bfloat16 as uint16.
+    """
     if raw.dtype == out.dtype:
         out[...] = raw
     else:
@@ -354,8 +360,8 @@ def _cast(raw: Array, out: Array) -> None:
 
 
 def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yields (index of a stored tensor, first row in it, part of `out` to fill) for the tensors that hold a
-    parameter's rows from row `start` on, until `out` is full.
+    """Yields (index of a stored tensor, first row in the tensor, part of `out` to fill) for the tensors that
+    hold a parameter's rows from row `start` on, until `out` is full.
     """
     done = 0
     for number, first, count in _ranges(source, start, start + out.shape[0]):
@@ -364,8 +370,8 @@ def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[in
 
 
 def _ranges(source: ParameterSource, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index of a stored tensor, first row in it, number of rows) for the tensors that hold rows
-    start..stop-1 of a parameter.
+    """Yields (index of a stored tensor, first row in the tensor, number of rows) for the tensors that hold
+    rows start..stop-1 of a parameter.
     """
     base = 0
     for number, count in enumerate(source.counts):

@@ -29,7 +29,7 @@ of the scale and any such float is a float16.
 
 @dataclass(frozen=True)
 class _Scaled:
-    """The tensors of one scaled matrix of 8-bit floats, and the size of its blocks."""
+    """The stored tensors of one scaled matrix of 8-bit floats, and the size of its blocks."""
 
     weight: Tensor
     scale: Tensor
@@ -60,11 +60,11 @@ def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: 
 
 
 def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTensor:
-    """Returns the weight of a module: 8-bit floats multiplied by the scales in the part `scale`, computed
-    when rows are read.
+    """Returns the weight matrix of a module: 8-bit floats multiplied by the scales in the module's stored
+    tensor whose name ends with `scale`. Its float32 rows are computed when they are read.
 
-    block: the rows and columns of a block as quantization_config states them; None if it does not. Raises
-    CheckpointError if the scales have another shape.
+    block: the rows and columns of a block of weights that share a scale, as quantization_config states them;
+    None if it does not. Raises CheckpointError if a tensor is missing, or has another type or shape.
     """
     rows, columns = parts.matrix("weight")
     weight = parts["weight"]
@@ -108,8 +108,9 @@ def _block_sizes(
 
 
 def _kind(matrix: _Scaled) -> str:
-    """Returns the name of a type that stores all weights of a matrix unchanged: "F16" if every scale is a
-    power of two in the range that keeps them float16 numbers, else "F32".
+    """Returns the name of a type that stores all weights of a matrix of scaled 8-bit floats unchanged: "F16"
+    if each of the matrix's stored scales is a power of two in the range that keeps weights float16 numbers,
+    else "F32".
     """
     limits = _HALF_EXPONENTS.get(matrix.weight.dtype)
     if limits is None:

@@ -22,13 +22,17 @@ class PackedTensor(Tensor):
     """A tensor of a checkpoint that must be decoded: its bytes are not rows of a NumPy dtype in order."""
 
     decode: Callable[[NDArray[np.uint8], NDArray[np.float32]], None]
-    """Function that writes the float32 values of rows, passed as bytes [rows, bytes of a row], to an array
-    [rows, columns]."""
+    """Function that writes the float32 values of rows of the tensor, passed as bytes, uint8 [rows, bytes of a
+    row], to an array [rows, columns].
+    """
     interleaved_heads: int = 0
-    """Number of heads whose rows i and i + dim/2 are stored side by side; 0 if rows are in order."""
+    """Number of attention heads whose rows i and i + dim/2 are stored side by side, as GGUF files do; 0 if
+    the tensor's rows are in order.
+    """
     unpack: Callable[[NDArray[np.uint8]], BlockRows] | None = None
-    """Function that maps rows, passed as bytes [rows, bytes of a row], to their codes and scales (a
-    BlockRows), without dequantizing them; None: the tensor is not quantized."""
+    """Function from rows of the tensor, passed as bytes, uint8 [rows, bytes of a row], to their integer codes
+    and scales (a BlockRows), not dequantized; None: the tensor is not quantized.
+    """
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,13 @@ class ComputedTensor(Tensor):
     """A tensor whose rows are computed from stored tensors when they are read."""
 
     load: Callable[[RowReader, int, int], NDArray[np.float32]]
-    """Function of (reader of the stored tensors, first row, number of rows) that returns float32 rows
-    [number, columns], or [number] for a vector. The rows of a stack of matrices follow each other.
+    """Function from (reader of the checkpoint's files, first row, number of rows) to float32 rows of the
+    tensor, [number, columns], or [number] for a vector. The rows of a stack of matrices follow each other.
     """
     unpack: Callable[[RowReader, int, int], BlockRows] | None = None
-    """Function of (reader of the stored tensors, first row, number of rows) that returns these rows as codes
-    and scales, without dequantizing them; None: the tensor has no quantized form.
+    """Function from (reader of the checkpoint's files, first row, number of rows) to these rows of the
+    tensor, not dequantized: a BlockRows with integer codes [rows, columns] and a scale for each group of
+    columns. None: the tensor has no quantized form.
     """
     by_columns: bool = False
     """True if the functions `load` and `unpack` receive a first column and a number of columns of the tensor
@@ -81,11 +86,11 @@ class Shard:
 
 
 def lay_out(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], limit: int) -> tuple[Shard, ...]:
-    """Distributes tensors, in order, to weights files with at most `limit` bytes of data each, and returns
-    the planned files.
+    """Distributes tensors, in order, to weights files of a bundle with at most `limit` bytes of data each,
+    and returns the planned files.
 
-    metadata: key -> text in the header of each file. A tensor is never divided, so that a file with one
-    large tensor may exceed the limit.
+    metadata: key -> text in the header of each file. A tensor is never divided, so that a file with one large
+    tensor may exceed the limit.
     """
     parts: list[list[StoredTensor]] = [[]]
     filled = 0

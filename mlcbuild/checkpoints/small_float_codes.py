@@ -1,5 +1,5 @@
 """Reads matrices of 4-bit floats (E2M1), two in a byte, the first in the low bits, with a scale for each
-group.
+group of columns.
 
 A weight is the float times its group's scale. Scales are powers of two, one byte each (MXFP4), or 8-bit
 floats together with one scale of the whole matrix (NVFP4).
@@ -28,13 +28,15 @@ not treated as NaN: such weights become infinite or huge, and are refused where 
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """The tensors of one matrix of 4-bit floats, or of a stack of matrices whose rows follow each other."""
+    """The stored tensors of one matrix of 4-bit floats, or of a stack of matrices whose rows follow each
+    other.
+    """
 
     packed: Tensor
     scale: Tensor
     columns: int
     group: int
-    """Number of consecutive columns that share a scale."""
+    """Number of consecutive columns of the matrix that share a scale."""
     overall: Tensor | None = None
     """The tensor with the scale of the whole matrix (NVFP4); None if the scales of groups are powers of two
     (MXFP4).
@@ -66,7 +68,9 @@ class Fp4Matrix:
         return scales
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns]."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns].
+        reader: reads the checkpoint's files.
+        """
         rows: Floats = _TWICE.take(self._codes(reader, first, count)).astype(np.float32)
         groups = rows.reshape(count, -1, self.group)
         with np.errstate(all="ignore"):
@@ -74,5 +78,8 @@ class Fp4Matrix:
         return rows
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns `count` rows of an MXFP4 matrix from row `first` on, as codes and scales."""
+        """Returns `count` rows of an MXFP4 matrix from row `first` on, not dequantized: int8 codes [count,
+        columns], which are twice the 4-bit floats, and half of each scale, float32 [count, groups of
+        columns].
+        """
         return BlockRows(_TWICE.take(self._codes(reader, first, count)), self._scales(reader, first, count))

@@ -1,5 +1,6 @@
-"""Chooses the formats for the quantization `as-is` of a checkpoint, as the step
-`formats/<model>/<quantization>`. Recipes with local checkpoints need no such step.
+"""Chooses, for the quantization `as-is`, the smallest stored format of each parameter that holds a
+checkpoint's values exactly, as the build step `formats/<model>/<quantization>`. For a checkpoint on this
+machine there is no such step: the choice is made when the recipe is read.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from mlcbuild.quant.scheme import Scheme
 
 
 def choose(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: chooses for each parameter the smallest format that holds its values in inputs["checkpoint"]
-    exactly, and writes the choice among params["candidates"] to `out`.
+    """Action of a build step: chooses for each parameter the smallest format that holds its values in
+    inputs["checkpoint"] exactly, and writes the choice to a JSON file in `out`.
 
-    params["overrides"]: pairs (pattern, name of a candidate), which decide first. inputs["config"]: the
-    output of the config step. Raises CheckpointError for a checkpoint that is damaged or not quantized.
+    params["overrides"]: pairs (pattern of parameter names, name of a format), which decide first.
+    inputs["config"]: the output of the config step. Raises CheckpointError for a checkpoint that is damaged
+    or not quantized.
     """
     path, views = checkpoint_path(params, inputs), views_of(params, inputs)
     if views is PLAIN and path.suffix != ".gguf":

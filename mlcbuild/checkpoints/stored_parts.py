@@ -61,7 +61,7 @@ class StoredParts:
 
     def check(self, part: str, dtypes: Iterable[str], shape: tuple[int, ...]) -> Tensor:
         """Returns the module's stored tensor whose name ends with `part`. Raises CheckpointError if it is
-        missing, its type is not one of `dtypes`, or it has another shape.
+        missing, its type is not one of `dtypes` (safetensors names), or it has another shape.
         """
         tensor, dtypes = self[part], tuple(dtypes)
         if tensor.dtype not in dtypes or tensor.shape != shape:
@@ -89,13 +89,13 @@ class StoredParts:
         note: str = "",
         name: str = "weight",
     ) -> ComputedTensor:
-        """Returns the tensor `name` of the module, whose rows are computed from the stored tensors when they
-        are read.
+        """Returns the tensor `name` of the module, whose float32 rows are computed from the stored tensors
+        when they are read.
 
-        shape: its shape. load: function of (reader of stored tensors, first row, number of rows) that returns
-        float32 rows. kind: the tensor type, such as "Q4_0", that holds the values exactly and whose codes and
-        scales `unpack` returns (see `FORMATS` of quant/as_is.py); "F32" if no type does. note: a remark for
-        the log.
+        shape: the tensor's shape. load: function from (reader of the checkpoint's files, first row, number of
+        rows) to float32 rows. kind: the tensor type, such as "Q4_0", that holds the values exactly and whose
+        codes and scales `unpack` returns (see `FORMATS` of quant/as_is.py); "F32" if no type does. note: a
+        remark for the log.
         """
         if kind == "F32":
             note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32
@@ -109,12 +109,12 @@ def replaced(
     marks: Iterable[str],
     combine: Callable[[StoredParts], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint, with the stored tensors of each quantized module replaced by those
-    that `combine` returns.
+    """Returns name -> tensor for a checkpoint, with the stored tensors of each quantized module (such as
+    model.layers.0.mlp.down_proj) replaced by those that the function `combine` computes.
 
-    marks: last parts of tensor names; a module that has one of them is quantized. combine: function that
-    returns last part of a name -> tensor for one module. Tensors that scale activations are removed
-    everywhere. Raises CheckpointError with the problems of all modules.
+    marks: last parts of tensor names; a module that has one of them is quantized. combine: function from a
+    StoredParts, the stored tensors of one module, to last part of a name -> tensor. Tensors that scale
+    activations are removed everywhere. Raises CheckpointError with the problems of all modules.
     """
     marks = frozenset(marks)
     result: dict[str, Tensor] = {}
@@ -145,14 +145,17 @@ def _modules(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def whole(reader: RowReader, tensor: Tensor) -> Floats:
-    """Returns all values of a small tensor, such as a matrix's scales, as float32 in the tensor's shape."""
+    """Returns all values of a small stored tensor, such as a matrix's scales, as float32 in the tensor's
+    shape.
+    """
     rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else math.prod(tensor.shape)
     return values_of(reader.elements(tensor, (0, rows)), tensor.dtype).reshape(tensor.shape)
 
 
 def group_size(parts: StoredParts, columns: int, groups: int, size: object) -> int:
-    """Returns the number of columns in a group. groups: number of groups in a row; size: the size that
-    quantization_config states. Raises CheckpointError if they contradict each other.
+    """Returns the number of columns of a matrix in a group that shares a scale. columns: those of the matrix;
+    groups: number of groups in a row; size: the size that quantization_config states. Raises CheckpointError
+    if the columns cannot be divided into this number of equal groups.
     """
     if isinstance(size, int) and size > 0 and -(-columns // size) == groups:
         return size
@@ -164,11 +167,11 @@ def group_size(parts: StoredParts, columns: int, groups: int, size: object) -> i
 def group_places(
     parts: StoredParts, part: str, columns: int, groups: int, size: int
 ) -> NDArray[np.intp] | None:
-    """Returns the index of the group of each column, which the tensor `part` lists; None if groups are made
-    of consecutive columns.
+    """Returns the index of the group (of columns that share a scale) of each column of a matrix, which the
+    module's stored tensor `part` lists; None if groups are made of consecutive columns.
 
-    Writers leave the tensor out, or fill it with 0 or -1, where columns are in order. size: columns of a
-    group. Raises CheckpointError for an index that names no group.
+    Writers leave the tensor out, or fill it with 0 or -1, where columns are in order. groups: number of
+    groups; size: columns of a group. Raises CheckpointError for an index that names no group.
     """
     if parts.get(part) is None:
         return None

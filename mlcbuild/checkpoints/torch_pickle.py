@@ -41,7 +41,7 @@ _NEW_DTYPES: Mapping[str, str] = {
     "uint32": "U32",
     "uint64": "U64",
 }
-"""PyTorch's name of a dtype that has no storage class of its own -> safetensors' name."""
+"""PyTorch's name of a dtype that has no storage class of its own -> the dtype's name in safetensors."""
 _MAPPING = "collections OrderedDict"
 _TENSOR, _NEW_TENSOR = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"
 _PARAMETER = "torch._utils _rebuild_parameter"
@@ -92,8 +92,8 @@ class _Name:
 
 
 def read(data: bytes) -> dict[str, PickledTensor]:
-    """Returns tensor name -> tensor. data: the bytes of the pickle. Raises PickleError for a damaged pickle,
-    or one with objects other than tensors.
+    """Returns tensor name -> tensor for the pickle in a PyTorch file. data: the bytes of the pickle. Raises
+    PickleError for a damaged pickle, or one with objects other than tensors.
     """
     try:
         value = _Machine(data).run()
@@ -223,8 +223,8 @@ class _Machine:
         self._stack[-1].extend(values)
 
     def build(self) -> None:
-        """Executes the pickle opcode BUILD: discards the attributes of a mapping, in which state_dict()
-        stores versions of modules.
+        """Executes the pickle opcode BUILD: discards the attributes of a mapping, in which PyTorch's
+        state_dict() stores versions of modules.
         """
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
@@ -317,4 +317,6 @@ _ACTIONS: Mapping[bytes, Callable[[_Machine], None]] = {
     b"Q": _Machine.storage,
     b"R": _Machine.call,
 }
-"""Opcode of a pickle -> function that executes it on a machine."""
+"""Opcode of a pickle, one byte -> function that executes the opcode on the _Machine (the stack machine that
+reads the pickle), its only argument.
+"""

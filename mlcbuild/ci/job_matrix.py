@@ -1,4 +1,4 @@
-"""Generates jobs for CI systems: one for each variant that needs work, or one for each shard."""
+"""Generates jobs for CI systems: one for each variant of a recipe that needs work, or one for each shard."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ Targets that no hosted runner can run are compiled on the runner OTHER.
 """
 OTHER = "ubuntu-latest"
 DONE = ("hit", "remote")
-"""The states in which a planned step needs no work."""
+"""The states in which a planned build step needs no work."""
 ANY = "*"
 
 
 @dataclass(frozen=True)
 class CiJob:
-    """One job of a CI system, which builds one variant or one shard."""
+    """One job of a CI system, which builds one variant of a recipe, or one shard (a share of the whole
+    build).
+    """
 
     name: str
     runner: str
     """Label of the machine that runs the job: `runs-on` on GitHub, a tag on GitLab."""
     key: str | None
-    """Key of the last step of the variant that the CI job builds; None while an input of this step is not
-    built, and for a job that builds a shard.
+    """Cache key of the last build step of the variant that the CI job builds; None while an input of this
+    step is not built, and for a job that builds a shard.
     """
     reason: str
     """The reason why the CI job has work to do; "" if it has none."""
@@ -74,11 +76,14 @@ class Matrix:
     targets.
     """
     all: bool = False
-    """True if the CI jobs include those of variants that need no work."""
+    """True if the generated CI jobs include those of the recipe's variants (combinations of model,
+    quantization and target) whose bundles are already built.
+    """
 
 
 def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
-    """Parses `--label target=runner` options into target -> label; the target may be `*`.
+    """Parses `--label target=runner` options into target -> label of a CI runner; the target may be `*`,
+    which stands for all targets.
 
     Raises UsageError with all problems.
     """
@@ -104,8 +109,8 @@ def runner(target: Target, labels: Mapping[str, str]) -> str:
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Returns name of a step -> reason, for each step that needs work. A step that runs because of its inputs
-    gets the reason of the first step that it depends on and that will run.
+    """Returns name of a build step -> reason, for each step that needs work. A step that runs because of its
+    inputs gets the reason of the first step that it depends on and that will run.
     """
     reasons: dict[str, str] = {}
     for planned in plan.steps:
@@ -118,8 +123,9 @@ def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
 
 
 def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[CiJob]:
-    """Returns CI jobs: one for each variant that needs work or, with `matrix.shards`, jobs that share all
-    the work. Raises UsageError if the number of shards is below 1.
+    """Returns CI jobs: one for each variant of a recipe that needs work or, with `matrix.shards`, that number
+    of jobs which share all the work. products: the variants with their steps. Raises UsageError if the number
+    of shards is below 1.
     """
     if matrix.shards is not None and matrix.shards < 1:
         raise UsageError(f"--shards {matrix.shards}: there must be at least one")
@@ -135,7 +141,9 @@ def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Ma
 def variants(
     products: Iterable[Product], pipeline: Pipeline, plan: Plan, labels: Mapping[str, str], command: Command
 ) -> list[CiJob]:
-    """Returns a CI job for each variant, including those that need no work."""
+    """Returns a CI job for each variant of a recipe, including those that need no work. labels: name of a
+    target -> label of the CI runner.
+    """
     why = reasons(pipeline.graph, plan)
     jobs = []
     for product in products:
@@ -149,8 +157,8 @@ def variants(
 def shards(
     products: Sequence[Product], count: int, labels: Mapping[str, str], command: Command
 ) -> list[CiJob]:
-    """Returns CI jobs that share the work of building the variants `products`: `count` jobs, but at most one
-    for each variant.
+    """Returns CI jobs that share the work of building the variants `products` of a recipe: `count` jobs, but
+    at most one for each variant.
     """
     count = min(count, len(products))
     only = [word for product in products for word in ("--only", product.variant.name)]
@@ -169,8 +177,8 @@ def github(jobs: Iterable[CiJob]) -> str:
 
 
 def gitlab(jobs: Sequence[CiJob]) -> str:
-    """Returns CI jobs as a GitLab child pipeline in JSON, which is valid YAML. A pipeline must have a job,
-    so without work it has one that only reports this.
+    """Returns CI jobs as the text of a GitLab child pipeline in JSON, which is valid YAML. A pipeline must
+    have a job, so without work it has one that only reports that everything is up to date.
     """
     pipeline: dict[str, object] = {"stages": ["build"]}
     for job in jobs:

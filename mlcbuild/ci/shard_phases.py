@@ -23,12 +23,12 @@ def run(
     cancel: Cancellation | None = None,
 ) -> RunResult:
     """Executes the phases of one machine's share (shard) of a build, one after the other, and returns one
-    result for all. phases: for each phase the names of its steps, or None for all steps.
+    result for all. phases: for each phase the names of its build steps, or None for all steps.
 
     sharing: function that opens the store with its remote caches; it is called for each phase, since other
     machines add results to these caches meanwhile. After a failure, a phase runs only with
-    `options.keep_going`, and without the steps that depend on the failed ones. Raises the same exceptions as
-    `execute`.
+    `options.keep_going`, and without the steps that depend on the failed ones. Raises UsageError for an
+    unknown step name, SourceError for an unreadable source, and StoreError when the store cannot be used.
     """
     total, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
@@ -53,7 +53,7 @@ def run(
 
 
 def joined(before: RunResult, after: RunResult) -> RunResult:
-    """Merges the results of two consecutive runs of a shard into one."""
+    """Merges the results of two consecutive runs of a shard (one machine's share of a build) into one."""
     first = {step.name: step for step in before.steps}
     return RunResult(
         (*_later(first, after.steps), *first.values()),
@@ -65,9 +65,9 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """Returns the results of a later phase of a shard (one machine's share of a build). A step that it only
-    reused, because an earlier phase of the shard had built it, keeps the earlier result. first: name of a
-    step -> result of an earlier phase; steps of the later phase are removed from it.
+    """Returns the results of the build steps of a later phase of a shard (one machine's share of a build). A
+    step that it only reused, because an earlier phase of the shard had built it, keeps the earlier result.
+    first: name of a step -> result of an earlier phase; steps of the later phase are removed from it.
     """
     results = []
     for step in steps:

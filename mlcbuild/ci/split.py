@@ -9,9 +9,10 @@ Machines with different splits, or a failing shard, cost time but not correctnes
 `--shard` builds whatever is missing.
 
 The problem is scheduling with shared set-up work: each shard that needs a step, and does not find its result,
-pays its cost. Final steps that share a step of at least T milliseconds are kept together, for every relevant
-T; the groups are assigned, longest first, to the shard that they leave least loaded (Graham's LPT, 1969). The
-T with the shortest longest shard is chosen, and among equals the one with the least total work.
+pays its cost. Final steps (those on which no other step depends) that share a step of at least T milliseconds
+are kept together, for every relevant T; the groups are assigned, longest first, to the shard that they leave
+least loaded (Graham's LPT, 1969). The T with the shortest longest shard is chosen, and among equals the one
+with the least total work.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WEIGHTS: Mapping[str, int] = {
     "verify": 15_000,
     "bundle": 2_000,
 }
-"""First part of a step's name -> milliseconds that are assumed if no duration is recorded."""
+"""First part of a build step's name -> milliseconds that are assumed if no duration is recorded."""
 OTHER = 1_000
 TRIFLE = 2_000
 """Milliseconds of work below which one machine's share (shard) of a build repeats the work instead of waiting
@@ -48,22 +49,22 @@ FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
 """Maximum size in bytes of a file of step durations."""
 _TRIED = 16
-"""Maximum number of thresholds that are tried. A threshold is a step duration: final steps that share a step
-of at least this duration are built by the same machine. If there are more different durations, evenly spaced
-ones are tried.
+"""Maximum number of thresholds that are tried for dividing a build among machines. A threshold is a duration
+of a build step: all final steps (on which no other step depends) that share a step at least that long go to
+the same machine. If there are more different durations, evenly spaced ones are tried.
 """
 
 
 @dataclass(frozen=True)
 class StepShard:
-    """The part of a build that one machine (shard) runs."""
+    """The part of a build that one machine (shard) runs: names of steps, and their expected duration."""
 
     steps: tuple[str, ...]
     """Names of the steps that this shard (one machine's share of a build) must build, in the graph's order.
     Every step belongs to exactly one shard.
     """
     first: tuple[str, ...]
-    """Names of the shard's steps that need few results of other shards. They run first, while the other
+    """Names of the shard's build steps that need few results of other shards. They run first, while the other
     shards produce results.
     """
     milliseconds: int
@@ -77,8 +78,9 @@ class Split:
 
     shards: tuple[StepShard, ...]
     identity: str
-    """Eight hex digits, a digest of all inputs of the division: machines with the same digits have the same
-    shards.
+    """Eight hex digits, a digest of everything on which the division of a build into shards depends: the
+    number of shards, and the steps with their durations and dependencies. Machines with the same digits have
+    the same shards.
     """
 
 
@@ -92,10 +94,10 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
-    """Divides steps and their dependencies into `count` shards, and returns a Split. only: names of the
-    steps; () means all.
+    """Divides build steps and their dependencies into `count` shards (shares of the build, one for each
+    machine), and returns a Split. only: names of the steps; () means all.
 
-    durations: step name -> milliseconds. The result is deterministic.
+    durations: name of a step -> milliseconds. The result is deterministic.
     """
     chosen = [graph.resolve(name) for name in only]
     needed = graph.closure(chosen) if chosen else frozenset(graph.nodes)
@@ -126,9 +128,9 @@ def _early(
     closures: Mapping[str, frozenset[str]],
     costs: Mapping[str, int],
 ) -> bool:
-    """Returns True if a shard can run a step before other shards have results: repeating the dependencies
-    that others build takes at most two seconds, or not longer than the step itself. index: the shard; owners:
-    step -> shard; closures: step -> its dependencies; costs: step -> milliseconds.
+    """Returns True if a shard can run a build step before other shards have results: repeating the
+    dependencies that others build takes at most two seconds, or not longer than the step itself. index: the
+    shard; owners: step -> shard; closures: step -> its dependencies; costs: step -> milliseconds.
     """
     theirs = sum(costs[need] for need in closures[name] if owners[need] != index)
     return theirs <= max(costs[name], TRIFLE)
@@ -140,14 +142,14 @@ class _Dealt:
     steps on which no other step depends."""
 
     held: list[set[str]]
-    """For each shard, the names of the steps that it would run if no store held any result."""
+    """For each shard, the names of the build steps that it would run if no store held any result."""
     loads: list[int]
     """For each shard (one machine's share of a build), the sum of the durations of its steps in milliseconds.
     """
 
 
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
-    """Returns step name -> names of the step and of all its direct and indirect dependencies."""
+    """Returns name of a build step -> names of the step and of all its direct and indirect dependencies."""
     closures: dict[str, frozenset[str]] = {}
     for step in steps:
         closures[step.name] = frozenset((step.name,)).union(
@@ -157,8 +159,8 @@ def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
 
 
 def step_costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
-    """Returns step name -> milliseconds: the recorded duration in `durations`, else the median duration there
-    of steps of the same kind, else a constant of that kind.
+    """Returns name of a build step -> milliseconds: the recorded duration in `durations`, else the median
+    duration there of steps of the same kind (first part of the name), else a constant of that kind.
     """
     kinds: dict[str, list[int]] = {}
     for name, value in durations.items():
@@ -172,9 +174,9 @@ def _kind(name: str) -> str:
 
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
-    """Returns thresholds in milliseconds, ascending: final steps that share a step at least as long as the
-    threshold are built by the same machine. The thresholds are the durations of steps, and one number above
-    all of these, with which no final steps are kept together.
+    """Returns thresholds in milliseconds, ascending. With each of them, all final steps (on which no other
+    step depends) that share a step at least that long are built by the same machine. costs: step ->
+    milliseconds. The last threshold is above all durations, so that it keeps no steps together.
     """
     levels = sorted(set(costs.values()))
     if len(levels) > _TRIED:
@@ -185,9 +187,9 @@ def _levels(costs: Mapping[str, int]) -> list[int]:
 def _groups(
     ends: Iterable[str], closures: Mapping[str, frozenset[str]], costs: Mapping[str, int], least: int
 ) -> list[list[str]]:
-    """Groups final steps that share a step of at least `least` ms, directly or through other final steps,
-    and returns the groups. ends: names of final steps; closures: step -> itself and its dependencies;
-    costs: step -> milliseconds.
+    """Groups final build steps (on which no other step depends) that share a dependency of at least `least`
+    ms, directly or through other final steps, and returns the groups; one machine builds a whole group. ends:
+    names of final steps; closures: step -> itself and its dependencies; costs: step -> milliseconds.
     """
     leader: dict[str, str] = {}
 
@@ -226,8 +228,8 @@ def _deal(
 
 
 def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """Returns step name -> index of the shard (one machine's share of the build) that builds the step: the
-    shard in which most other steps need it.
+    """Returns name of a build step -> index of the shard (one machine's share of the build) that builds the
+    step: the shard in which most other steps need it.
     """
     uses: dict[str, list[int]] = {}
     for index, remote_names in enumerate(dealt.held):
@@ -251,8 +253,8 @@ def place(recipe: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, int]:
-    """Reads a file of step durations and returns step name -> milliseconds; {} if the file does not exist.
-    Raises InputError if it is malformed.
+    """Reads a file of the durations of build steps and returns name of a step -> milliseconds; {} if the file
+    does not exist. Raises InputError if it is malformed.
     """
     try:
         document = strict_json.parse(regular.read(path, _LARGEST))
@@ -274,7 +276,9 @@ _AGAIN = "write it anew with `mlcbuild shard RECIPE --record`"
 
 
 def recorded(graph: Graph, store: Store) -> dict[str, int]:
-    """Returns step name -> milliseconds according to the store's latest step record of each step."""
+    """Returns name of a build step -> milliseconds that it took, according to the latest step record in the
+    store.
+    """
     durations = {}
     for step in graph.steps():
         for key in store.cache.keys(step.name):
@@ -290,8 +294,8 @@ def recorded(graph: Graph, store: Store) -> dict[str, int]:
 
 
 def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, float]:
-    """Returns step name -> expected seconds, for the steps that a plan must run: their last duration in this
-    store, the one in the file of durations, or an estimate.
+    """Returns name of a build step -> expected seconds, for the steps that a plan must run or fetch: the last
+    duration in this store, the one in the file of durations, or an estimate.
     """
     names = {step.name for step in plan.steps if step.state != "hit"}
     costs = step_costs(graph.steps(), {**read(file), **recorded(graph, Store(store.root))})
@@ -299,7 +303,9 @@ def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, flo
 
 
 def write(path: Path, durations: Mapping[str, int]) -> None:
-    """Writes step durations (name -> milliseconds) to a file. Raises UsageError if it cannot be written."""
+    """Writes durations of build steps (name of a step -> milliseconds) to a file. Raises UsageError if it
+    cannot be written.
+    """
     document = {"format": FORMAT, "milliseconds": dict(sorted(durations.items()))}
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:

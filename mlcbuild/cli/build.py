@@ -1,4 +1,4 @@
-"""The verbs for a recipe's steps: plan, run, explain, graph."""
+"""The verbs of the command line for a recipe's build steps: plan, run, explain, graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ WORDS = {"hit": "reuse", "remote": "fetch", "run": "run", "pending": "wait"}
 
 
 def print_warnings(event: Event) -> None:
-    """Prints an event of a run if it is a warning. It is the event handler of verbs without a live view."""
+    """Prints an event of a run to stderr if it is a warning or a note. It is the event handler of verbs
+    without a live view.
+    """
     if isinstance(event, Warned):
         print(f"warning {safe_lines(event.message)}", file=sys.stderr)
     if isinstance(event, Noted):
@@ -32,8 +34,8 @@ def print_warnings(event: Event) -> None:
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
-    """Returns the Selection of variants and steps that the options --only, --affected-by, --shard and --force
-    describe. A verb without one of these options does not restrict the selection by it.
+    """Returns the Selection of a recipe's variants and build steps that the options --only, --affected-by,
+    --shard and --force describe. A verb without one of these options does not restrict the selection by it.
     """
     return Selection(
         tuple(getattr(arguments, "only", ())),
@@ -103,7 +105,9 @@ def _memories(estimates: Mapping[str, Mapping[str, int] | None]) -> list[str]:
 
 
 def execution(arguments: argparse.Namespace) -> Execution:
-    """Returns how steps are executed according to the options --jobs, --keep-going, --executor and --tls."""
+    """Returns an Execution: the number of jobs, whether to go on after failures, the executor and its TLS
+    directory, as the options --jobs, --keep-going, --executor and --tls of a command line state them.
+    """
     return Execution(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,
@@ -127,8 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build(arguments: argparse.Namespace) -> tuple[Session, Result]:
-    """Runs the steps that a command line selects, with a live view, and writes the outputs that CI systems
-    read. Returns the open session and the result.
+    """Runs the build steps that a command line selects, with a live view, and writes the outputs that CI
+    systems read. Returns (the open recipe, the result of the run).
     """
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import reporting
@@ -153,7 +157,9 @@ def _to_reporter(report: Reporter) -> Reporter:
 
 
 def document(result: Result) -> dict[str, object]:
-    """Returns the JSON document that `run --json` prints."""
+    """Returns the JSON document that `run --json` prints: the steps of a run, and its variants with their
+    bundles.
+    """
     from mlcbuild.reports import report
 
     variants = [
@@ -177,8 +183,8 @@ def _end(result: Result) -> list[str]:
 
 
 def listed(result: Result) -> list[VariantResult]:
-    """Returns the variants for each of which the output of a run has a line. Those that an interrupted run
-    did not reach are only counted in the last line of the output.
+    """Returns those variants of a recipe for which the output of a run has a line. Variants that an
+    interrupted run did not reach are only counted in the last line of the output.
     """
     return [item for item in result.variants if not (result.run.interrupted and item.status == "skipped")]
 
@@ -212,7 +218,8 @@ def _places(result: Result) -> str:
 
 def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Result, began: int) -> None:
     """Writes a receipt (the list of everything on which a finished run depended), so that the same command
-    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970.
+    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970. A run
+    with failures, warnings or extra outputs leaves none.
     """
     from mlcbuild.cli import receipts, summaries
 

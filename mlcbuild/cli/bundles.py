@@ -1,4 +1,4 @@
-"""The verbs `inspect` and `verify`, for a bundle."""
+"""The verbs `inspect` and `verify` of the command line, for a bundle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlcbuild.keyfile import is_public
 from mlcbuild.quant.importance import REPORT
 
 _LARGEST_LIBRARY_JSON = 16 << 20
-"""Maximum size of a library's JSON file in bytes."""
+"""Maximum size in bytes of a JSON file in a bundle, such as library.json, that is read."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -87,8 +87,8 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
 
 
 def _calibration(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns a table row that states in how many tokens a bundle's weights were calibrated; [] if they were
-    not. Raises BundleError if the bundle's file about it is invalid.
+    """Returns a table row, a pair of texts, that states with how many tokens a bundle's weights were
+    calibrated; [] if they were not. Raises BundleError if the bundle's file about it is invalid.
     """
     if REPORT not in manifest.files:
         return []
@@ -101,9 +101,9 @@ def _calibration(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
-    """Returns the mapping that library.json states under `key`, from use (a kind of matrix, or attention) to
-    the name of its kernel or the reason why its kernel is slow. Raises BundleError if it is not such a
-    mapping.
+    """Returns the mapping that a bundle's library.json states under `key`: from use (a kind of matrix, or
+    attention) to the name of its kernel or the reason why its kernel is slow. Raises BundleError if it is not
+    such a mapping.
     """
     try:
         section = Fields(library.get(key, {}), key)
@@ -113,7 +113,10 @@ def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns a table row (kernel, its uses) for each kernel of a library. kernels: use -> kernel."""
+    """Returns pairs ("kernel", text), one for each kernel of a bundle's library; the text is the kernel's
+    name and what it computes, such as "... for attn.qkv, attn.o". kernels: what is computed (a kind of
+    matrix, or attention) -> name of the kernel.
+    """
     rows = []
     for name in sorted(set(kernels.values())):
         uses = sorted(use.removesuffix(".weight") for use, chosen in kernels.items() if chosen == name)

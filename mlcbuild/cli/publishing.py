@@ -1,4 +1,4 @@
-"""The verbs for remote bundles: publish, pull."""
+"""The verbs of the command line for bundles in registries and model hubs: publish, pull."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlcbuild.session import Session
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publishes bundles: `publish RECIPE` builds and sends the bundles of a recipe, `publish BUNDLE --to URL`
-    sends one.
+    sends the bundle in one directory.
 
     Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless.
     """
@@ -55,13 +55,16 @@ def _publish_bundle(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
-    """Runs the recipe of a command line, printing messages to stderr, and returns the session and its
-    result."""
+    """Builds the recipe that a command line names, printing messages to stderr, and returns (the open recipe,
+    the result of the build).
+    """
     return build.build(argparse.Namespace(**{**vars(arguments), "json": True}))
 
 
 def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
-    """Returns a function that prints the outcome of sending one bundle, called as soon as it is sent."""
+    """Returns a function that prints the outcome of sending one bundle; it is called as soon as the bundle
+    was sent or has failed.
+    """
 
     def show_one(sent: Sent) -> None:
         if sent.status == "skipped":
@@ -77,8 +80,9 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
 
 
 def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
-    """Prints the JSON document of `publish --json`, if asked for, and returns the exit code. sent: the
-    outcomes; more: further fields of the document.
+    """Prints the JSON document of `publish --json`, if the command line requests it, and returns the exit
+    code: 1 if a bundle could not be sent. sent: for each bundle and address, the outcome and the number of
+    bytes sent; more: further fields of the document.
     """
     rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:
@@ -108,5 +112,7 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def _name(source: str) -> str:
-    """Returns a directory name for an address: its last part without tag, digest and revision."""
+    """Returns a directory name for the address of a bundle: the address's last part without tag, digest and
+    revision.
+    """
     return source.partition("://")[2].partition("?")[0].partition("@")[0].rpartition("/")[2].partition(":")[0]

@@ -50,10 +50,11 @@ class _DoubtError(Exception):
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
     """Writes a receipt for a command line to the store, by which a later run sees that nothing has changed
-    and ends at once. It writes none if an input changed so recently that a later change may not show.
+    and ends at once. It writes none if an input changed so recently that a later change may not show in its
+    mtime.
 
-    words: the command line. result: outcome of a run after which nothing is left to do. began: start of the
-    run in nanoseconds since 1970, before which it read nothing.
+    words: the command line. result: outcome of a run after which nothing is left to do. printed: texts that
+    the later run prints. began: start of the run in nanoseconds since 1970, before which it read nothing.
     """
     if sys.platform == "darwin":
         return  # Apple's `clang` is a wrapper: no file shows which linker it starts.
@@ -96,9 +97,10 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields those of the bundles' directories and their parent directories whose stat will change with any
-    later change of the names in them. The contents of all other directories are added to `listed`, and the
-    bundles' files to `blobs`. looked: time of the run, in ns since 1970.
+    """Yields the paths of those directories of bundles, and of their parents, whose mtime will change with
+    any later change of the names in them. Other directories are added to `listed` (directory, number of
+    entries, then name and inode of each), and the bundles' files to `blobs`. looked: time of the check, in ns
+    since 1970.
     """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
@@ -108,7 +110,9 @@ def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked
 
 
 def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
-    """Yields every path whose contents, or whose absence, determine the result of a run of the recipe."""
+    """Yields every path whose contents, or whose absence, determine the result of a run of the recipe:
+    recipe, sources, program files, linkers.
+    """
     recipe = pipeline.recipe
     yield from map(
         str, (recipe.path.absolute(), recipe.lock, keyfile.default_path(), store.root / "store.json")
@@ -139,31 +143,37 @@ def _files(place: str) -> Iterator[str]:
 
 
 def _demand_old(paths: Sequence[str], read_ns: int) -> None:
-    """Raises _DoubtError if one of the paths changed so shortly before `read_ns`, in nanoseconds since 1970,
-    that a later change may not show.
+    """Raises _DoubtError if one of the paths was changed so shortly before the time `read_ns`, at which its
+    contents may have been read (nanoseconds since 1970), that a later change may not show in its mtime.
     """
     if is_racy(_latest(receipt.stats(paths)), read_ns):
         raise _DoubtError("too recent")
 
 
 def _latest(stats: Sequence[int]) -> int:
-    """Returns the latest of all mtimes and ctimes in `stats`, in nanoseconds."""
+    """Returns the latest of all mtimes and ctimes in a flat list of stats, three numbers for each path
+    (inode, mtime, ctime), in nanoseconds.
+    """
     return max(max(stats[1::3], default=0), max(stats[2::3], default=0))
 
 
 @dataclass
 class _Blobs:
-    """Collects the paths and sizes of files that have the fixed mtime of files in a store."""
+    """Collects the sizes of files in a store and of other files in bundles, after checking that each still
+    has the fixed mtime of files in a store. Raises _DoubtError otherwise.
+    """
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
     """Path of a blob relative to the store's directory cas/ -> its size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
-    """Absolute path -> size in bytes, for files in bundles that are not among the stored files of any step's
-    result."""
+    """Absolute path -> size in bytes, for files in bundles that are not among the stored files of any build
+    step's result.
+    """
     places: set[tuple[int, int]] = field(default_factory=set)
     """(device, inode) of each file recorded so far. Another path with the same pair is a hard link to a
-    recorded file."""
+    recorded file.
+    """
 
     def add(self, digest: str, size: int) -> None:
         name = shelved(digest)
@@ -184,9 +194,10 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields those directories of one bundle whose stat will change with any later change of the names in
-    them. Adds the contents of its other directories to `listed`, and those of its files that are not blobs of
-    the store to `blobs`, as copies. looked: time of the run, in ns since 1970.
+    """Yields the paths of those directories of one bundle whose mtime will change with any later change of
+    the names in them. Other directories are added to `listed` (directory, number of entries, then name and
+    inode of each), and the bundle's files that are no hard links to the store's to `blobs`. looked: time of
+    the check, in ns since 1970.
     """
     if output.is_symlink():
         raise _DoubtError(output)
@@ -199,9 +210,10 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
 
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields `directory` if its mtime is old enough that any later change of the names in it will change its
-    stat. Otherwise adds it to `listed` with the number, names and inodes of its entries, which a later run
-    compares. looked: time of the run, in ns since 1970.
+    """Yields `directory` if its mtime is so old that any later change of the names in it will change the
+    mtime. Otherwise yields nothing, and appends to `listed` the directory, the number of its entries, and the
+    name and inode of each, which a later run compares with the directory. looked: time of the check, in ns
+    since 1970.
     """
     if not is_racy(_latest(receipt.stats([directory])), looked):
         yield directory
@@ -211,8 +223,9 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 
 
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
-    """Returns directory of the store's step records -> its stat, or zeros if its mtime is too recent to
-    detect a later change. looked: time of the run, in ns since 1970.
+    """Returns name of a directory of step records in the store (two hex digits) -> three numbers of its stat,
+    or zeros if its mtime is too recent to detect a later change. records: keys of the records, all of which
+    must exist; looked: time of the check, in ns since 1970.
     """
     stats = {}
     directories: set[str] = set()
@@ -227,8 +240,8 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
 
 
 def _without_work(log: RunLog) -> RunLog:
-    """Returns the log that a run would have written if it had reused every step. log: that of the
-    real run.
+    """Returns the log that a run would have written if it had reused the results of all build steps. log:
+    that of the real run.
     """
 
     def reused(step: LoggedStep) -> LoggedStep:

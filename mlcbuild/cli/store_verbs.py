@@ -1,4 +1,6 @@
-"""The verb `cache`, for the store, and the verb `keys`, for the key that signs records and provenance."""
+"""The verbs `cache` and `keys` of the command line: for the store, and for the key that signs step records
+and provenance.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Runs `cache push`: sends results of a recipe, or of the whole store, to remote caches. The exit code is
-    1 if any could not be sent.
+    """Runs `cache push`: sends results of a recipe's build steps, or of the whole store, to remote caches.
+    The exit code is 1 if any could not be sent.
     """
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
@@ -79,7 +81,7 @@ def pull(arguments: argparse.Namespace) -> int:
     """Runs `cache pull`: downloads all results that remote caches have for a recipe, for later runs without a
     network.
 
-    The exit code is 1 if a remote failed or sent wrong data, and something is missing.
+    The exit code is 1 if a remote failed or sent wrong data, and a result is missing.
     """
     if arguments.all:
         raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
@@ -91,8 +93,8 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Runs `cache verify`: hashes everything in the store and removes damaged files. With a recipe or URLs,
-    then downloads damaged and missing files from their remotes.
+    """Runs `cache verify`: hashes everything in the store and removes damaged files. With a recipe or URLs of
+    remote caches, then downloads damaged and missing files from them.
 
     The exit code is 1 if anything was damaged or is missing; the next run that needs it builds it again.
     """
@@ -121,8 +123,8 @@ def _warn(sentences: Iterable[str]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    """Runs `cache gc`: removes results from the store that were not used for long, or the least recently
-    used ones if the store is too large.
+    """Runs `cache gc`: removes results of build steps from the store that were not used for long, or the
+    least recently used ones if the store is too large.
     """
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
@@ -140,7 +142,9 @@ def gc(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Runs `cache export FILE [RECIPE]`: writes the store, or its results for a recipe, into one file."""
+    """Runs `cache export FILE [RECIPE]`: writes all results in the store, or those of a recipe, into one
+    file.
+    """
     store = open_store(arguments)
     if not 1 <= len(arguments.operands) <= 2:
         raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
@@ -154,7 +158,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def take(arguments: argparse.Namespace) -> int:
-    """Runs `cache import FILE`: adds results that another store exported to this store."""
+    """Runs `cache import FILE`: adds to the store of this machine the results that another store exported."""
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))
@@ -165,8 +169,9 @@ def take(arguments: argparse.Namespace) -> int:
 def _operands(
     arguments: argparse.Namespace, action: str, *, everything: bool
 ) -> tuple[str | None, Sequence[str]]:
-    """Returns (recipe or None, URLs) from the operands of `cache push` or `cache pull`. action: its name,
-    for errors; everything: True if it works without a recipe.
+    """Returns (path of the recipe or None, URLs of remote caches) from the words after `cache push` or `cache
+    pull`. action: "push" or "pull", for messages; everything: True if the verb also works without a recipe,
+    with --all. Raises UsageError if words are missing.
     """
     operands = list(arguments.operands)
     recipe = None if everything and arguments.all else (operands.pop(0) if operands else "")
@@ -182,8 +187,8 @@ def _operands(
 
 
 def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]:
-    """Returns the remote caches that the command line names, with the keys of --trust. Raises UsageError for
-    an invalid address or key.
+    """Returns the remote caches that the command line names, with the public keys of --trust. Raises
+    UsageError for an invalid address or key.
     """
     for url in urls:
         if problem := fault(url):
@@ -193,11 +198,11 @@ def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]
 
 
 def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
-    """Opens the recipe of a command line as a session. Remotes that the command line names replace those of
-    the recipe.
+    """Opens the recipe of a command line as a Session. Remote caches that the command line names replace
+    those of the recipe.
 
-    The keys that a recipe trusts for an address are also used for that address on the command line, unless
-    --trust names others.
+    The public keys that a recipe trusts for an address are also used for that address on the command line,
+    unless --trust names others.
     """
     named, session = _remotes(arguments, urls), open_session(arguments)
     trust = _trusted(arguments)
@@ -207,7 +212,9 @@ def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
 
 
 def _trusted(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the public keys that --trust names."""
+    """Returns the public keys that the option --trust of a command line names. Raises UsageError for a text
+    that is no key.
+    """
     for key in arguments.trust:
         if not keyfile.is_public(key):
             action = f"mlcbuild cache {arguments.action}"

@@ -23,7 +23,9 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, replaced, whole
 
 _PART = "weight#"
-"""Prefix in new names of the parts of a weight: `<module>.weight.absmax` becomes `<module>.weight#absmax`."""
+"""Prefix, in new names, of the tensors that belong to a weight, such as scales: `<module>.weight.absmax`
+becomes `<module>.weight#absmax`.
+"""
 _PER_127 = np.float32(1 / 127)
 _LARGEST_STATE = 4096
 """Maximum bytes of the JSON text with which bitsandbytes describes a 4-bit matrix."""
@@ -48,11 +50,13 @@ class _Table:
     scales: Tensor
     columns: int
     block: int
-    """Number of consecutive weights that share a scale."""
+    """Number of consecutive weights of the matrix that share a scale."""
     nested: _Nested | None
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns]."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns].
+        reader: reads the checkpoint's files.
+        """
         begin, end = first * self.columns, (first + count) * self.columns
         raw = reader.elements(self.packed, (begin // 2, -(-end // 2))).reshape(-1)
         codes = np.stack([raw >> 4, raw & 15], -1).reshape(-1)[begin % 2 :][: end - begin]
@@ -77,9 +81,9 @@ class _Table:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a bitsandbytes checkpoint with one tensor in place of the parts of each
-    quantized matrix. settings: its quantization_config. Raises CheckpointError for parts that are missing or
-    do not fit together, and for unsupported settings.
+    """Returns the tensors of a bitsandbytes checkpoint with one tensor of float32 values in place of the
+    stored tensors (codes, scales and so on) of each quantized matrix. settings: its quantization_config.
+    Raises CheckpointError for tensors that are missing or do not fit together, and for unsupported settings.
     """
     renamed = {}
     for name, tensor in tensors.items():
@@ -97,8 +101,9 @@ def _combined(parts: StoredParts) -> dict[str, Tensor]:
 
 
 def _bytes(parts: StoredParts) -> Tensor:
-    """Returns the weight of a module that bitsandbytes stored as int8 with a scale for each row. Raises
-    CheckpointError if the scale is missing or has another shape.
+    """Returns the weight matrix of a module that bitsandbytes stored as int8 with a scale for each row; its
+    float32 rows are computed when they are read. Raises CheckpointError if the scales are missing or have
+    another shape.
     """
     rows, columns = parts.matrix("weight")
     weight = parts.check("weight", ("I8",), (rows, columns))
@@ -119,8 +124,9 @@ def _bytes(parts: StoredParts) -> Tensor:
 
 
 def _codes(parts: StoredParts) -> Tensor:
-    """Returns the weight of a module that bitsandbytes stored as 4-bit codes. Raises CheckpointError if a
-    part is missing or has another shape.
+    """Returns the weight matrix of a module that bitsandbytes stored as 4-bit codes; its float32 rows are
+    computed when they are read. Raises CheckpointError if one of the stored tensors (codes, table of values,
+    scales) is missing or has another shape.
     """
     state = _state(parts)
     rows, columns = _sizes(parts, state, "shape")
