@@ -74,7 +74,7 @@ class PickledStorage:
 
 @dataclass(frozen=True)
 class PickledTensor:
-    """A tensor as the pickle describes it: its storage, shape and strides."""
+    """A tensor as the pickle in a PyTorch file describes it: its storage, dtype, shape and strides."""
 
     storage: PickledStorage
     dtype: str

@@ -114,8 +114,8 @@ def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
     """Returns pairs ("kernel", text), one for each kernel of a bundle's library; the text is the kernel's
-    name and what it computes, such as "... for attn.qkv, attn.o". kernels: what is computed (a kind of
-    matrix, or attention) -> name of the kernel.
+    name and all that it computes. kernels: what is computed (a kind of matrix, or attention) -> name of the
+    kernel.
     """
     rows = []
     for name in sorted(set(kernels.values())):

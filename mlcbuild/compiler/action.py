@@ -1,5 +1,5 @@
 """Compiles a model's library for any device: checks the request, runs TVM in a child process, and links the
-objects.
+object files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compile_library(
     params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path, toolchain: Toolchain
 ) -> None:
     """Compiles a library and writes it (model.so, model.dylib or model.o) and its metadata library.json into
-    the directory `out`. Prints slow kernels to standard error.
+    the directory `out`. Prints kernels that are slow to standard error.
 
     params has scheme, target and limits as JSON (a null context_window means the model's maximum), and
     inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit, the
@@ -66,8 +66,8 @@ def compile_library(
 
 
 def library_name(target: Target) -> str:
-    """Returns the name of the library file for a target: model.so or model.dylib, or model.o for one
-    object.
+    """Returns the name of the library file for a target: model.o if the target's `output` is "object" (it is
+    not linked), otherwise model.dylib for macOS and model.so for other systems.
     """
     if target.output == "object":
         return "model.o"
@@ -75,8 +75,8 @@ def library_name(target: Target) -> str:
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Compiles `directory`/request.json in a child process, reports its progress, and stops it after
-    `seconds`. module: dotted name of the module whose function `main` the child runs.
+    """Compiles the request in `directory`/request.json in a child process, reports its progress, and stops it
+    after `seconds`. module: dotted name of the module whose function `main` the child runs.
 
     Raises CompileError if the child crashes or takes too long, or the error that it wrote to error.json.
     """

@@ -46,9 +46,9 @@ class Gate:
 
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
-    """Emits an activation function of a float32 vector x, and returns its value. silu(x) = x sigmoid(x);
-    gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x
-    + 0.044715 x^3))) (Hendrycks and Gimpel, 2016).
+    """Emits an activation function of a float32 vector x, and returns its value (an expression). silu(x) = x
+    sigmoid(x); gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 +
+    tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016).
     """
     if activation == "silu":
         return x * floats.sigmoid(x)
@@ -108,7 +108,8 @@ def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
 
 def xielu(floats: Floats, factors: tuple[Expr, ...], x: Expr) -> Expr:
     """Emits the activation xIELU (Huang and Schlag, 2024) of a float32 vector x and returns its value.
-    factors: the result of xielu_factors.
+    factors: four float32 vectors with all lanes equal: softplus(alpha_p), beta + softplus(alpha_n), beta and
+    eps, where alpha_p, alpha_n, beta and eps are the activation's parameters.
     """
     above, below, beta, eps = factors
     left = floats.exp(T.min(x, eps)) - floats.constant(1.0) - x
@@ -116,7 +117,7 @@ def xielu(floats: Floats, factors: tuple[Expr, ...], x: Expr) -> Expr:
 
 
 def scaled(isa: ISA, factor: float, width: int) -> PrimFunc:
-    """Returns the kernel that multiplies x float32 [n, width] by a constant, in place."""
+    """Returns the kernel (x float32 [n, width]) that multiplies x by the constant `factor`, in place."""
     floats = Floats.dividing(isa, width)
     return _in_place("scale", floats, width, lambda x: x * floats.constant(factor))
 
@@ -152,7 +153,7 @@ def shifted(shift: int) -> PrimFunc:
 
 
 def capped(isa: ISA, cap: float, width: int) -> PrimFunc:
-    """Returns the kernel that replaces x float32 [n, width] by cap * tanh(x / cap), in place."""
+    """Returns the kernel (x float32 [n, width]) that replaces x by cap * tanh(x / cap), in place."""
     floats = Floats.dividing(isa, width)
     return _in_place("soft_cap", floats, width, lambda x: floats.soft_cap(x, cap))
 
@@ -173,7 +174,7 @@ def _in_place(name: str, floats: Floats, width: int, change: Callable[[Expr], Ex
 
 
 def copied(isa: ISA, width: int) -> PrimFunc:
-    """Returns the kernel (x float32 [n, width], out float32 [n, width]) that copies x."""
+    """Returns the kernel (x float32 [n, width], out float32 [n, width]) that copies x to `out`."""
     floats = Floats.dividing(isa, width)
     with kernel("copy") as function:
         rows = size_var("n")
@@ -190,8 +191,8 @@ def copied(isa: ISA, width: int) -> PrimFunc:
 
 
 def gathered(isa: ISA, width: int) -> PrimFunc:
-    """Returns the kernel (x float32 [n, width], rows int32 [q], out) that copies the rows of x with the
-    indices `rows` to the tensor `out`, [q, width].
+    """Returns the kernel (x float32 [n, width], rows int32 [q], out float32 [q, width]) that copies the rows
+    of x with the indices `rows` to `out`.
     """
     floats = Floats.dividing(isa, width)
     with kernel("gather") as function:

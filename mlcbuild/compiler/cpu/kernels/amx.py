@@ -5,18 +5,18 @@ with a tile of weights (32 values of k, 16 columns) in 16 cycles, four times the
 vectors, and scales cost nothing: they are part of the weights. x and the weights are converted to bfloat16
 tiles first: x once, the weights 32 columns at a time, to be used for all rows.
 
-Two tiles of columns, with as much of k as fits, stay in the first-level cache while they are multiplied with
-all rows of a task; tiles of x are loaded past it (tileloaddt1) from the second level, where a task's rows
-stay. Threads split rows before columns: rows of x then come from a thread's own cache, because the kernel
-that wrote them split them alike, and weights are converted again for each chunk of rows, which costs less.
-Vector work is interleaved with tile instructions, which leave most of a core idle: weights of a step are
-converted while the step before is multiplied, and results of a block of rows are written during the next
-block. Of a matrix of gates and ups, only act(gate) * up is written, as tiles of x for the next product: a
-quarter of the bytes.
+k is the dimension that is summed; a step is 32 values of it. Two tiles of columns, with as many steps as fit,
+stay in the first-level cache while they are multiplied with all rows of x of a thread; tiles of x are loaded
+past it (tileloaddt1) from the second level, where these rows stay. Threads split rows before columns: rows of
+x then come from a thread's own cache, because the kernel that wrote them split them alike, and weights are
+converted again for each chunk of rows, which costs less. Vector work is interleaved with tile instructions,
+which leave most of a core idle: weights of one step are converted while the step before is multiplied, and
+results of 32 rows are written while the next 32 are computed. Of a matrix of gates and ups, only act(gate) *
+up is written, as tiles of x for the next product: a quarter of the bytes.
 
-Order of k: value i of a step of 32 shares a lane with value 16 + i, like the nibbles of the x16 layout.
-amx_weights.py converts weights of that layout to tiles. Instructions: Intel 64 and IA-32 Architectures
-Software Developer's Manual, volume 1, chapter 18."""
+Order of k: value i of a step shares an int32 lane with value 16 + i, as two 4-bit codes share a stored byte.
+amx_weights.py converts stored weights to tiles. Instructions: Intel 64 and IA-32 Architectures Software
+Developer's Manual, volume 1, chapter 18."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ BLOCK = 32
 """Number of rows, and of columns, of the block of results that is computed at a time: four tiles of sums,
 from two tiles of x and two of weights."""
 PANEL = 576
-"""Maximum number of columns for which one task keeps sums in memory. This limit made a prompt of 512 tokens
-of a model of TinyLlama's shape 1.4 % faster (`ci/bench/cpu`, two threads of a processor with AMX)."""
+"""Maximum number of result columns of which a thread keeps float32 sums of all its rows in memory. This limit
+made a prompt of 512 tokens of TinyLlama's shape 1.4 % faster (`ci/bench/cpu`, two threads with AMX)."""
 CHUNK = 512
-"""Maximum number of rows of x in one task of an AMX product. A pass over x then takes half a MiB, and the
-stored sums take 1 MiB."""
+"""Maximum number of rows of x that one thread multiplies at a time. Their part of x in one pass over k (18 *
+32 values) then takes half a MiB, and their stored sums take 1 MiB."""
 SHARE = 128
-"""Minimum number of rows in a task for which converting weights to tiles pays off. It made a prompt of 256
-tokens of SmolLM2-135M's shape 3 % faster (`ci/bench/cpu`, two threads of a processor with AMX)."""
+"""Minimum number of rows of x for each thread: with fewer, threads divide columns, too, because each converts
+weights to tiles. It made 256 tokens of SmolLM2-135M 3 % faster (`ci/bench/cpu`, two threads)."""
 PASS_STEPS = 18
 """Maximum number of steps (32 values of k, the summed dimension) in one pass of an AMX product over k. Two
 tiles of weights then take 36 KiB of a first-level cache of 48 KiB."""
@@ -56,14 +56,14 @@ Ready = Callable[[Expr], tuple[Buffer, Expr]]
 """Function that emits the code which computes one row of activations x, and returns (buffer that holds the
 row as float32, index of the row in that buffer)."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
-"""Function (buffer, place, tile, step) that emits the conversion of one tile of weights: 16 columns, and 32
-values of k from 32 * step on. buffer[place], int32 [16, 16], gets pairs of bfloat16 weights times 2**-104."""
+"""Function (buffer, place, tile, step): emits the conversion of the weights of 16 columns (number `tile`) and
+32 values of k, from 32 * step on, to pairs of bfloat16, times 2**-104, in buffer[place], int32 [16, 16]."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a weight matrix [n, k], and how an AMX product divides it into passes along k, panels of
-    columns, and tiles."""
+    """The shape of a weight matrix [n, k], and how an AMX product divides it: k into passes, result columns
+    into panels (the columns of one thread), and both into tiles."""
 
     n: int
     k: int
@@ -83,19 +83,19 @@ class Shape:
 
     @property
     def pass_steps(self) -> int:
-        """Returns the number of steps along k, the summed dimension, in the longest pass of a product."""
+        """Returns the number of steps (32 values of k) in the longest pass over a part of k."""
         return -(-self.steps // self.passes)
 
     @property
     def lines(self) -> int:
         """Returns the number of rows of a finished 32 x 32 block of results that are written in each step (32
-        values of k) of the next block's computation, so that the shortest pass writes all of them."""
+        values of k) of the next block, so that even the pass over k with the fewest steps writes all 32."""
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
-        """Returns the minimum number of adjacent result columns in a task: 32, or 64 for a matrix of gate and
-        up projections, whose 64 columns become 32 columns of act(gate) * up."""
+        """Returns the minimum number of adjacent result columns of a thread: 32, or 64 for a matrix of gate
+        and up projections, whose 64 columns become 32 columns of act(gate) * up."""
         return 2 * STEP if self.gated else BLOCK
 
     @property
@@ -114,16 +114,16 @@ class Shape:
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
-        """Returns the row, in a task's buffer float32 [.., 32], at which a result block's sums start. pair:
-        index of the block's two weight tiles; block: index of its 32 rows of x. With a single pass over k,
-        blocks alternate between two places: one is written out while the next is computed."""
+        """Returns the row, in a thread's buffer of sums float32 [.., 32], at which a 32 x 32 block of results
+        starts. pair: number of the block's 32 columns; block: number of its 32 rows of x. If k is not divided
+        into passes, blocks use two places in turn: one is written while the next is computed."""
         if self.passes == 1:
             return T.truncmod(block, i64(2)) * BLOCK
         return (pair * (CHUNK // BLOCK) + block) * BLOCK
 
     @property
     def sums(self) -> int:
-        """Returns the number of rows of 32 float32 sums in the buffer of one task."""
+        """Returns the number of rows, of 32 float32 sums each, of a thread's buffer for its sums."""
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
@@ -137,41 +137,40 @@ class Shape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of x, the left factor of a product, as AMX tiles of 16 rows of 32 bfloat16 values, one for each
-    step of 32 along k: an int32 buffer [rows / 16, steps, 16, 16], or the start of a float32 tensor."""
+    """Rows of x, the left factor of a product, as AMX tiles of 16 rows and 32 bfloat16 values of k: an int32
+    buffer [rows / 16, k / 32, 16, 16] or, with `strides`, the beginning of a float32 tensor."""
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
-    """Strides of the buffer that holds the tiles, in lines (a line is one row of a tile): (from one group of
-    16 rows of x to the next, from one step along k to the next).
-    """
+    """Distances of tiles at the beginning of a float32 tensor, in lines of 64 bytes (one row of a tile each):
+    (from 16 rows of x to the next 16, from 32 values of k to the next 32). None: the buffer is int32."""
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns the description of act(gate) * up as packed AMX tiles, stored at the start of the float32
-        tensor [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles do not fit, and each step
-        along k takes m lines of 64 bytes."""
+        """Returns a Packed for act(gate) * up: its AMX tiles are stored at the start of the float32 tensor
+        [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles do not fit, and 32 values of k take m
+        lines of 64 bytes, one for each row."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
 
     @staticmethod
     def fits(k: int) -> bool:
-        """Returns True if act(gate) * up with k columns, packed as AMX tiles, fits into the float32 tensor
-        [m, 2 * k] of its gates and ups for any number of rows m."""
+        """Returns True if act(gate) * up with k columns, as AMX tiles of bfloat16, fits into the float32
+        tensor [m, 2 * k] of its gates and ups for any number of rows m."""
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
-        """Returns the index, in the buffer of packed x, of the line (64 bytes) that holds the 32 bfloat16
-        values of a row of x in one step along k."""
+        """Returns the index, in the buffer of AMX tiles of x, of the 64 bytes that hold 32 bfloat16 values of
+        a row of x: columns 32 * step to 32 * step + 31."""
         tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
         if self.strides is None:
             return tile, step, line, i64(0)
         return i64(0), (tile * self.strides[0] + step * self.strides[1] + line) * LANES
 
     def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
-        """Emits stores of 32 values of a row of x, from column 32 * step on, times 2**X_EXPONENT as bfloat16,
-        in packed x. low, high: the first and the last 16 of the values, float32x16 each."""
+        """Emits stores of 32 values of a row of x, columns 32 * step to 32 * step + 31, into AMX tiles, as
+        bfloat16 times 2**X_EXPONENT. low, high: the first and the last 16 of the values, float32x16 each."""
         factor = f32(2.0**X_EXPONENT, LANES)
         *place, start = self.line(row, step)
         bits = rounded(low * factor, high * factor)
@@ -190,8 +189,8 @@ class GatedOutput:
 
 
 def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
-    """Emits output = x @ W.T on AMX tile registers, in chunks of rows and panels of columns that are divided
-    among the threads. x: packed [m, k]; unpack: emits the conversion of one tile of weights to bfloat16."""
+    """Emits output = x @ W.T on AMX tile registers; chunks of rows and panels of columns are divided among
+    the threads. x: [m, k] as AMX tiles; unpack: emits the conversion of one tile of weights."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
     all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
@@ -236,9 +235,9 @@ class _Task:
     output: Output | GatedOutput
     unpack: Unpack
     rows: tuple[Expr, Expr]
-    """(index of the first row of x, number of rows of x) that one parallel task multiplies."""
+    """(index of the first row of x, number of rows of x) that one thread multiplies."""
     column: Expr
-    """Index of the first column of the result that one parallel task computes."""
+    """Index of the first column of the result that one thread computes."""
     weights: Buffer  # int32 [2, pass_steps, 16, 16]
     sums: Buffer  # float32 [shape.sums, 32]
     halves: Buffer  # float32 [CHUNK, 16]: the gated values of the first half of a step of the next product
@@ -251,7 +250,7 @@ class _Pair:
     task: _Task
     number: Expr
     first: Expr
-    """Index of the first step along k, the summed dimension, in one pass over a matrix product."""
+    """Index of the first step (32 values of k, the summed dimension) in this pass over k."""
     count: Expr
     last: Expr
     """Condition that is true in the last pass of a matrix product over k, after which the sums are
@@ -260,7 +259,7 @@ class _Pair:
     """Indices, in the weight matrix, of two tiles that are multiplied with the same activations."""
 
     def bring(self, step: Expr) -> None:
-        """Emits code that converts the weights of one step along k to bfloat16 tiles for AMX registers."""
+        """Emits code that converts the weights of one step (32 values of k) to two bfloat16 AMX tiles."""
         task = self.task
         with T.serial(0, i64(2)) as j:
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
@@ -327,8 +326,8 @@ def _start(sums: Buffer, line: Expr, fresh: Expr | None) -> None:
 
 
 def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
-    """Returns the indices (row, column), in a task's buffer of sums float32 [.., 32], at which the four 16 x
-    16 tiles of a block of 32 x 32 results start. line: the block's first row in that buffer."""
+    """Returns the indices (row, column), in a thread's buffer of sums float32 [.., 32], at which the four 16
+    x 16 tiles of a block of 32 x 32 results start. line: the block's first row in that buffer."""
     return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
 
 
@@ -352,9 +351,9 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into bfloat16 tiles, and returns the description of the packed
-    rows. ready: function of a row's index that emits the row. The last row is repeated until the number of
-    rows is a multiple of 32; results of repeated rows are dropped."""
+    """Emits code that packs x float32 [m, k] into bfloat16 AMX tiles, and returns their buffer as a Packed.
+    ready: function from a row's index that emits the computation of this row of x. The last row is repeated
+    until the number of rows is a multiple of 32; results of repeated rows are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:

@@ -24,8 +24,8 @@ which drops three bits and makes them too small by 0.25 % on average.
 
 
 def pair_scales(scales: Expr) -> Expr:
-    """Returns the scales of 16 columns, passed as float16x16, times 2**8 and a correction for the bits that
-    weights lose, as float16x32 with each scale twice.
+    """Returns the scales of 16 columns, passed as float16x16, as float16x32 with each scale twice. They are
+    multiplied by 2**8 and by a correction for the bits that weights lose in bfloat16.
     """
     wide = T.Cast(typed("float32", LANES), scales) * f32(_CUT * 2**SCALE_EXPONENT, LANES)
     bits = T.reinterpret(typed("int16", LANES), T.Cast(typed("float16", LANES), wide))
@@ -34,9 +34,11 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of an AMX weight tile, a float16x32, for 16 columns of results: from a group of 32
+    """Returns one row of an AMX weight tile, a float16x32, for 16 columns of results: from a group of 32
     weights of each column, the codes with the indices 4 * j + byte and 16 + 4 * j + byte, minus 2**(bits -
-    1). j, byte: 0 to 3; lines: the int32x16 vectors that hold the codes of `bits` bits.
+    1). j, byte: 0 to 3, chosen when code is emitted; lines: int32x16 vectors with the group's codes of `bits`
+    bits, 4 vectors with 4 bits, 5 with 5 (the last has the fifth bits), 8 with 8; a lane belongs to one
+    column.
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)
@@ -68,10 +70,10 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns one line of an AMX weight tile, int32x16: each lane holds two bfloat16 weights times 2**-104;
+    """Returns one row of an AMX weight tile, int32x16: each lane holds two bfloat16 weights times 2**-104;
     the left factor of the product is multiplied by 2**104 to cancel this. levels: the signed codes of 16
-    columns, which are the stored codes minus 2**(bits - 1), float16x32; scales: the columns' scales as
-    `pair_scales` returns them, float16x32.
+    columns, which are the stored codes minus 2**(bits - 1), float16x32; scales: float16x32, each column's
+    scale twice, multiplied by 2**8 and by a correction for the bits that are cut off.
     """
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)

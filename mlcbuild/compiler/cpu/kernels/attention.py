@@ -68,11 +68,12 @@ class _Task:
 
 
 def attention(spec: AttentionKernel) -> PrimFunc:
-    """Returns the attention kernel. Its arguments are (qkv float32 [n, width] with rotated queries, pages,
-    q_indptr int32 [b+1], page_indptr int32 [b+1], page_table int32 [p], kv_lengths int32 [b], positions int32
-    [n], layer int64, window int64, prompt int64 if has_prompt_variant, slopes float32 [heads] with ALiBi,
-    sinks [heads] if there are any, out). If `prompt` is not 0, AMX computes all rows. `out` is float32 [n,
-    heads * value_dim], or wider, with prompt rows packed for AMX."""
+    """Returns the attention kernel (qkv float32 [n, width] with rotated queries, pages [layers, pages, keys
+    and values, KV heads, 16 * head_dim], q_indptr int32 [b+1], page_indptr int32 [b+1], page_table int32 [p],
+    kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt int64 if has_prompt_variant,
+    slopes float32 [heads] with ALiBi, sinks [heads] if any, out float32 [n, spec.columns or heads *
+    value_dim]). If `prompt` is not 0, AMX computes all rows, which it stores as bfloat16 tiles if
+    spec.columns is not 0."""
     heads = spec.heads
     with kernel("paged_attention") as function:
         rows, batch, table = size_var("n"), size_var("b"), size_var("p")
@@ -140,8 +141,7 @@ def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr
 
 def _folded(index: Expr, blocks: Expr) -> Expr:
     """Returns entry `index` of the order 0, last, 1, last - 1, ... of `blocks` blocks. Later blocks of a
-    sequence attend to more keys, so every run of indices that one core computes has early and late blocks.
-    """
+    sequence attend to more keys, so every run of indices that one core computes has early and late blocks."""
     half = T.bind(T.truncdiv(index, T.int64(2)))
     return T.Select(half * 2 == index, half, blocks - 1 - half)
 
@@ -176,8 +176,8 @@ def _tiles(spec: AttentionKernel, count: Expr) -> Expr:
 
 
 def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
-    """Emits code that fills the scratch buffers of a task with the scaled queries of its rows, and returns
-    them. The last query pads the last tile. block: (first row, number of rows, kv head)."""
+    """Emits the start of an attention task: scratch buffers, returned as a _Task, with its scaled queries and
+    empty sums. The last query pads the last tile. block: (first row, number of rows, KV head)."""
     spec, qkv, (first, count, head) = call.spec, call.qkv, block
     heads, wide, narrow, room = spec.heads, spec.values, spec.scores, spec.capacity
     task = _Task(
@@ -213,9 +213,9 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
 
 
 def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Expr, int]) -> None:
-    """Emits prefetches of some elements of the page `ahead`. Pages lie anywhere in memory, so the hardware
-    cannot predict them. place: where the current page is; kind: 0 for keys, 1 for values; span: (first
-    element, number of elements)."""
+    """Emits prefetches of keys (kind 0) or values (kind 1) of the page `ahead`, which the hardware cannot
+    predict, for the layer and KV head in `place`, the location of the current page. ahead: (condition, index
+    of the page); span: (first element within the page, number of elements)."""
     (pages, layer, _, head), (condition, page), (start, count) = place, ahead, span
     line = 64 // task.spec.heads.item_bytes
     with T.If(condition), T.Then():
@@ -225,7 +225,7 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
     """Emits the products query . key of a register tile of query vectors with the 16 keys of a page, and
-    their stores in scratch memory. ahead: the page that is prefetched at the same time."""
+    their stores in task.weight. place: location of the page; ahead: the page that is prefetched meanwhile."""
     if task.spec.heads.latent:
         _latent_scores(task, place, tile, ahead)
         return
@@ -283,9 +283,10 @@ def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> Non
 
 
 def _weights(task: _Task, place: _Place, tile: Expr, base: Expr, window: Expr) -> None:
-    """Emits code that replaces the scores of a page by weights exp(score - maximum), times the scales of
-    values if there are any, and updates maximum, denominator and shrink factor. base: position of the page's
-    first token; window: tokens that a query sees."""
+    """Emits code that replaces a page's scores in task.weight by weights exp(score - maximum), times the
+    scales of int8 values, and updates in `task` maximum, denominator and `shrink`, the factor that rescales
+    older sums to a new maximum. base: position of the page's first token; window: tokens that a query
+    sees."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.scores, place
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)
@@ -335,8 +336,7 @@ def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> E
 def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead) -> None:
     """Emits total = total * shrink + weight . values, the running sum, for the first `tokens` tokens of a
     page. Memory of later tokens may never have been written: even with a weight of zero, a NaN in it would
-    reach the sum.
-    """
+    reach the sum."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     vectors, dim, kind = range(spec.value_vectors), spec.heads.dim, spec.heads.kinds - 1
     rows = [tile * spec.tile + row for row in range(spec.tile)]
@@ -372,8 +372,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
-    """Emits code that stores the partial results of one part of a sequence's pages, which `join` combines.
-    line: first row in the tables of partial results; part: (number of rows, kv head)."""
+    """Emits stores of a task's sums, maxima and denominators over one part of a sequence's pages; `join`
+    combines the parts. line: index of the results of its first row; part: (number of rows, KV head)."""
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group
@@ -385,8 +385,8 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 
 
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
-    """Emits out = total / denominator, the attention output, for the rows of a block. block: (first row,
-    number of rows, kv head)."""
+    """Emits code that divides the sums of weighted values by the denominators and stores the attention output
+    of a block's rows in call.out. block: (first row, number of rows, KV head)."""
     spec, wide, heads, (first, count, head) = task.spec, task.spec.values, task.spec.heads, block
     with T.serial(count * heads.group) as vector:
         total = _denominator(task, vector)

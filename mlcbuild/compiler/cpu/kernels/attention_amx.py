@@ -5,11 +5,10 @@ query vectors of the task. Then, for 32 vectors at a time, tiles compute scores,
 and tiles multiply weights with values, which are added to totals in float32. Steps start at fixed positions,
 and masked tokens have a weight of exactly zero, so the result of a row depends only on its own sequence.
 
-Tiles pair element i of a step of 32 with element 16 + i, as in amx.py: for scores along the head dimension,
-for values along the tokens of two pages. Shifting the bits of a float16 makes a bfloat16 of 2**-112 of its
-value. Queries and weights compensate X_EXPONENT of these powers of two, and existing factors the rest. A
-shift makes no NaN of memory that was never written.
-"""
+Tiles pair element i of 32 consecutive ones with element 16 + i, as in amx.py: for scores along the head
+dimension, for values along the tokens of two pages. Shifting the bits of a float16 makes a bfloat16 of
+2**-112 of its value. Queries and weights compensate X_EXPONENT of these powers of two, and existing factors
+the rest. A shift makes no NaN of memory that was never written."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ from mlcbuild.compiler.cpu.kernels.int8_cache import scales, stored
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, lane_sums, prefetch, span, splat, typed
 
 AHEAD = 4
-"""Prefetch distance in rows of queries, which are too far apart for the hardware prefetcher."""
+"""Number of rows by which the reading of queries from qkv is prefetched: the rows of one head are too far
+apart for the hardware prefetcher."""
 PAGES = 4
 """Number of KV cache pages in one step of attention."""
 TOKENS = PAGES * PAGE
@@ -42,7 +42,9 @@ _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 @dataclass(frozen=True)
 class _Sums:
-    """The running softmax of a task's query vectors: sums and maxima that each step of the kernel updates."""
+    """The running softmax of one attention task (some rows of a sequence for one KV head): for each query
+    vector, the sums of weighted values, the denominators and the maximum, which every step of 64 tokens
+    updates."""
 
     total: Buffer  # float32 [capacity, dim], weighted sums of values so far
     denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
@@ -51,9 +53,8 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Task:
-    """The scratch buffers of one attention task on AMX tiles. In this module a *vector* is one query head of
-    one row.
-    """
+    """The scratch buffers of one attention task on AMX tiles, which computes some rows of a sequence for one
+    KV head. In this module a *vector* is one query head of one row."""
 
     call: Call
     head: Expr
@@ -110,9 +111,7 @@ class _Step:
     begin: Expr
     stop: Expr
     end: Expr
-    """Position, in the sequence, of the first token whose key and value have not been written to the cache
-    yet.
-    """
+    """Position, in the sequence, of the first token whose key and value are not in the cache yet."""
     entries: Expr
     """Index, in the page table, of the first page of the sequence."""
 
@@ -147,10 +146,9 @@ def task(call: Call, number: Expr, head: Expr) -> None:
 
 
 def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
-    """Emits code that fills the scratch buffers of a task with the queries of its rows, and returns them.
-    Vectors that pad the last pair repeat the last one; their results are not stored. block: (first row,
-    number of rows, kv head).
-    """
+    """Emits code that prepares an attention task on AMX: scratch buffers (the returned _Task) with the
+    queries of its rows as bfloat16 tiles and empty sums. Query vectors that fill the last group of 32 repeat
+    the last query; their results are not stored. block: (first row, number of rows, KV head)."""
     (first, count, head), spec, heads = block, call.spec, call.spec.heads
     room, dim = spec.prompt_capacity, heads.dim
     task = _Task(
@@ -276,9 +274,9 @@ def _scores(task: _Task, pair: Expr) -> None:
 
 
 def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
-    """Emits the soft cap of the scores of 32 query vectors, and masks tokens that are later than the query or
-    have left its window. first: position of the step's first token; last: position of the latest query.
-    """
+    """Emits the soft cap of the scores of 32 query vectors for 64 tokens, and masks tokens that are later
+    than the query or have left its window. first: position of the first of these tokens; last: position of
+    the latest query; pair: index of this group of 32 vectors."""
     floats, softcap, window = task.floats, task.call.spec.softcap, task.call.window
     if softcap is not None:
         with T.serial(PAIR) as row, T.serial(PAGES) as i:
@@ -375,9 +373,9 @@ def _add_values(task: _Task, pair: Expr) -> None:
 
 
 def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
-    """Emits out = total / denominator, the attention output, for the rows of a block. block: (first row,
-    number of rows).
-    """
+    """Emits code that divides the sums of weighted values, float32 [vectors, dim], by the denominators and
+    stores the attention output of a block's rows in call.out, as float32 or as AMX tiles. block: (first row,
+    number of rows)."""
     (first, count), heads, floats = block, task.call.spec.heads, task.floats
     factor = T.float32(2.0**112 if task.shifted else 1.0)
     with T.serial(count * heads.group) as vector:

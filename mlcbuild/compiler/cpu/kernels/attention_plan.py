@@ -1,4 +1,6 @@
-"""Emits the division of attention into tasks, and the combination of the partial results of a sequence."""
+"""Emits the division of attention into tasks, and the combination of the partial results of a sequence whose
+pages several tasks share.
+"""
 
 from __future__ import annotations
 
@@ -138,9 +140,10 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of the attention kernel while it is emitted, its table of tasks, and its scratch buffers
-    for partial results. A *line* of these is the partial result of one row and query head over one part of
-    the sequence's pages.
+    """The tensors to which the emitted code of an attention kernel refers: the kernel's arguments, its table
+    of tasks, and its scratch buffers for partial results. A task is some rows of a sequence, for one KV head,
+    over the pages that they attend to or over one part (up to 16 pages) of them. A *line* of the scratch
+    buffers is the partial result of one row and query head over one part.
     """
 
     spec: AttentionKernel
@@ -168,8 +171,8 @@ class Call:
     lines: Buffer  # int32 [b, 2]: first line and number of parts of each sequence
 
     def pages_seen(self, sequence: Expr, first: Expr, count: Expr) -> tuple[Expr, Expr, Expr]:
-        """Returns the first and last page that the rows first .. first + count - 1 of a sequence attend to,
-        and the position after the last token that they see. count must be above 0.
+        """Returns (first page, last page, position after the last token) of what the rows first .. first +
+        count - 1 attend to; pages are counted from the start of the sequence. count must be above 0.
         """
         end = T.bind(T.min(self.positions[first + count - 1] + 1, self.kv_lengths[sequence]))
         oldest = T.max(T.Cast("int64", self.positions[first]) - self.window + 1, T.int64(0))
@@ -194,19 +197,20 @@ class Call:
         return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
-        """Returns the number of parts into which attention divides the pages that `count` rows of a sequence
-        attend to, 1 if there are many rows. first: index of the first row.
+        """Returns the number of parts (each up to 16 pages) into which attention divides the pages that
+        `count` rows of a sequence attend to; 1 if there are many rows. first: index of the first row.
         """
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
         return T.bind(T.Select(self.few(count), stop // PART - start // PART + 1, 1))
 
 
 def plan(call: Call) -> Expr:
-    """Emits code that divides the attention of a batch into tasks, the same for each kv head, and returns
-    their number per kv head. It writes to call.plan, for each task, sequence, first row, number of rows,
-    first page, last page, position after the last token, and line of partial results or -1; and to
-    call.lines, for each sequence, its first line and number of parts. The tables are in memory because LLVM
-    would otherwise take many seconds to analyse which pages a task reads.
+    """Emits code that divides the attention of a batch into tasks, the same for each KV head, and returns
+    their number per KV head. It writes to call.plan, for each task, sequence, first row, number of rows,
+    first page, last page, position after the last token, and the index of its first partial result (-1: the
+    task computes complete results); and to call.lines, for each sequence, the index of its first partial
+    result and the number of parts of up to 16 pages into which its pages are divided. The tables are in
+    memory because LLVM would otherwise take many seconds to analyse which pages a task reads.
     """
     at = registers(1, 2, "int32")[0]
     for i in range(2):
@@ -240,8 +244,8 @@ def plan(call: Call) -> Expr:
 
 def join(call: Call, sequence: Expr) -> None:
     """Emits the combination of the partial attention results of one sequence: out = sum of totals / sum of
-    denominators over the parts, after scaling each part to the common maximum. Sequences without parts are
-    skipped.
+    denominators over the parts of its pages, after scaling each part to the common maximum. Sequences that
+    were not divided into parts are skipped.
     """
     first = T.bind(call.q_indptr[sequence])
     count = T.bind(call.q_indptr[sequence + 1] - first)

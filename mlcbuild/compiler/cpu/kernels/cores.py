@@ -25,7 +25,7 @@ FIXED = 75
 whichever core is free. This dynamic part made prompts 5 to 8 % faster (`ci/bench/cpu`, two cores of Zen 4).
 """
 _AWAY = 8
-"""Number of int64 values by which a counter is padded to whole cache lines, against false sharing."""
+"""Number of int64 values by which a shared counter is padded to whole cache lines, against false sharing."""
 
 
 def one_launch() -> AbstractContextManager[None]:
@@ -37,8 +37,10 @@ def one_launch() -> AbstractContextManager[None]:
 
 
 def before_others() -> AbstractContextManager[None]:
-    """Returns a context manager for emitting a parallel loop inside `one_launch` that ends with a barrier of
-    all cores.
+    """Returns a context manager without a value. A parallel loop that is emitted inside it ends with a
+    barrier of all cores, so that loops after it may read its results. It is used among loops that are
+    launched on the cores together (inside `one_launch`); without a barrier, a core starts the next loop at
+    once.
     """
     key = "pragma_parallel_barrier_when_finish"
     return cast(AbstractContextManager[None], T.attr(T.int32(0), key, T.int32(1)))
@@ -46,7 +48,7 @@ def before_others() -> AbstractContextManager[None]:
 
 def counter() -> Buffer:
     """Emits a shared counter with the value zero, from which cores take the iterations of one parallel loop,
-    and returns its buffer, int64. It must be created before the cores are launched.
+    and returns its buffer, int64. The counter must be created before the cores are launched.
     """
     values = T.alloc_buffer((2 * _AWAY + 1,), "int64")
     T.buffer_store(values, i64(0), [_AWAY])
@@ -54,8 +56,10 @@ def counter() -> Buffer:
 
 
 def shared(count: Expr, counter: Buffer, emit: Callable[[Expr], None], fixed: Expr | None = None) -> None:
-    """Emits a loop whose iterations are divided among all cores; it must be inside `one_launch`. emit:
-    function that emits the body for an index from 0 to count - 1; counter: an unused counter.
+    """Emits a loop whose iterations are divided among all cores. It must be emitted inside the context of
+    `one_launch`, which launches loops on all cores together. emit: function that emits the loop's body for an
+    index from 0 to count - 1; counter: the buffer of a counter that no other loop uses, from which cores take
+    indices.
 
     `fixed` percent of the iterations (FIXED by default) are assigned statically, consecutive ones to one
     core, which hardware prefetching needs. The others are assigned dynamically, so that no core waits for a

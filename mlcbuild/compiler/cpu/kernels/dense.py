@@ -33,8 +33,8 @@ class DenseRows:
 
     @property
     def lanes(self) -> int:
-        """Returns the number of values in a vector. It is that of a vector register or, if a row of the
-        matrix has fewer values, the largest power of two that does not exceed their number.
+        """Returns the number of values in a vector: that of a vector register or, if a row of the matrix has
+        fewer values, the largest power of two that does not exceed their number.
         """
         return min(self.isa.lanes, 1 << (self.k.bit_length() - 1))
 
@@ -61,8 +61,8 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns the description of reads from a stack of `count` unquantized matrices [n, k] of the same
-        type, stored as one matrix [count * n, k].
+        """Returns a DenseRows, by which kernels read rows, for `count` unquantized matrices [n, k] of the
+        same type that are stored one after the other as one matrix [count * n, k].
         """
         return replace(self, n=count * self.n)
 

@@ -45,9 +45,10 @@ class Products:
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
-        """Returns the name of the instruction that multiplies weights with activations. It is that of the
-        instruction set, unless its int16 sums are too narrow for weights of more than 4 bits. Then `pmaddwd`
-        adds pairs of int16 products to int32 lanes, or `widening` adds them one by one.
+        """Returns the name of the way in which weights are multiplied with activations: the instruction that
+        the instruction set has for it or, for weights of more than 4 bits, another one if that instruction's
+        int16 sums are too narrow: "pmaddwd" adds pairs of int16 products to int32 lanes, "widening" widens
+        int16 products one by one with plain instructions.
         """
         if self.bits <= 4:
             return self.isa.dot
@@ -80,8 +81,8 @@ class Products:
 
     @property
     def row_pairs(self) -> bool:
-        """Returns True if one instruction (Arm's smmla) multiplies two rows of x at once. Its sums equal
-        those of the instructions for single rows.
+        """Returns True if one instruction (Arm's smmla) multiplies two rows of activations x at once. Its
+        sums equal those of the instructions for single rows.
         """
         return self.isa.smmla and self.way == "sdot"
 
@@ -104,8 +105,9 @@ class Products:
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
         """Emits code that unpacks stored codes into operands of the dot-product instruction. Returns, for
         each quad (four consecutive weights of each row) in `packed`, its operands: int32 vectors with a lane
-        for each row. packed: the vector with the index `j` of the codes of a group of 32 columns, with four
-        bytes for each row; high: the vectors with the high bits, those above `low_bits`.
+        for each row. packed: one of the int32 vectors that hold the codes of a group of 32 columns, with four
+        bytes for each row; j: number of this vector in the group, from 0; high: the vectors with the high
+        bits, those above `low_bits`.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
@@ -135,8 +137,8 @@ class Products:
         return [[T.bind(shuffle(pair, order))] for pair in pairs for order in orders]
 
     def pair_step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """Returns `total` plus the products, over eight k, of two rows of x and two rows of weights: int32
-        sums [row of x, row of weights] in four lanes.
+        """Returns `total` plus the products, over eight k (the summed dimension), of two rows of x and two
+        rows of weights: int32 sums [row of x, row of weights] in four lanes.
 
         weights, activations: int32x4 with the eight int8 values of the first row, then those of the second.
         """
@@ -153,8 +155,8 @@ class Products:
         return splat(correction, self.isa.lanes)
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """Returns `total`, a vector of sums, plus the products of one vector of weights (four consecutive k
-        for each row) with the int32 that holds the four activations of the same k.
+        """Returns `total`, a vector of sums, plus the products of one vector of weights (four consecutive k,
+        the summed dimension, for each row) with the int32 that holds the four activations of the same k.
         """
         lanes = self.isa.lanes
         both = (weights, splat(activations, lanes))

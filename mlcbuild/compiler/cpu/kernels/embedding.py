@@ -21,7 +21,7 @@ from mlcbuild.quant import Storage, stored
 
 @dataclass(frozen=True)
 class Embedding:
-    """The lookup of rows of a stored embedding table [vocab, hidden] by token."""
+    """The lookup of rows of a stored embedding table [vocab, hidden] by token id."""
 
     isa: ISA
     scheme: Storage
@@ -36,8 +36,9 @@ class Embedding:
         return f"embedding.{kind}.{self.isa.name}"
 
     def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Emits the lookup of tokens, int32 [n], and returns their embeddings float32 [n, hidden]. Tokens
-        must be in 0 .. vocab - 1, which is not checked. weights: the table's tensors in stored order.
+        """Emits the lookup of token ids, int32 [n], and returns their embeddings float32 [n, hidden]. Ids
+        must be in 0 .. vocab - 1, which is not checked. weights: the tensors in which the scheme stores the
+        embedding table (codes and scales, for example), in the order of `quant.stored`.
         """
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
         lookup = kernel(self)
@@ -45,16 +46,16 @@ class Embedding:
 
 
 def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
-    """Returns the description of the lookup of rows in an embedding table [vocab, hidden] that is stored
-    under a quantization scheme.
+    """Returns an Embedding, which emits the lookup of rows in an embedding table [vocab, hidden] that is
+    stored under a quantization scheme. isa: instruction set.
     """
     return Embedding(isa, scheme, vocab, hidden)
 
 
 @cache
 def kernel(of: Embedding) -> PrimFunc:
-    """Returns the kernel (tokens int32 [n], stored tensors, out float32 [n, hidden]) of an embedding lookup;
-    equal lookups share one function object.
+    """Returns the kernel (token ids int32 [n], stored tensors of the table, out float32 [n, hidden]) of an
+    embedding lookup; equal lookups share one function object.
     """
     scheme = of.scheme
     form = kernel_for(scheme)

@@ -19,11 +19,12 @@ from mlcbuild.models import Clamp, Experts
 
 @dataclass(frozen=True)
 class ExpertGate:
-    """The prologue of the experts' second product, which computes act(gate) * up, perhaps biased and clamped,
-    from pairs float32 [pairs, 2 * size], gates first.
+    """The prologue (code in front of a matrix product) of the experts' second product: it computes act(gate)
+    * up, perhaps biased and clamped, from float32 [pairs, 2 * size], gates first, with a row for each pair
+    (token, chosen expert).
 
     If there are biases, of type `dtype` and shape [experts, 2 * size], the kernel also takes the choices of
-    experts, float32 [n, 2 * chosen].
+    experts, float32 [n, 2 * chosen]: for each token the numbers of its experts, then their weights.
     """
 
     isa: ISA
@@ -33,15 +34,16 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the beginning of the names of kernels into which this prologue is fused, such as
-        silu_bias_."""
+        """Returns the beginning of the names of kernels that start with this gated activation, such as
+        "silu_bias_", or "clamped_" for clamped gates.
+        """
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares the kernel's arguments and returns their buffers: pairs float32 [m, 2 * k], k gates and
-        then k ups; if there are biases, also the biases [experts, 2 * k] and the choices float32 [n, 2 *
-        chosen], for each row the numbers of its experts and then their weights.
+        """Declares the kernel's arguments and returns their buffers: float32 [m, 2 * k], k gates and then k
+        ups of each pair (token, chosen expert); if there are biases, also the biases [experts, 2 * k] and the
+        choices float32 [n, 2 * chosen], for each token the numbers of its experts and then their weights.
         """
         pair = argument("gate_up", (m, 2 * k), "float32")
         if self.dtype is None:
@@ -50,8 +52,9 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes act(gate) * up of one row, and returns (buffer that holds it as float32,
-        index of its row there). row: index of the pair (row, chosen expert).
+        """Emits code that computes the activated gates times the ups of one pair (token, chosen expert), and
+        returns (buffer float32 [1, size] that holds them, index 0 of its row). inputs: float32 [pairs, 2 *
+        size], gates first, and perhaps biases and choices of experts; row: index of the pair.
         """
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))
@@ -83,7 +86,7 @@ def _expert(choices: Buffer, chosen: int, pair: Expr) -> Expr:
 
 def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
     """Returns the kernel (choices float32 [n, 2 * chosen], bias [experts, hidden], x float32 [n, hidden] in
-    place) that adds to each row of x the biases of its chosen experts, times their weights. A row of
+    place) that adds to each row of x the biases of its chosen experts, times the experts' weights. A row of
     `choices` holds the experts' numbers and then their weights. dtype: stored type of the biases.
     """
     floats = Floats.dividing(isa, hidden)

@@ -39,7 +39,7 @@ the same time within 6 % (`ci/bench/constants --threads 2`).
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """The matrices of all experts of a layer, and the number of experts that a row uses."""
+    """The matrices of all experts of a layer, and the number of experts that each row (token) uses."""
 
     linear: Linear
     """Description of the matrix product with one expert's matrix: instruction set, scheme and shape."""
@@ -49,19 +49,21 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The pairs (row, chosen expert) of a batch, sorted by expert, as buffers."""
+    """The pairs (row, chosen expert) of a batch, sorted by expert, as int32 buffers of the emitted kernel:
+    the numbers of the experts in use, where the pairs of each start, and the pairs themselves.
+    """
 
     experts: Buffer
-    """Numbers of those experts that at least one row has chosen, ascending, int32 [experts]; only the first
-    `used` elements are set.
+    """Numbers of those experts that at least one row has chosen, ascending, int32 [experts]; only as many
+    elements are set as there are such experts.
     """
     starts: Buffer
-    """For each expert that rows have chosen, the index in `order` of its first pair (row, chosen expert);
-    then the number of pairs. int32 [experts + 1].
+    """For each expert that at least one row has chosen, the index of its first pair in the list of pairs
+    (row, chosen expert) sorted by expert; then the number of pairs. int32 [experts + 1].
     """
     order: Buffer
-    """The pairs (row, chosen expert) sorted by expert, int32 [pairs]. A pair is stored as row * chosen + the
-    index of the expert among the row's choices.
+    """The pairs (row, chosen expert) sorted by expert, int32 [pairs]. A pair is stored as row * c + i, where
+    c is the number of experts that each row chooses, and i the index of the expert among the row's choices.
     """
     used: Expr
     """Number of experts that at least one row has chosen."""
@@ -69,11 +71,13 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Part:
-    """The code generator for the product of one tile of an expert's weights with some rows of x."""
+    """The code generator for the product of one tile (some rows) of an expert's weights with some rows of
+    x.
+    """
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
-    """Function of (expert, tile of its matrix, rows of x, output rows) that emits the code which computes and
-    stores one tile of results.
+    """Function from (expert, number of a tile of its matrix, rows of x, output rows) that emits the code
+    which computes and stores one tile of results.
     """
     tiles: int
     width: int
@@ -90,9 +94,10 @@ def kernel(
     weights, out) that multiplies rows of x with the matrices of their chosen experts. A row of `choices`
     holds the numbers of its experts and then their weights.
 
-    source: the prologue that computes rows of x. scatter: True if the results of a row's experts, times their
-    weights, are added to the row of `out`; False if each pair (row, chosen expert) has a row of results.
-    fresh: True if `out` is first set to zero. pairs: True if x has one row for each pair.
+    source: the prologue (code in front of the product) that computes rows of x. scatter: True if the results
+    of a row's experts, times their weights, are added to the row of `out`; False if each pair (row, chosen
+    expert) has a row of results. fresh: True if `out` is first set to zero. pairs: True if x has one row for
+    each pair.
     """
     linear = stack.linear
     kind, by_pair = "scatter" if scatter else "pairs" if pairs else "gather", pairs
@@ -130,8 +135,8 @@ def kernel(
 
 
 def _weights(stack: ExpertMatrices) -> tuple[Buffer, ...]:
-    """Declares the kernel's arguments for the stored tensors, which hold the matrices of all experts along
-    axis 0, and returns the buffers.
+    """Declares the kernel's arguments for the stored tensors of the weights, which hold the matrices of all
+    experts along axis 0, and returns the buffers.
     """
     linear = stack.linear
     form = row_format(linear)
@@ -156,8 +161,8 @@ class _Weighted:
     chosen: int
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the addition of a vector of results, times the pair's weight, to the pair's row of the output
-        from `column` on. row: the number of the pair, row * chosen + choice.
+        """Emits the addition of a vector of results, times the weight of the pair (row, chosen expert), to
+        the pair's row of the output, from `column` on. row: the number of the pair, row * chosen + choice.
         """
         target_row, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
         weight = T.bind(self.choices[target_row, self.chosen + choice])
@@ -210,8 +215,8 @@ def _product(
     rows: Expr,
 ) -> tuple[Make, _Part]:
     """Returns (function that emits code which packs a row of x, code generator for the product of packed rows
-    with one tile of weights). ready: function that emits a row of x as float32; output: emits stores of
-    results; rows: number of rows of x.
+    with one tile of an expert's weights). ready: function from a row's index that emits the row as float32;
+    output: emits stores of results; rows: number of rows of x.
     """
     linear = stack.linear
     form = row_format(linear)
@@ -238,7 +243,7 @@ def _product(
 
 def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by_pair: bool) -> None:
     """Emits the products that have a row of results for each pair (row, chosen expert), divided among cores
-    by expert and tile. by_pair: True if x has one row for each pair.
+    by expert and tile of weights. by_pair: True if x has one row for each pair.
     """
 
     def unit(number: Expr) -> None:
@@ -249,8 +254,8 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, counter: Buffer, by
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of a loop's iterations that are assigned to cores statically: 100 if the batch
-    uses no more experts than one row chooses, else the default of all kernels.
+    """Returns the percentage of a parallel loop's iterations that are assigned to cores statically: 100 if
+    the batch uses no more experts than one row chooses, else the default of all kernels.
     """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 
@@ -285,8 +290,8 @@ def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
 
 def _rows(plan: _Plan, part: _Part, place: Expr, tile: Expr, row: Callable[[Expr], Expr]) -> None:
     """Emits the product of one tile of an expert's matrix with all rows that have chosen the expert, in
-    batches. place: index of the expert among those that rows have chosen; row: function from a pair (row,
-    chosen expert) to its row of x.
+    batches. place: index of the expert among those that rows have chosen; tile: number of the tile; row:
+    function from a pair (row, chosen expert) to its row of x.
     """
     expert = T.bind(T.Cast("int64", plan.experts[place]))
     last = T.bind(T.Cast("int64", plan.starts[place + 1]))

@@ -81,35 +81,35 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the number that must be subtracted from the weights, as the method `streamed` returns them,
-        before they are multiplied by their scale; 0 if none."""
+        """Returns the number that must be subtracted from the values that `streamed` returns for a block of
+        weights before they are multiplied by their scale; 0 if none."""
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two by which vector `plane` of a block of weights is too large after it is
-        read; not to correct it saves shifts. The activations x are divided by it beforehand."""
+        """Returns the power of two, such as 16.0, by which vector `plane` of a block of weights is too large
+        when it is loaded, which saves shifts. The activations x are divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares the weights' stored tensors as the kernel's next arguments, and returns their buffers."""
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns the description of reads from a stack of `count` matrices [n, k] of the same format, stored
-        as one matrix [count * n, k]."""
+        """Returns a RowFormat, which emits reads of rows, for `count` matrices [n, k] of this format that are
+        stored one after the other as one matrix [count * n, k]."""
 
     def start(self, block: Expr) -> Expr:
-        """Returns the index along k, the summed dimension, at which a block of a weight row starts."""
+        """Returns the index along k, the summed dimension, of the first weight in a weight row's `block`."""
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns the vector with the index `plane` of a loaded block of weights: `lanes` float32 values
-        times factor(plane); offset and scale are not applied yet."""
+        """Returns vector number `plane` of a block of a weight row that `load` read: `lanes` float32 values,
+        too large by the power of two factor(plane), before offset and scale are applied."""
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns the vector with the index `plane` of a loaded block of weights: `lanes` float32 values
-        times factor(plane), with offset and scale applied."""
+        """Returns vector number `plane` of a block of a weight row that `load` read: `lanes` float32 weights
+        with offset and scale applied, but too large by the power of two factor(plane)."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        """Emits prefetches of the weights that a loop will read after block `block` of row `row`."""
+        """Emits prefetches of the weights that a loop will read after block `block` of weight row `row`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PackedRow:
 
     @property
     def step(self) -> int:
-        """Returns the number of float32 columns in one block of a row of activations."""
+        """Returns the number of float32 values in one block of a packed row of activations."""
         return (self.planes + self.offset) * self.lanes
 
     @property
@@ -152,8 +152,8 @@ def streamed_batch(form: RowFormat) -> int:
 
 
 def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
-    """Returns the kernel (tensors of the prologue, stored tensors, bias float32 [n] if fused, out float32 [m,
-    n]) of a product. exact: True if a row's result must have the same bits for any number of rows m."""
+    """Returns the kernel (tensors from which x [m, k] is computed, stored weights W [n, k], bias float32 [n]
+    if fused, out float32 [m, n]) of x @ W.T. exact: True if a row's bits must not depend on m."""
     name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
     def body() -> None:
@@ -226,8 +226,8 @@ def _several_rows(call: FloatCall, lines: Buffer, exact: bool) -> None:
 
 
 def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
-    """Emits code that packs a row of x into row `row` of the buffer `lines`, in the order of `PackedRow`.
-    source: (buffer float32 [.., k], index of the row in it)."""
+    """Emits code that packs a row of x into row `row` of `lines`: block by block as weights are loaded, zeros
+    in lanes without a weight. source: (buffer float32 [.., k], index of the row in it)."""
     x, line = source
     order = packed(form)
     full_blocks = form.k // (form.lanes * form.planes)
@@ -280,7 +280,7 @@ def stream_tile(
 
 @dataclass(frozen=True)
 class _XBlock:
-    """One block of columns of a few packed float32 rows of x, as operands of products with weights."""
+    """Part of a few rows of x, in the packed buffer `lines`, that meets one block of a weight row."""
 
     lines: Buffer
     rows: Sequence[Expr]
@@ -328,8 +328,8 @@ class _Chunk:
 
 
 def _blocks_at_once(form: RowFormat) -> int:
-    """Returns the number of blocks in a chunk, the part of a weight row that is unpacked at a time. All
-    chunks of a row have nearly equal sizes."""
+    """Returns the number of blocks (planes * lanes weights each) of a weight row that are unpacked at a time:
+    at most 1,024 weights, and nearly the same number each time."""
     most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
     chunks = -(-form.blocks // most)
     return -(-form.blocks // chunks)
@@ -363,8 +363,8 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """Emits code that unpacks a chunk (some blocks along k) of row `r` of the block `index` of weight rows to
-    float32 in row `r` of `scratch`, with the values in the order of a packed row of x."""
+    """Emits code that unpacks the blocks `chunk` along k of a weight row to float32 in row `r` of the buffer
+    `scratch`, in the order of packed x. It is row `r` of the `index`-th group of weight rows."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:
@@ -377,8 +377,8 @@ def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _
 def _tile_product(
     call: FloatCall, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
 ) -> list[list[Register]]:
-    """Emits the products of a tile of rows of x and unpacked weight rows over one chunk of k, and returns the
-    accumulators. corner: (first row of x, first row of `scratch`)."""
+    """Emits the products of a few rows of x with 4 unpacked weight rows over a part of k, and returns the
+    sums as registers [row of x][weight row]. corner: (first row of x, first row of `scratch`)."""
     form, lanes = call.form, call.form.lanes
     acc = registers(form.isa.tile_rows, COLUMNS, lanes)
     rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]
