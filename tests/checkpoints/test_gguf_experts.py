@@ -6,17 +6,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from mlcbuild.bundles.reference import logits
 from mlcbuild.checkpoints import exact_weights
 from mlcbuild.checkpoints.gguf_config import read_config
+from mlcbuild.checkpoints.gguf_experts import EXPERTS, SIGMOID, SOFTMAX, granite_scalars, mixtral, phi_lengths
+from mlcbuild.checkpoints.gguf_file import Gguf
+from mlcbuild.checkpoints.gguf_keys import Fields, GgufKeys
 from mlcbuild.checkpoints.gguf_names import names_in_file
 from mlcbuild.checkpoints.gguf_tensors import read_tensors
 from mlcbuild.errors import CheckpointError
+from mlcbuild.models.fields import ABSENT
 from mlcbuild.models.parsing import parse
 from tests.conftest import ROOT
 from tests.gguf_experts import CHANGES, checkpoint, tokens, write, write_model
@@ -149,3 +155,160 @@ def test_a_stack_that_is_none(tmp_path: Path) -> None:
         f"{tmp_path / 'm.gguf'}: tensor 'blk.9.ffn_up_exps.weight' must be a stack of at most 4096 matrices, "
         "found the shape [4, 6]; fetch the file again"
     )
+
+
+def keys(architecture: str, *tensors: str, shape: tuple[int, ...] = (4, 8, 16), **metadata: Any) -> GgufKeys:
+    """Returns the metadata of a file with 4 experts, 2 of which a token uses. metadata: further keys, with
+    "__" in place of "."; tensors: names of the tensors, which all have the shape `shape`."""
+    values = {"expert_count": 4, "expert_used_count": 2, "block_count": 3, **metadata}
+    named = {f"{architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
+    held = {name: Tensor(name, "F32", shape, Path(), 0, 0) for name in tensors}
+    return GgufKeys(Gguf({"general.architecture": architecture, **named}, held), "m.gguf")
+
+
+ROUTERS = tuple(f"blk.{layer}.ffn_gate_inp.weight" for layer in (1, 2))
+"""Names of the routers of a model whose first layer is dense."""
+
+
+def fields(architecture: str, *tensors: str, **metadata: Any) -> Fields:
+    """Returns the fields of config.json for metadata without problems."""
+    own = keys(architecture, *tensors, **metadata)
+    actual = EXPERTS[architecture](own)
+    own.check()
+    return actual
+
+
+def test_numbers_of_gating_functions_are_those_of_the_package_gguf() -> None:
+    kinds = gguf.ExpertGatingFuncType
+    assert (SOFTMAX, SIGMOID) == (kinds.SOFTMAX, kinds.SIGMOID)
+
+
+def test_sizes_that_a_file_leaves_out_are_those_of_dense_layers() -> None:
+    assert fields("olmoe", feed_forward_length=24)["intermediate_size"] == 24
+    stated = fields("olmoe", feed_forward_length=24, expert_feed_forward_length=8)
+    assert stated["intermediate_size"] == 8
+    qwen = fields("qwen2moe", *ROUTERS, feed_forward_length=24)
+    # An expert has an equal part of the dense size, and the shared one all of it.
+    assert (qwen["moe_intermediate_size"], qwen["shared_expert_intermediate_size"]) == (12, 24)
+    assert (qwen["mlp_only_layers"], qwen["norm_topk_prob"]) == ([0], False)
+    assert fields("qwen3moe", *ROUTERS, feed_forward_length=24)["norm_topk_prob"] is True
+
+
+def test_the_number_of_experts_is_that_of_the_tensors() -> None:
+    stack = "blk.0.ffn_down_exps.weight"
+    assert fields("olmoe", stack, feed_forward_length=8)["num_experts"] == 4
+    own = keys("olmoe", stack, shape=(5, 8, 16), feed_forward_length=8)
+    EXPERTS["olmoe"](own)
+    with pytest.raises(CheckpointError, match=r"expert_count: is 4, but tensor '.*' holds 5 experts"):
+        own.check()
+
+
+def test_mixtral_has_the_architecture_llama() -> None:
+    actual = mixtral(keys("llama", feed_forward_length=8, attention__sliding_window=0))
+    assert (actual["model_type"], actual["num_experts"], actual["num_experts_per_tok"]) == ("mixtral", 4, 2)
+    assert (actual["intermediate_size"], actual["sliding_window"]) == (8, None)
+
+
+def test_leading_dense_layers_are_counted_by_routers() -> None:
+    """Checks the layers before the first router: a later layer without one does not count."""
+    for routers, count in ((ROUTERS, 1), (("blk.0.ffn_gate_inp.weight",), 0), (ROUTERS[1:], 2)):
+        own = fields("dots1", *routers, "a", "b", feed_forward_length=8)
+        assert own["first_k_dense_replace"] == count
+    for routers, layers in ((ROUTERS, [0]), (ROUTERS[:1], [0, 2])):
+        own = fields("qwen3moe", *routers, "a", "b", feed_forward_length=8)
+        assert own["mlp_only_layers"] == layers
+
+
+def test_groups_and_scales_have_neutral_defaults() -> None:
+    plain = fields("glm4moe", *ROUTERS, feed_forward_length=8, nextn_predict_layers=1)
+    assert {name: plain[name] for name in ("n_group", "topk_group", "n_shared_experts")} == {
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    }
+    assert (plain["routed_scaling_factor"], plain["norm_topk_prob"]) == (1.0, False)
+    assert plain["num_hidden_layers"] == 2, "layers for draft tokens are not counted"
+    stated = fields(
+        "glm4moe",
+        "blk.0.attn_q_norm.weight",
+        feed_forward_length=8,
+        expert_group_count=4,
+        expert_group_used_count=2,
+        expert_weights_scale=2.5,
+        expert_weights_norm=True,
+        expert_gating_func=SIGMOID,
+    )
+    assert (stated["n_group"], stated["topk_group"], stated["routed_scaling_factor"]) == (4, 2, 2.5)
+    assert (stated["norm_topk_prob"], stated["use_qk_norm"], plain["use_qk_norm"]) == (True, True, False)
+
+
+LATENT: dict[str, Any] = {
+    "feed_forward_length": 8,
+    "attention__head_count": 6,
+    "attention__kv_lora_rank": 16,
+    "attention__q_lora_rank": 12,
+    "attention__key_length": 20,
+    "attention__value_length": 10,
+    "rope__dimension_count": 4,
+}
+
+
+def test_deepseek_is_the_third_version_if_its_scores_are_sigmoids() -> None:
+    cases: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
+        ((), {}, "deepseek_v2"),
+        (("blk.1.exp_probs_b.bias",), {}, "deepseek_v3"),
+        (("blk.1.exp_probs_b.bias",), {"expert_gating_func": SOFTMAX}, "deepseek_v2"),
+        ((), {"expert_gating_func": SIGMOID}, "deepseek_v3"),
+    )
+    for tensors, stated, kind in cases:
+        assert fields("deepseek2", *tensors, **LATENT, **stated)["model_type"] == kind
+    assert fields("deepseek2", **LATENT)["topk_method"] == "greedy"
+    grouped = fields("deepseek2", **LATENT, expert_group_count=2)
+    assert grouped["topk_method"] == "group_limited_greedy"
+
+
+def test_sizes_of_latent_attention_in_both_forms() -> None:
+    """Checks files that store one head of keys, and state the sizes of all heads under other keys."""
+    heads = {"attention__key_length_mla": 14, "attention__value_length_mla": 7}
+    for stated, (key, value) in (({}, (20, 10)), (heads, (14, 7))):
+        actual = fields("deepseek2", **LATENT, **stated)
+        assert (actual["qk_nope_head_dim"], actual["v_head_dim"]) == (key - 4, value)
+        assert (actual["qk_rope_head_dim"], actual["num_key_value_heads"]) == (4, 6)
+        assert (actual["head_dim"], actual["q_lora_rank"], actual["kv_lora_rank"]) == (ABSENT, 12, 16)
+    assert fields("deepseek2", "blk.0.attn_q.weight", **LATENT)["q_lora_rank"] is None
+
+
+def test_multipliers_of_granite() -> None:
+    stated = keys("granitemoe", attention__scale=0.5, residual_scale=0.25, embedding_scale=12, logit_scale=6)
+    names = ("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling")
+    assert [granite_scalars(stated)[name] for name in names] == [0.5, 0.25, 12.0, 6.0]
+    assert [granite_scalars(keys("granitemoe"))[name] for name in names] == [1.0] * 4
+    plain = fields("granitemoe", feed_forward_length=8)
+    shared = fields("granitemoe", feed_forward_length=8, expert_shared_feed_forward_length=5)
+    assert "model_type" not in plain and shared["model_type"] == "granitemoeshared"
+    assert shared["shared_intermediate_size"] == 5
+
+
+def test_shared_experts_of_ernie_are_those_of_the_tensors() -> None:
+    up = "blk.1.ffn_up_shexp.weight"
+    stated = {
+        "expert_feed_forward_length": 2,
+        "feed_forward_length": 8,
+        "expert_shared_feed_forward_length": 9,
+    }
+    actual = fields("ernie4_5-moe", *ROUTERS, up, **stated)
+    assert actual["moe_num_shared_experts"] == 2, "4 rows are twice the size of an expert"
+    assert (actual["moe_layer_start_index"], actual["moe_layer_end_index"]) == (1, 2)
+    assert fields("ernie4_5-moe", *ROUTERS, "a", **stated)["moe_num_shared_experts"] == 0
+
+
+def test_lengths_of_phi() -> None:
+    lengths: dict[str, Any] = {"attention__sliding_window": 64, "rope__scaling__original_context_length": 32}
+    assert phi_lengths(keys("phimoe", **lengths)) == {
+        "sliding_window": 64,
+        "original_max_position_embeddings": 32,
+    }
+    assert phi_lengths(keys("phimoe")) == {"sliding_window": None}
+    actual = fields("phimoe", "output.bias", feed_forward_length=8, **lengths)
+    assert (actual["lm_head_bias"], actual["attention_bias"]) == (True, False)
+    assert actual["original_max_position_embeddings"] == 32

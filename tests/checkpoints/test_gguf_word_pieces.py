@@ -1,8 +1,10 @@
-"""WordPiece tokenizers of GGUF files, against the BERT tokenizer that the metadata was written from."""
+"""Tests of the WordPiece tokenizers of GGUF files: their parts, and a comparison with the BERT tokenizer from
+which the metadata were written."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tokenizers import Tokenizer as Original
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mlcbuild.checkpoints.gguf_tokenizer import write_tokenizer
+from mlcbuild.checkpoints.gguf_vocabulary import GgufVocabulary, MetadataReader
+from mlcbuild.checkpoints.gguf_word_pieces import as_word_pieces, word_piece_parts
 from mlcbuild.errors import CheckpointError
 from tests.checkpoints.test_gguf_tokenizer import LINES, corpus
 
@@ -100,3 +104,63 @@ def test_wrong_metadata_are_refused(change: Metadata, message: str, tmp_path: Pa
     with pytest.raises(CheckpointError) as caught:
         write_tokenizer(SMALL | change, "m.gguf", tmp_path)
     assert f"m.gguf: {T}{message}" in str(caught.value).replace(f"{T}tokens: tokens", f"{T}tokens")
+
+
+NORMAL, CONTROL, UNUSED = 1, 3, 5
+
+
+def vocabulary(*tokens: str, **flags: bool) -> GgufVocabulary:
+    """Returns a vocabulary of normal tokens, without roles. flags: names with "_" in place of "."."""
+    named = {name.replace("normalizer_", "normalizer."): value for name, value in flags.items()}
+    return GgufVocabulary("bert", list(tokens), [NORMAL] * len(tokens), [], [], "", {}, named, b"")
+
+
+def test_texts_are_those_of_bert() -> None:
+    reader = MetadataReader({})
+    actual = as_word_pieces(
+        vocabulary("[UNK]", "[CLS]", "[SEP]", "▁", "▁the", "s", "[", "[x]", "[y]", "▁[y]"), reader
+    )
+    # A bracketed name is a piece of a word only if the whole word is in the vocabulary, too.
+    assert actual.tokens == ["[UNK]", "[CLS]", "[SEP]", "##▁", "the", "##s", "##[", "[x]", "##[y]", "[y]"]
+    assert actual.types == [CONTROL] * 3 + [NORMAL] * 7
+    assert actual.ids == {"unk": 0, "cls": 1, "sep": 2, "bos": 1, "eos": 2} and not reader.problems
+
+
+def test_stated_roles_precede_names() -> None:
+    before = vocabulary("[UNK]", "[CLS]", "[SEP]", "▁a", "▁b")
+    stated = replace(before, ids={"cls": 3, "eos": 4})
+    actual = as_word_pieces(stated, MetadataReader({}))
+    assert actual.ids == {"unk": 0, "cls": 3, "sep": 2, "bos": 3, "eos": 4}
+    assert actual.types == [CONTROL, NORMAL, CONTROL, CONTROL, CONTROL], "each role is special"
+    assert before.ids == {}, "the vocabulary of the file stays unchanged"
+
+
+def tokens_of(read: GgufVocabulary, text: str) -> list[str]:
+    """Returns the tokens of a text, with a tokenizer.json of the vocabulary's parts."""
+    parts = word_piece_parts(as_word_pieces(read, MetadataReader({})))
+    document = {"version": "1.0", "added_tokens": [], "truncation": None, "padding": None, **parts}
+    tokens: list[str] = Original.from_str(json.dumps(document)).encode(text).tokens
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "tokens"),
+    [
+        ({}, ("▁a", "b", "▁é"), ["a", "##b", "[UNK]"]),
+        ({"normalizer_strip_accents": False}, ("▁a", "b", "▁é"), ["a", "##b", "é"]),
+        ({}, ("▁a", "▁A", "b"), ["A", "##b", "[UNK]"]),
+        ({"normalizer_lowercase": True}, ("▁a", "▁A", "b", "▁e"), ["a", "##b", "e"]),
+        ({"normalizer_lowercase": False}, ("▁a", "b", "▁é"), ["[UNK]", "é"]),
+    ],
+)
+def test_a_vocabulary_without_capitals_is_lowercased_unless_the_file_states_it(
+    flags: dict[str, bool], words: tuple[str, ...], tokens: list[str]
+) -> None:
+    read = vocabulary("[UNK]", "[CLS]", "[SEP]", *words, **flags)
+    assert tokens_of(read, "Ab é") == ["[CLS]", *tokens, "[SEP]"]
+
+
+def test_unused_tokens_have_no_text() -> None:
+    read = vocabulary("[UNK]", "[CLS]", "[SEP]", "a", "▁b")
+    read.types[3] = UNUSED
+    assert tokens_of(read, "a b") == ["[CLS]", "[UNK]", "b", "[SEP]"]
