@@ -1,4 +1,4 @@
-"""Compiles a library: its program, its machine code and its metadata."""
+"""Compiles a model's library: object files with its machine code, and library.json with its metadata."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
 MakeOps = Callable[[ModelConfig, Storage, Target, str], Ops]
-"""Constructor of a backend: function of (model, quantization scheme, target, kv_cache of the request) that
-returns the operations by which the target's device computes a program.
+"""Constructor of a backend: function of (model, quantization scheme, target, storage of the KV cache, such as
+"int8") that returns an Ops, whose methods emit the model's operations, such as attention, for the target's
+device.
 """
 
 

@@ -34,10 +34,13 @@ class LibraryMemory:
 
 @dataclass(frozen=True)
 class LibraryCode:
-    """The properties of compiled code that the metadata of a library describes."""
+    """The properties of compiled code that library.json lists: its format, parameter tensors, compiler
+    versions, memory, kernels, and reasons for slow kernels.
+    """
 
     format: str
-    """Name and version of the metadata's format, which differs between libraries for CPUs and GPU programs.
+    """Name and version of the format of library.json, which differs between libraries for CPUs and GPU
+    programs.
     """
     params: Sequence[Tensor]
     """The parameter tensors that the compiled library takes, in the order of its arguments."""
@@ -48,7 +51,9 @@ class LibraryCode:
     kernels: Mapping[str, str]
     """Use of a kernel, such as a kind of matrix or attention -> name of the kernel."""
     fallbacks: Mapping[str, str]
-    """Use of a kernel -> the reason why a slower kernel was chosen."""
+    """Use of a kernel, such as a kind of matrix or attention -> the reason why its kernel is slower than the
+    best; other uses are left out.
+    """
 
 
 def describe(request: CompileRequest, code: LibraryCode) -> str:

@@ -1,5 +1,5 @@
-"""Returns and checks the versions of TVM and LLVM, which determine a library's bytes. This module does not
-import TVM.
+"""Returns the versions of TVM and LLVM, which determine a library's bytes, and compares the installed LLVM
+with the expected version. Importing this module does not import TVM.
 """
 
 from __future__ import annotations

@@ -74,23 +74,31 @@ class Document:
     file: str
     data: Data
     values: Mapping[Where, tuple[int, int]]
-    """Path of a value in a YAML document -> (line, column) of the value."""
+    """Path of a value in a YAML document, the keys and list indices that lead to it -> (line, column) of the
+    value, counted from 1.
+    """
     keys: Mapping[Where, tuple[int, int]]
-    """Path of a mapping's value in a YAML document -> (line, column) of the value's key."""
+    """Path of a value in a YAML document, the keys and list indices that lead to it -> (line, column),
+    counted from 1, of the key before it in its mapping.
+    """
     texts: Mapping[Where, str]
-    """Path of a number or boolean in a YAML document -> its text as it is written in the file."""
+    """Path of a number or boolean in a YAML document, the keys and list indices that lead to it -> its text
+    as it is written in the file.
+    """
     problems: tuple[Problem, ...] = ()
     """Problems that do not prevent reading the YAML file, such as a duplicate key."""
 
     def place(self, where: Where) -> Place:
-        """Returns the position of a value; if it is not in the file, that of the nearest enclosing value."""
+        """Returns the Place (file, line, column) of the value at the path `where`, keys and list indices in
+        the YAML document; if the file has no such value, that of the nearest enclosing value.
+        """
         while where and where not in self.values:
             where = where[:-1]
         return Place(self.file, *self.values.get(where, (1, 1)))
 
     def key_place(self, where: Where) -> Place:
-        """Returns the Place (file, line, column) of the key of a value, or of the value itself if it has no
-        key. where: path of the value."""
+        """Returns the Place (file, line, column) of the key of a value in a YAML document, or of the value
+        itself if it has no key. where: path of the value, keys and list indices."""
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
@@ -256,7 +264,9 @@ class _Frame:
     drop: bool = False
     """True if the YAML value that is read next is discarded, because its key occurs twice in the mapping."""
     is_key: bool = False
-    """True for a mapping or list in the position of a key, which is read and discarded."""
+    """True for a YAML mapping or list that stands where its enclosing mapping needs a key, which is an error:
+    its contents are parsed and discarded.
+    """
 
 
 @dataclass
@@ -343,8 +353,9 @@ class _Builder:
         frame.key = text
 
     def _put(self, value: Data, event: yaml.Event) -> Where:
-        """Adds a value at the parser's present position in a YAML document, and returns the path of the
-        value. event: the parser's event, for its line and column.
+        """Stores a value that the YAML parser has read in the mapping or list that is being built, or as the
+        document's root, and returns the value's path, keys and list indices. event: the parser's event, for
+        line and column.
         """
         if not self.stack:
             self.root = value

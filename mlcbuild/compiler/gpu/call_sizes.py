@@ -44,7 +44,7 @@ class CallSizes:
 
     @property
     def logit_rows(self) -> int:
-        """Returns the maximum number of rows whose logits one call computes."""
+        """Returns the maximum number of rows whose logits one call of a GPU program computes."""
         return max(1, min(self.limits.rows, _LOGITS_BYTES // (4 * self.vocab_size)))
 
     @cached_property

@@ -27,13 +27,13 @@ from mlcbuild.quant import Storage
 
 Buffers = Mapping[str, str | BoundBuffer]
 PLAIN = {"float32": stored_as("f32"), "float16": stored_as("f16")}
-"""Dtype of an unquantized matrix -> its description for GPU kernels."""
+"""Dtype of an unquantized matrix -> StoredAs, its description for GPU kernels."""
 
 
 @dataclass(frozen=True)
 class LaunchBuilder:
-    """Builds kernel launches for one model's GPU program, and tracks the buffer that holds the residual
-    stream. The emitter collects the kernels.
+    """Builds kernel launches for one model's GPU program. `emitter` collects the kernels that they need,
+    `stream` records which buffer holds the residual stream.
     """
 
     config: ModelConfig
@@ -55,9 +55,9 @@ class LaunchBuilder:
     def launch(
         self, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, Expression], buffers: Buffers
     ) -> Launch:
-        """Returns a launch of the kernel that `make(name, *arguments)` builds. scalars: name in the kernel ->
-        value; buffers: name in the kernel -> name of a buffer of the program, or BoundBuffer for a part of
-        one.
+        """Returns a launch of the GPU kernel that `make(name, *arguments)` builds. scalars: name in the
+        kernel -> value; buffers: name in the kernel -> name of a buffer of the program, or BoundBuffer for a
+        part of one.
         """
         return self.emitter.launch(self.emitter.kernel(make, *arguments), scalars, buffers)
 
@@ -66,8 +66,8 @@ class LaunchBuilder:
         return quant.plain_dtype(self.params[name], quant.scheme_for(self.scheme, name)) == "float16"
 
     def norm(self, name: str, spec: Norm, columns: int) -> NormSpec:
-        """Returns the description of the norm of rows with `columns` values whose parameters are
-        `<name>.weight` and `<name>.bias`.
+        """Returns a NormSpec, from which GPU kernels of a norm are built, for rows with `columns` values.
+        name: prefix of the names of the norm's parameters, to which .weight and .bias are added.
         """
         weight = f"{name}.weight"
         return NormSpec(columns, spec, weight in self.params and self.is_half(weight))
@@ -75,8 +75,8 @@ class LaunchBuilder:
     def norm_buffers(
         self, name: str, spec: NormSpec, bindings: tuple[str, str] = ("weight", "shift")
     ) -> dict[str, str | BoundBuffer]:
-        """Returns buffer name in the kernel -> parameter name, for the weight and the bias that a norm has.
-        bindings: the names in the kernel of (weight, bias).
+        """Returns buffer name in a kernel -> parameter name, for the weight and the bias that a norm has.
+        name: prefix of the parameters' names; bindings: the names in the kernel of (weight, bias).
         """
         buffers: dict[str, str | BoundBuffer] = {}
         if spec.has_weight:
@@ -86,8 +86,9 @@ class LaunchBuilder:
         return buffers
 
     def matrix(self, name: str, first: int = 0) -> dict[str, BoundBuffer]:
-        """Returns buffer name in the kernel -> part of a stored tensor, for the tensors of the matrix `name`
-        from row `first` on.
+        """Returns the buffers by which a kernel reads the matrix `name` from row `first` on: buffer name in
+        the kernel, "w" for weights or "s" for their scales -> BoundBuffer (name of the stored tensor, offset
+        in bytes).
         """
         rows = self.rows(name)
         stored = quant.stored(self.params[name], self.scheme)
@@ -97,8 +98,8 @@ class LaunchBuilder:
         }
 
     def rows(self, name: str) -> int:
-        """Returns the number of rows of the matrix parameter `name`, or of all matrices of a stack
-        together.
+        """Returns the number of rows of the matrix parameter `name`; if it holds several matrices, such as
+        one for each expert, of all of them together.
         """
         *rows, _ = self.params[name].shape
         return rows[0] if len(rows) == 1 else rows[0] * rows[1]
@@ -123,8 +124,9 @@ class LaunchBuilder:
         return [(first, min(count, rows - first)) for first in range(0, rows, count)]
 
     def product(self, name: str, bias: str | None = None, **options: Any) -> ProductSpec:
-        """Returns the description of the product with the matrix `name`. bias: the parameter that holds its
-        bias, by default the one named like the matrix; options: further fields of the ProductSpec.
+        """Returns a ProductSpec, from which GPU kernels of the product with the matrix `name` are built.
+        bias: the parameter that holds its bias, by default the one named like the matrix; options: further
+        fields of the ProductSpec.
         """
         storage, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
@@ -142,9 +144,10 @@ class LaunchBuilder:
     def multiply(
         self, name: str, spec: ProductSpec, rows: int | None, buffers: Buffers, size: Expression = "n"
     ) -> Launch:
-        """Returns the launch of a product with the matrix `name`. rows: rows of x per workgroup for a
-        matrix-vector kernel (GEMV); None: a GEMM; size: number of rows of x; buffers: those of x, y and what
-        is fused, by name in the kernel.
+        """Returns the Launch of a kernel that computes y = x W^T with the matrix `name`. spec: operations
+        fused with the product; rows: rows of x per workgroup for a matrix-vector kernel (GEMV), or None for a
+        GEMM; size: number of rows of x; buffers: name in the kernel -> buffer of the program, for x, y and
+        the buffers of fused operations.
         """
         bound: dict[str, str | BoundBuffer] = {**self.matrix(name, spec.first), **buffers}
         if spec.half_bias is not None:
@@ -156,8 +159,9 @@ class LaunchBuilder:
         return self.launch(make, arguments, {"n": size}, bound)
 
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for normed = norm(x) in prompts (rows is None), and no launch for a layer
-        without such a norm or in decoding, where products normalize x themselves.
+        """Returns the kernel launch that writes the norm of the residual stream `x` to the buffer `normed`
+        for prompts (rows is None), as a list. It is [] for a layer without such a norm, and for decoding,
+        where the matrix products that read x normalize it.
         """
         if rows is not None or layer.norms.before is None:
             return []
@@ -168,9 +172,10 @@ class LaunchBuilder:
     def normed_source(
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
-        """Returns how a product reads norm(x) of the residual stream: (buffer that the product reads, norm
-        that the product must compute itself or None, name in the kernel -> parameter of that norm). rows:
-        None for prompts, whose norm has a launch of its own; rows of x per workgroup in decoding.
+        """Returns from where the kernel of a matrix product reads its input, the norm of the residual stream:
+        (name of the buffer, norm that the kernel must compute itself or None, buffer name in the kernel ->
+        name of a parameter of that norm). rows: None for prompts, whose norm has a launch of its own; rows of
+        x per workgroup in decoding.
         """
         if layer.norms.before is None:
             return "x" if rows is None else self.stream.buffer, None, {}
@@ -183,9 +188,10 @@ class LaunchBuilder:
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
     ) -> list[Launch]:
         """Returns the launches for out = norm(x) W^T of the residual stream x. In decoding, a sum that is
-        still to be added to x is added first, by the same kernel if possible. name: the matrix W; rows: rows
-        of x per workgroup; None: for prompts, whose norm `normed` has launched already; options: fields of
-        the ProductSpec.
+        still to be added to x is added first, by the same kernel if possible. name: the matrix W; norm_name:
+        prefix of the norm's parameters; rows: rows of x per workgroup in decoding; None: for prompts, whose
+        norm(x) is in the buffer `normed` already; options: fields of the ProductSpec that describes the
+        product.
         """
         _, norm, _ = self.normed_source(norm_name, layer, rows)
         spec, first = self.product(name, norm=norm, **options), list[Launch]()
@@ -206,8 +212,8 @@ class LaunchBuilder:
     ) -> list[Launch]:
         """Returns the launches for x += source W^T of the residual stream x, or for x += norm(source W^T) if
         the layer has that norm. name: the matrix W; post_name: the norm; rows: rows of x per workgroup, None
-        for prompts. In decoding, norm and addition may be left to the next product, which self.stream then
-        records.
+        for prompts. In decoding, norm and addition may be left to the next product; they are then recorded in
+        self.stream.pending.
         """
         if layer.norms.after is None:
             spec = self.product(name, residual=True, scale=layer.residual_scale)
@@ -217,9 +223,10 @@ class LaunchBuilder:
         return [first, *self.add_normed(post_name, layer, rows)]
 
     def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for x += norm(delta), the norm after attention or feed-forward. In decoding
-        (rows is not None) it returns no launch if the two run in sequence, since the next matrix product adds
-        the sum.
+        """Returns the launch for x += scale * norm(delta), which adds the rows that attention or feed-forward
+        left in the buffer `delta` to the residual stream x. In decoding (rows is not None), the result is []
+        for a layer whose feed-forward follows its attention: the addition is recorded in self.stream.pending,
+        and the next matrix product performs it.
         """
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)
@@ -232,8 +239,8 @@ class LaunchBuilder:
         return [self._add(pending, self.stream.buffer, self.stream.buffer)]
 
     def settle(self) -> list[Launch]:
-        """Returns the launches that add a pending sum to the residual stream, if there is one, and that leave
-        the stream in the buffer `x`; [] if nothing is to be done.
+        """Returns the launches that perform a postponed addition, scale * norm(delta), to the residual
+        stream, if one is recorded, and that leave the stream in the buffer `x`; [] if nothing is to be done.
         """
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None

@@ -22,10 +22,11 @@ _COMBINE: Mapping[Operation, Callable[[Value, Value], Value]] = {
 def reduced(
     k: KernelBuilder, values: Sequence[Value], scratch: Sequence[Value], at: tuple[Value, int], how: Operation
 ) -> list[Value]:
-    """Emits the reduction of each of several values over every run of threads, and returns the results, which
-    all threads of a run have. values: one number of each thread; scratch: an array in shared memory for each
-    value, with one number per thread; at: (index of the thread, number of threads in a run, a power of two).
-    Before `scratch` is written again, the kernel needs a barrier.
+    """Emits the sum or maximum (`how`) of each of several values over every run of consecutive threads in a
+    workgroup, and returns the results, which all threads of a run have. values: one number of each thread;
+    scratch: an array in shared memory for each value, with one number per thread; at: (index of the thread,
+    number of threads in a run, a power of two). Before `scratch` is written again, the kernel needs a
+    barrier.
     """
     thread, count = at
     if count == 1:
@@ -48,8 +49,10 @@ def reduced(
 def _by_subgroups(
     values: Sequence[Value], scratch: Sequence[Value], at: tuple[Value, int], how: Operation
 ) -> list[Value]:
-    """Emits `reduced` for subgroups of any size. Threads exchange values with those of their subgroup; what
-    remains is one number for each subgroup of a run, if the run has several.
+    """Emits the sum or maximum (`how`) of each of several values over every run of consecutive threads, a
+    power of two, on devices with subgroups of any size. Threads exchange values with those of their subgroup;
+    what remains is one number for each subgroup of a run, if the run has several. values, scratch: a number
+    and a shared array per value; at: (index of the thread, threads in a run).
     """
     thread, count = at
     for buffer, value in zip(scratch, values, strict=True):

@@ -28,7 +28,9 @@ class PendingSum:
     """Prefix of the names of the norm's parameters, such as layers.0.attn_post_norm."""
     norm: NormSpec
     scale: float
-    """Factor by which norm(delta) is multiplied before it is added to the residual stream."""
+    """Factor by which the norm of the rows in the buffer `delta`, the result of attention or feed-forward, is
+    multiplied before it is added to the residual stream.
+    """
 
 
 @dataclass
@@ -42,8 +44,9 @@ class ResidualStream:
 
 
 def can_add(pending: PendingSum, spec: ProductSpec) -> bool:
-    """Returns True if the kernel of a product can add `pending`, a sum that the residual stream still lacks,
-    to its x: only RMS norms are fused, and the kernel must not bind more buffers than every device can.
+    """Returns True if the kernel of the matrix product `spec` can add `pending`, a postponed sum scale *
+    norm(delta), to the residual stream x while it reads x: only RMS norms are fused, and the kernel must not
+    bind more buffers than every device can.
     """
     norm = spec.norm
     if isinstance(pending.norm.norm, LayerNorm) or spec.activation == "xielu" or spec.row_gate:

@@ -56,7 +56,7 @@ subexpressions would add unused definitions, a tenth of the text, and drivers el
 
 @dataclass(frozen=True)
 class Dialect:
-    """A language of GPU kernels, such as WGSL, and what TVM's code generator for it lacks."""
+    """A language of GPU kernels, such as WGSL, and the functions that TVM's code generator for it lacks."""
 
     kind: str
     """TVM's name of the kind of target for a language of GPU kernels, such as webgpu for WGSL."""
@@ -100,7 +100,9 @@ fn packed(a : f32, b : f32, c : f32, d : f32) -> u32 {
 return pack4xI8(vec4<i32>(round(vec4<f32>(a, b, c, d))));
 }
 """
-"""WGSL function that rounds four numbers to the bytes of a word."""
+"""WGSL function that rounds four float32, ties to even, and packs them into a u32 as signed bytes, the first
+in the lowest byte. Nothing is clamped: the numbers must be from -128 to 127.
+"""
 _THREAD = "@builtin(local_invocation_id) threadIdx : vec3<u32>\n) {\n"
 _THREAD_OF_SUBGROUP = """@builtin(subgroup_id) subgroup : u32,
 @builtin(subgroup_size) lanes : u32,
@@ -108,7 +110,10 @@ _THREAD_OF_SUBGROUP = """@builtin(subgroup_id) subgroup : u32,
 ) {
 let threadIdx = vec3<u32>(subgroup * lanes + lane, 0u, 0u);
 """
-"""Threads are numbered by subgroups, since WebGPU does not say which threads of a workgroup these have."""
+"""End of the parameter list of a WGSL kernel with subgroups, and its first statement. They compute the index
+of the thread in the workgroup from its subgroup and its index there, since WebGPU does not say which threads
+of a workgroup a subgroup has.
+"""
 OPENCL = Dialect(
     "opencl",
     "cl",
@@ -122,7 +127,8 @@ float either(bool c, float a, float b) { return c ? a : b; }
 """,
     prelude_last=False,
 )
-"""The description of OpenCL, in which tests execute the GPU kernels in addition to WGSL."""
+"""The Dialect by which GPU kernels are translated to OpenCL, in addition to WGSL: tests execute them there.
+"""
 _RESERVED = frozenset(
     {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
 )
@@ -174,7 +180,9 @@ _LANES = r"\b(lanes_add|lanes_max|lane_runs|lane_stride)\("
 
 
 def _with_subgroups(text: str) -> str:
-    """Returns the WGSL text of a kernel that calls functions of subgroups, with these functions."""
+    """Returns the WGSL text of a kernel that calls functions of subgroups, such as lanes_add, completed by
+    `enable subgroups`, the builtin parameters that these functions need, and their definitions.
+    """
     assert _THREAD in text
     text = re.sub(_LANES, r"\1(lanes, ", text.replace(_THREAD, _THREAD_OF_SUBGROUP, 1))
     return f"enable subgroups;\n{text}{_SUBGROUPS}"

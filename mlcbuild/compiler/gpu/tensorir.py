@@ -44,19 +44,23 @@ class KernelBuilder:
     grid: tuple[Expression, Expression] = (1, 1)
     function: PrimFunc | None = None
     features: frozenset[str] = frozenset()
-    """The optional features of a device that the kernel may use."""
+    """Names of the optional GPU device features that the kernel may use, such as subgroups."""
     optional: set[str] = field(default_factory=set)
-    """The optional features with which the kernel would be another one."""
+    """Names of the optional GPU device features for which `uses` was called: with them, the kernel would have
+    another text, and the program may hold one text for each set of them.
+    """
     _sizes: dict[str, Var] = field(default_factory=dict)
 
     def uses(self, feature: str) -> bool:
-        """Returns True if the kernel may use an optional feature of devices, and notes that it would."""
+        """Returns True if the kernel may use the optional GPU device feature `feature`. It also adds the
+        feature to `optional`, from which the emitter sees that another text of the kernel is worth building.
+        """
         self.optional.add(feature)
         return feature in self.features
 
     def size(self, name: str) -> Var:
-        """Declares an int32 scalar argument of the kernel that is a dimension of its buffers, unless it is
-        declared already, and returns its variable.
+        """Declares an int32 scalar argument `name` of the kernel that is a dimension of its buffers, unless
+        it is declared already, and returns its variable.
         """
         if name not in self._sizes:
             self._sizes[name] = Var(name, "int32")
@@ -64,8 +68,8 @@ class KernelBuilder:
         return self._sizes[name]
 
     def scalar(self, name: str) -> Value:
-        """Declares an int32 scalar argument of the kernel that is not the dimension of a buffer, and returns
-        its variable.
+        """Declares an int32 scalar argument of the kernel, and returns its variable. name: its name, by which
+        a launch passes the value. Sizes of buffers are declared by the method `size` instead.
         """
         self.scalars.append(name)
         self._sizes[name] = T.arg(name, T.int32())
@@ -107,8 +111,9 @@ class KernelBuilder:
         return {"add": a + b, "mul": a * b, "min": tirx.min(a, b), "max": tirx.max(a, b)}[name]
 
     def shared(self, count: int, dtype: str = "float32") -> Value:
-        """Allocates an array in shared memory, which all threads of a workgroup access, and returns it. It
-        must be called inside `launch`.
+        """Emits the allocation of an array of `count` elements in shared memory, which all threads of a
+        workgroup access, and returns its TensorIR buffer. It must be called inside the context manager
+        `launch`, which begins the kernel's body.
         """
         self.shared_bytes += count * ITEM_BYTES[dtype]
         return T.alloc_buffer((count,), dtype, scope="shared")

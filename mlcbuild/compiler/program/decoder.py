@@ -1,4 +1,5 @@
-"""Translates the ModelConfig of any model family into a Relax module with the functions of a library.
+"""Translates the ModelConfig of any model family into private Relax functions for its layers. The functions
+that a compiled library exports, such as `step`, call them.
 
 Layers that are stored in the same way and differ only in window and rotary embedding call one private
 function, so the program hardly grows with the number of layers. The residual stream and the KV cache are
@@ -26,8 +27,9 @@ from mlcbuild.models.layers import layer_parameters
 from mlcbuild.quant import StoredTensor
 
 BATCH_AND_FORKS = (*abi.BATCH, abi.FORKS)
-"""The arguments that describe the batch of a step and its copies of pages (forks); the private functions of
-layers take them, too.
+"""Descriptions (name, dtype, dimensions) of the arguments that describe the batch of a step, such as
+positions and page table, then of `forks`, int32 [f, 3]: copies of KV cache pages, (source page, destination
+page, tokens). The private functions of layers take them, too.
 """
 
 
@@ -194,12 +196,14 @@ def _rope(decoder: Decoder, spec: LayerSpec) -> Rope | None:
 
 
 def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
-    """Adds the private function of one layer, (x, angles?, scratch ..., batch ..., forks, (layer, window),
-    prompt, rows?, weights ...) -> x, and returns it. Arguments with a question mark exist only in some
-    layers.
+    """Adds the private Relax function of one layer and returns it. It maps x, the residual stream float32 [n,
+    hidden], to x. Its other arguments are cosines and sines if the layer has a rotary embedding; scratch
+    tensors; the tensors of the batch and copies of cache pages (forks); three int64: index of the layer,
+    attention window in tokens, and prompt, not 0 for prompts; `rows`, int32 [q], if `selects_rows`; the
+    layer's weights.
 
     x and the KV cache are changed in place. index: number of the layer. selects_rows: True if the function
-    has the argument `rows`, int32 [q], and returns only the rows of x with these indices.
+    returns only the rows of x with the indices `rows`.
     """
     builder, config = decoder.builder, decoder.config
     spec, params, n = config.layers[index], decoder.layer_params(index), size("n")
@@ -286,7 +290,8 @@ def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: rela
 
 def _angles(decoder: Decoder, rope: Rope, positions: Tensor) -> Tensor:
     """Emits the cosines and sines of one rotary embedding at `positions`, int32 [n], and returns them,
-    float32 [n, columns]. Frequencies may depend on the library's context window.
+    float32 [n, columns]: the dim / 2 cosines of a position, then as many sines, then the scale of queries if
+    the embedding has one. Frequencies may depend on the library's context window.
     """
     inv_freq, factor = frequencies(rope, decoder.limits.context_window)
     return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor, rope)

@@ -68,8 +68,9 @@ def _create_cache(decoder: Decoder) -> None:
 def _function(
     decoder: Decoder, function: abi.Function, sizes: Mapping[str, Expr | int] | None = None
 ) -> Iterator[Variables]:
-    """Begins a function of the ABI in the builder, as a context manager that yields the function's arguments:
-    name -> variable. sizes: name of a size in the ABI -> dimension; other sizes become symbolic dimensions.
+    """Begins an exported function of the compiled library, as abi.py describes it, in the module under
+    construction, as a context manager that yields the function's arguments: name -> variable. sizes: name of
+    a dimension of the arguments, such as n (new tokens) -> its value; other dimensions become symbolic.
     """
     arguments = variables(decoder, function.arguments, sizes)
     with decoder.builder.function(function.name, [*arguments.values()], decoder.attributes(), pure=False):
@@ -150,7 +151,8 @@ def _draw(
     decoder: Decoder, logits: Tensor, arguments: Variables, out: str, shape: tuple[Expr | int, ...]
 ) -> relax.Expr:
     """Emits code that masks `logits` in place and samples a token from each row into the argument called
-    `out`; returns the logits as a view with the shape `shape`. arguments: those of the ABI function, by name.
+    `out`; returns the logits as a view with the shape `shape`. arguments: those of the exported function,
+    name -> variable.
     """
     masked = decoder.ops.mask(logits, handle(arguments["masks"]))
     shaped = _reshaped(decoder.builder, masked._expr, shape)

@@ -26,7 +26,7 @@ from mlcbuild.quant import Storage
 Weights = Mapping[str, List[Tensor]]
 """Name of a parameter -> its stored tensors, in stored order."""
 Variables = Mapping[str, relax.Var]
-"""Name of an argument in the ABI -> its variable, in the order of the ABI."""
+"""Name of an argument of a library function, as abi.py lists it -> its Relax variable, in the same order."""
 NO_WINDOW = 1 << 30
 """Window size in tokens that means no window: the layer attends to every token."""
 
@@ -63,8 +63,9 @@ class Layer:
     weights: Weights
     """Parameter name without the prefix `layers.N.` -> the tensors that store the parameter."""
     angles: Tensor | None
-    """Cosines and sines of the layer's rotary embedding, float32 [n, columns]; None if the layer has no
-    rotary embedding.
+    """Cosines and sines of the layer's rotary embedding at the positions of the n tokens, float32 [n,
+    columns]: the cosines of dim / 2 angles, then their sines, then the scale of queries if there is one. None
+    if the layer has no rotary embedding.
     """
     batch: Batch
     index: relax.Var
@@ -72,7 +73,7 @@ class Layer:
     window: relax.Var
     """Number of latest tokens that a token attends to, itself included, an int64; NO_WINDOW for all."""
     prompt: relax.Var
-    """An int64 that is not 0 if the rows belong to prompts."""
+    """An int64 that is not 0 if the tokens that a layer computes belong to prompts, not to decode steps."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ class Ops(Protocol):
 
     @property
     def plan(self) -> Phases:
-        """Returns the compiler passes from the built program up to memory planning."""
+        """Returns the compiler passes that come first, up to and including memory planning; they transform
+        the model's Relax module as it was built.
+        """
         ...
 
     @property
@@ -163,25 +166,27 @@ class Ops(Protocol):
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
         """Emits cosines and sines of one rotary embedding, times `factor`, and returns them, float32 [n,
-        spec.columns]: the scale of queries is a last column if the embedding has one. positions: int32 [n];
-        inv_freq: float32 [dim / 2].
+        columns]: the dim / 2 cosines of a position, then as many sines, then the scale of queries if `spec`,
+        the rotary embedding, has one. positions: int32 [n]; inv_freq: float32 [dim / 2].
         """
         ...
 
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Emits the attention of a layer, which adds its result to rows.x, float32 [n, hidden], in place and
-        writes new keys and values to the KV cache. Returns the rows that the feed-forward reads: all n rows,
-        or those that `selected` lists.
+        """Emits the attention of a layer, which adds its result in place to the residual stream, rows.x
+        float32 [n, hidden], and writes new keys and values to the KV cache. Returns the rows that the
+        feed-forward reads: all n rows, or those that `selected` lists.
 
-        selected: int32 [q], the indices of the only rows to return, or None for all rows; it requires
-        `selects_rows`.
+        selected: int32 [q], the indices of the only rows to return, or None for all rows; backends whose
+        property `selects_rows` is False accept only None.
         """
         ...
 
     def feed_forward(self, rows: ResidualRows, layer: Layer) -> Tensor:
-        """Emits the feed-forward of a layer, adds its result to rows.x in place, and returns that tensor."""
+        """Emits the feed-forward of a layer, adds its result in place to the residual stream, rows.x float32
+        [n, hidden], and returns that tensor.
+        """
         ...
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor: ...
@@ -207,7 +212,8 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
         """Emits the sampling of a token from each row of logits [1, q, vocab] into `out`, int32 [q], and
-        returns the unchanged logits. params: the sampling parameters of each row, float64 [q, 5].
+        returns the unchanged logits. params: float64 [q, 5], for each row 1 / temperature, logit_drop (the
+        threshold of min_p), top_p, top_k and a random number.
         """
         ...
 

@@ -100,7 +100,9 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class InputPlaces:
-    """The offsets, in int32 words, of the inputs of a call in the one buffer that holds them all."""
+    """The offsets, in int32 words, of the inputs of a call of a GPU program in the one buffer that holds them
+    all.
+    """
 
     words: int
     tokens: int
