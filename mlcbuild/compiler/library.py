@@ -55,8 +55,8 @@ def _code(decoder: Decoder, memory: LibraryMemory) -> LibraryCode:
 
 
 def estimate(decoder: Decoder, mod: IRModule) -> LibraryMemory:
-    """Returns the memory that a library needs for its limits, in bytes by purpose. mod: the library's module
-    after memory planning.
+    """Returns the memory that a compiled library needs for its limits on batch and context, in bytes by
+    purpose. mod: the library's Relax module after memory planning.
     """
     page = decoder.ops.cache.page_bytes
     return LibraryMemory(

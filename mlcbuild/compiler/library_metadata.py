@@ -19,7 +19,7 @@ from mlcbuild.targets import target as targets
 
 @dataclass(frozen=True)
 class LibraryMemory:
-    """The memory, in bytes, that a library needs when it runs."""
+    """The memory, in bytes, that a compiled library needs when it runs."""
 
     weights: int
     kv_page: int
@@ -57,8 +57,8 @@ class LibraryCode:
 
 
 def describe(request: CompileRequest, code: LibraryCode) -> str:
-    """Returns the text of library.json for a request and its compiled code: one line of JSON with sorted
-    keys, without a line break at its end.
+    """Returns the text of library.json for a request and the properties of its compiled code: one line of
+    JSON with sorted keys, without a line break at its end.
     """
     metadata: dict[str, Json] = {
         "format": code.format,

@@ -260,7 +260,9 @@ class _Frame:
     container: dict[str, Data] | list[Data]
     where: Where
     key: str | None = None
-    """The key, in the YAML mapping that is being read, of the value that follows; None in a list."""
+    """The key, in the YAML mapping that is being read, of the value that follows; None in a list, or before a
+    key.
+    """
     drop: bool = False
     """True if the YAML value that is read next is discarded, because its key occurs twice in the mapping."""
     is_key: bool = False

@@ -24,7 +24,9 @@ from mlcbuild.compiler.program.ops import Layer
 from mlcbuild.models import Experts
 
 Fed = tuple[Any, Sequence[Tensor]]
-"""The input rows of a matrix product: (prologue that computes a row, tensors that the prologue reads)."""
+"""The input rows of a matrix product: (object that emits the computation of a row inside the product's
+kernel, tensors from which the row is computed).
+"""
 View = Callable[[str, Expr, int], Tensor]
 """Function of (scratch tensor name, rows, columns) that returns the beginning of this scratch tensor as a
 float32 [rows, columns] tensor.
@@ -53,7 +55,8 @@ class Mixture:
 
     def linear(self, name: str) -> Linear:
         """Returns a Linear, which names the kernel, quantization scheme and size of the product with the
-        layer's matrix `name`; for a stack of matrices [experts, out, in], of the product with one of them.
+        layer's matrix `name`; if the parameter holds one matrix per expert, [experts, out, in], of the
+        product with one of them.
         """
         param = self.layer.params[name]
         assert param.matrix is not None
@@ -61,8 +64,9 @@ class Mixture:
 
     def add(self, source: Fed, out: Tensor, fresh: bool) -> Tensor:
         """Emits the mixture of experts for the rows that `source` describes, added to `out` float32 [n,
-        hidden] in place, and returns `out`. source: (prologue that computes a row, tensors that it reads), of
-        which one may be `out`. fresh: True if `out` is uninitialised and the result is stored, not added.
+        hidden] in place, and returns `out`. source: (object that emits the computation of a row inside a
+        product's kernel, tensors that it reads), of which one may be `out`. fresh: True if `out` is
+        uninitialised and the result is stored, not added.
         """
         spec, weights = self.spec, self.layer.weights
         choices = self._route(source)
@@ -102,7 +106,7 @@ class Mixture:
     def _exact_product(self, source: Fed, weight: Tensor, out: Tensor) -> Tensor:
         """Emits the product of input rows float32 [n, in] with the unquantized matrix `weight` [out, in] into
         `out`, float32 [n, out], and returns `out`. A row's result has the same bits whatever other rows the
-        batch has. source: (code that computes an input row, tensors that it reads).
+        batch has. source: (object that emits the computation of an input row, tensors that it reads).
         """
         rows, width = (int(size) for size in weight.shape)
         form = DenseRows(self.parts.isa, rows, width, dtype_of(weight))
@@ -110,9 +114,9 @@ class Mixture:
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
-        """Returns the input rows of the experts' second product, act(gate) * up, as (prologue that computes a
-        row, tensors that it reads). pair: float32 [n * chosen, 2 * size], for each chosen expert the values
-        of gate, then those of up; choices: numbers and weights of the chosen experts.
+        """Returns the input rows of the experts' second product, act(gate) * up, as (object that emits the
+        computation of a row, tensors that it reads). pair: float32 [n * chosen, 2 * size], for each chosen
+        expert the values of gate, then those of up; choices: numbers and weights of the chosen experts.
         """
         spec, isa, bias = self.spec, self.parts.isa, self.optional("mlp.experts.gate_up.bias")
         if not bias and spec.clamp is None:
@@ -122,8 +126,8 @@ class Mixture:
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
         """Emits the first product of the feed-forward that all tokens share, and returns the values of gate,
-        then those of up, for each row: float32 [n, 2 * size]. source: (code that computes an input row,
-        tensors that it reads).
+        then those of up, for each row: float32 [n, 2 * size]. source: (object that emits the computation of
+        an input row, tensors that it reads).
         """
         spec = self.spec
         pair = self._product(

@@ -51,7 +51,9 @@ class CpuOps(Parts):
 
     @cached_property
     def room(self) -> dict[str, int]:
-        """Returns scratch tensor name -> number of its float32 columns, the maximum that any layer needs."""
+        """Returns scratch tensor name -> number of its float32 columns, the maximum that any layer of the
+        model needs.
+        """
         room: dict[str, int] = {}
         for layer in dict.fromkeys(self.config.layers):
             for name, columns in self._columns(layer).items():
@@ -61,7 +63,9 @@ class CpuOps(Parts):
         return room
 
     def _columns(self, layer: LayerSpec) -> dict[str, int]:
-        """Returns scratch tensor name -> number of float32 columns that one layer needs."""
+        """Returns scratch tensor name -> number of float32 columns that one layer, attention and
+        feed-forward, needs.
+        """
         mixer = layer.mixer
         columns = {
             "qkv": self.heads(mixer).width,
@@ -122,9 +126,9 @@ class CpuOps(Parts):
         return workspace.workspace(limits, self.config.vocab_size, mod)
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns two mappings: use -> name of its kernel, and use -> reason, for kernels that are slower
-        than the processor allows. A use is attention, or a matrix's name, without the layer where all layers
-        have the same kernel.
+        """Returns two mappings: use of a kernel -> the kernel's name, and use -> reason, only for kernels
+        that are slower than the processor allows. A use is attention, or a matrix's name, without the layer
+        where all layers have the same kernel.
         """
         form = "_int8" if self.cache.has_scales else ""
         chosen: dict[str, str] = {
@@ -146,8 +150,8 @@ class CpuOps(Parts):
         return dict(sorted(chosen.items())), dict(sorted(fallbacks.items()))
 
     def _products(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yields (parameter name, kernel name, reason why it is slow or None) for the embedding lookup and
-        for each matrix product.
+        """Yields (parameter name, name of its kernel, reason why the kernel is slow or None) for the
+        embedding lookup and for each matrix product.
         """
         yield "embed.lookup", self.table.name, None
         params = parameters(self.config)
@@ -160,8 +164,8 @@ class CpuOps(Parts):
                 yield param.name, product.name, reason
 
     def _gated_fallback(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Returns the reason why the gated values of the feed-forward before the matrix `name` are not packed
-        for AMX; None if they are, or if `name` is another matrix. shapes: parameter name -> shape.
+        """Returns the reason why the values act(gate) * up before the feed-forward's second matrix `name` are
+        not packed for AMX; None if they are, or if `name` is another matrix. shapes: parameter name -> shape.
         """
         layer, _, rest = name.partition(".mlp.")
         if rest != "down.weight" or f"{layer}.mlp.gate_up.weight" not in shapes:
@@ -175,7 +179,7 @@ class CpuOps(Parts):
 
 def emit_next_inputs(arguments: Variables) -> None:
     """Emits the call of the kernel that turns the arguments of a decode step, in place, into those of the
-    next step. arguments: name in the ABI -> variable.
+    next step. arguments: name of an argument of the library function `step_on` -> variable.
     """
     fixed = [arguments[name] for name in next_inputs.FIXED]
     changed = [arguments[name] for name in next_inputs.CHANGED]
@@ -209,8 +213,9 @@ class _Halves:
         return self.spec.residual != "sequential"
 
     def source(self, half: str, width: int) -> tuple[RowSource, list[Tensor]]:
-        """Returns (the prologue that computes the input rows of attention or feed-forward from the residual
-        stream, the tensors of its norm). half: "attn" or "mlp"; width: columns of the residual stream.
+        """Returns (object that emits, in the next product's kernel, the computation of the input rows of
+        attention or feed-forward from the residual stream, the tensors of their norm). half: "attn" or "mlp";
+        width: columns of the residual stream.
         """
         before = self.spec.norms.before
         if before is None:
@@ -226,7 +231,8 @@ class _Halves:
 
     def product(self, name: str, fusion: Fusion, inputs: Sequence[Tensor], out: Tensor) -> Tensor:
         """Emits the product of input rows with the layer's matrix `name` into `out`, and returns `out`.
-        fusion: prologue and epilogue of the product; inputs: the tensors that the prologue reads.
+        fusion: operations that the same kernel computes before and after the product; inputs: the tensors
+        from which the input rows are computed.
         """
         weights = self.layer.weights[f"{name}.weight"]
         return self.linear(name).into(out, fusion, inputs, weights, self.layer.prompt)
@@ -234,9 +240,9 @@ class _Halves:
     def add_product(
         self, x: Tensor, name: str, source: RowSource, inputs: Sequence[Tensor], post: str
     ) -> Tensor:
-        """Emits x += product with the layer's matrix `name`, in one kernel unless the layer has a bias, a
-        norm or a scale in between; returns x. source, inputs: prologue of the product and the tensors that it
-        reads; post: name of the norm after the product.
+        """Emits x += the product of input rows with the layer's matrix `name`, in one kernel unless the layer
+        has a bias, a norm or a scale in between; returns x. source: emits the computation of the input rows
+        from the tensors `inputs` in the product's kernel; post: name of the norm after the product.
         """
         extras = self.optional(f"{name}.bias"), norm_weights(self.layer.weights, post)
         if self._adds_at_once(name):

@@ -26,8 +26,8 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Number of tokens of the context window per split: decoding divides the keys of a row among as many
-workgroups as the window has splits.
+"""Number of tokens for which decoding attention uses one more workgroup per row and group of heads, up to 8:
+the keys in the context window, or in the layer's attention window if that is smaller, are divided among them.
 """
 _MAX_SPLITS = 8
 
@@ -48,8 +48,8 @@ def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> Attent
 
 
 def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dict[str, int]:
-    """Returns workspace buffer name -> number of 32-bit columns per row that a layer's attention
-    needs in it.
+    """Returns workspace buffer name -> number of 32-bit columns per row that the attention of one layer of a
+    GPU program needs in it.
     """
     mixer, cache = layer.mixer, attention_spec(build, index, layer).cache
     needed = {"query": cache.heads * cache.head_dim, "attended": cache.heads * cache.value_dim}
@@ -193,9 +193,10 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
 def _head_product(
     build: LaunchBuilder, name: str, rows: int | None, places: tuple[str, str], stride: int
 ) -> Launch:
-    """Returns the launch that multiplies the vector of each head by the head's matrix in the parameter
-    `name`, one matrix for each head. rows: None for prompts; places: (buffer to read, buffer to write);
-    stride: columns per head of the buffer to write, if they are more than the matrix computes, else 0.
+    """Returns the launch of a kernel that multiplies the vector of each head by the head's matrix in the
+    parameter `name`, one matrix for each head. rows: None for prompts; places: (buffer to read, buffer to
+    write); stride: columns per head of the buffer to write, if they are more than the matrix computes, else
+    0.
     """
     count, (source, out) = build.params[name].count, places
     spec = build.product(name, stride=stride)

@@ -160,8 +160,8 @@ class LaunchBuilder:
 
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
         """Returns the kernel launch that writes the norm of the residual stream `x` to the buffer `normed`
-        for prompts (rows is None), as a list. It is [] for a layer without such a norm, and for decoding,
-        where the matrix products that read x normalize it.
+        for prompts (rows is None), as a list. It is [] for a layer without norms before attention and
+        feed-forward, and for decoding, where the matrix products that read x normalize it.
         """
         if rows is not None or layer.norms.before is None:
             return []

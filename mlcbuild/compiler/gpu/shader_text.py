@@ -136,8 +136,8 @@ _RESERVED = frozenset(
 
 
 def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]:
-    """Translates a finished kernel and returns (its description for the GPU program, its source text). Raises
-    CompileError if a scalar has a reserved name, or a buffer is not used.
+    """Translates a finished kernel and returns (its Shader, the description in the GPU program; its source
+    text). Raises CompileError if a scalar has a reserved name, or a buffer is not used.
     """
     reserved = _RESERVED.intersection(builder.scalars)
     if reserved:

@@ -76,7 +76,9 @@ class KernelBuilder:
         return self._sizes[name]
 
     def buffer(self, name: str, shape: Sequence[int | Var], dtype: str = "float32") -> Value:
-        """Declares and returns a storage buffer of the kernel; dtype may be a vector such as float32x4."""
+        """Declares and returns a storage buffer of the kernel, an argument `name` of the given shape; dtype
+        may be a vector such as float32x4.
+        """
         buffer = T.match_buffer(T.arg(f"{name}_h", T.handle()), tuple(shape), dtype)
         IRBuilder.name(name, buffer)
         item, _, lanes = dtype.partition("x")

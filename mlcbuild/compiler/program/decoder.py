@@ -105,7 +105,9 @@ def number(name: str) -> relax.Var:
 
 
 def _rows() -> relax.Var:
-    """Returns a new argument `rows` of a Relax function, int32 [q], which selects rows of a batch."""
+    """Returns a new Relax variable `rows`, int32 [q], for an argument of a function that holds the indices of
+    selected rows of a batch.
+    """
     return variable("rows", (size("q"),), "int32")
 
 
@@ -116,10 +118,11 @@ def handle(value: relax.Expr) -> Tensor:
 def variables(
     decoder: Decoder, arguments: Sequence[abi.Argument], sizes: Mapping[str, Expr | int] | None = None
 ) -> dict[str, relax.Var]:
-    """Returns argument name -> new Relax variable for arguments of a library function that the ABI describes,
-    in their order.
+    """Returns argument name -> new Relax variable for arguments of a compiled library's function, as abi.py
+    describes them, in their order.
 
-    sizes: name of a size in the ABI -> dimension; sizes that it lacks become symbolic dimensions.
+    sizes: name of a dimension of the arguments, such as n -> its value; dimensions that it lacks become
+    symbolic.
     """
     dimensions: dict[str, Expr | int] = {"hidden": decoder.config.hidden_size, **(sizes or {})}
 

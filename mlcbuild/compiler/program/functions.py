@@ -99,8 +99,9 @@ def _stream(
     """Emits a call of `trunk`, the private function of all layers, and returns the residual stream after the
     last layer, float32 [n, hidden], or [q, hidden] if `rows` has a variable.
 
-    x: embeddings [n, hidden]. arguments: the batch's arguments in the ABI, name -> variable. prompt: True if
-    the rows are prompt tokens. rows: (), or one int32 [q] variable with the indices of the rows to return.
+    x: embeddings [n, hidden]. arguments: name of an argument of the exported function, such as positions ->
+    variable. prompt: True if the rows are prompt tokens. rows: (), or one int32 [q] variable with the indices
+    of the rows to return.
     """
     batch = [arguments[argument.name] for argument in abi.BATCH]
     forks = arguments.get("forks", relax.const(np.zeros((0, 3), np.int32)))
@@ -160,9 +161,9 @@ def _draw(
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """Adds an exported function, `step` or `step_prefill` of the ABI, that computes embeddings, all layers,
-    logits and sampled tokens in one call, and returns its GlobalVar. Only `step` also copies pages of the
-    cache (forks).
+    """Adds an exported function of the library, `step` or `step_prefill`, that computes embeddings, all
+    layers, logits and sampled tokens in one call, and returns its GlobalVar. Only `step` also copies pages of
+    the cache (forks).
     """
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:
@@ -174,8 +175,8 @@ def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalV
 
 
 def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
-    """Returns argument name -> new variable for an ABI function whose batch has one new token per sequence,
-    so that both sizes n and b are the same dimension.
+    """Returns argument name -> new variable for an exported function of the library whose batch has one new
+    token per sequence, so that n, the number of tokens, and b, that of sequences, are the same dimension.
     """
     n = size("n")
     return variables(decoder, function.arguments, {"n": n, "b": n})

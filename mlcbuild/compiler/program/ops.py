@@ -145,7 +145,9 @@ class Ops(Protocol):
 
     @property
     def kernels(self) -> Phases:
-        """Returns the passes that TVM applies to kernels after memory planning and before code generation."""
+        """Returns the compiler passes that TVM applies to kernels after memory planning and before code
+        generation.
+        """
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
@@ -219,7 +221,7 @@ class Ops(Protocol):
 
     def next_inputs(self, arguments: Variables) -> None:
         """Emits code that changes the arguments of a decode step, in place, into those of the next step.
-        arguments: argument name of the ABI function `step_on` -> variable.
+        arguments: name of an argument of the library function `step_on` -> variable.
         """
         ...
 

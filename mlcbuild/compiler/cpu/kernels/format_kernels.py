@@ -1,8 +1,9 @@
 """Loads the CPU kernels of each stored format, one module in mlcbuild/compiler/cpu/formats/, by the format's
 name.
 
-No import statement names such a module. A library step lists those of its scheme in `Step.code`, so that they
-are in the keys of libraries with these formats, and in no others.
+No import statement names such a module. A build step that compiles a library lists the modules of its
+quantization scheme in `Step.code`, so that only the cache keys of libraries with these formats depend on
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class FormatKernel:
 
     rows: Callable[[ISA, int, int], RowFormat] | None
     """Function of (instruction set, rows, columns) that returns a RowFormat, which reads a matrix of the
-    format row by row for products in float32; None for the layout x16, whose tiles int8_product.py reads.
+    format row by row for products in float32; None for the layout x16, tiles of 16 rows, which
+    int8_product.py reads.
     """
     copy_row: Callable[[TableRow], None] | None = None
     """Function that emits the copy of one row of an embedding table in this format, converted to float32.
@@ -38,7 +40,9 @@ class FormatKernel:
 
 
 def kernels() -> dict[tuple[str, str], FormatKernel]:
-    """Returns (name of a stored format, name of a layout) -> FormatKernel, from every file in formats/."""
+    """Returns (name of a stored format, name of a layout) -> FormatKernel, from every module in
+    mlcbuild/compiler/cpu/formats/.
+    """
     names = sorted(module.name.removesuffix(SUFFIX) for module in pkgutil.iter_modules(formats.__path__))
     return {
         (name, layout): kernel

@@ -47,8 +47,8 @@ class ActivationRows:
     matrix: TiledMatrix
     records: Buffer
     """The quantized rows of x, int32 [rows, stride]. A row holds, for each group of 32 values, their int8
-    codes, then a float32 scale, a correction for unsigned weight codes, and sums of activations if weights
-    have minima.
+    codes, then their scale, a correction for unsigned weight codes, and sums of activations if weights have
+    minima.
     """
     rows: Sequence[Expr]
     """Indices, in the buffer of quantized rows, of the rows of x that are multiplied."""

@@ -77,8 +77,8 @@ class Int8Call:
     records: Buffer
     m: Expr
     first: Expr | None = None
-    """Index of the first tile, in the stored tensors, of the matrix to multiply, if they hold a stack of
-    matrices; None if they hold one matrix."""
+    """Index of the first tile, in the stored tensors, of the matrix to multiply, if they hold several
+    matrices, one after the other; None if they hold one matrix."""
 
     @property
     def isa(self) -> ISA:
@@ -317,8 +317,9 @@ class _Scratch:
 
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
-    """Emits the product of one block of weight tiles with all rows of x: it unpacks the block, then computes
-    register tiles. block: index of the block; shape: (rows of x, vectors of weight rows) of a register tile.
+    """Emits the product of one block of weight tiles (16 rows each) with all rows of x: it unpacks the block,
+    then computes register tiles. block: index of the block; shape: (rows of x, vectors of weight rows) of a
+    register tile.
     """
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS

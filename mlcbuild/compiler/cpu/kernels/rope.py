@@ -83,12 +83,16 @@ class Append:
 
     @property
     def clips_norms(self) -> bool:
-        """Returns True if queries and keys are clipped after their norms, False if after their biases."""
+        """Returns True if queries and keys are clipped after their norms, False if after their biases or not
+        at all.
+        """
         return self.clip is not None and self.norms is not None and not self.norm_last
 
     @property
     def joint(self) -> bool:
-        """Returns True if one norm spans all heads of a token."""
+        """Returns True if one norm spans all query heads of a token, and another all key heads, instead of
+        one head.
+        """
         return self.norms is not None and self.norms[0].size > self.heads.dim
 
 

@@ -159,8 +159,9 @@ def _first(row: Row, most: Expr) -> Expr:
 
 
 def _drawn(row: Row, least: Expr) -> Expr:
-    """Emits the random choice of a token, with a probability proportional to its weight, and returns the
-    token. The row's random number decides. least: the smallest logit that may be sampled.
+    """Emits the random choice of a token of a row, with a probability proportional to its weight exp((logit -
+    largest) / temperature), and returns the token. The row's random number decides. least: the smallest logit
+    that may be sampled.
     """
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))

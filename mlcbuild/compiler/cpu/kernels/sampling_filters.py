@@ -33,13 +33,13 @@ these are then copied to a list. On a core of Zen 5, limits of 128 and 2048 take
 """
 _LIMITED = 1 << 8
 """Maximum number of bisections in a search for a threshold on logits. Each halves the distance of its bounds,
-87 temperatures at first, and float32 numbers near zero may be only 2**-149 apart."""
+which is 87 times the temperature at first, and float32 numbers near zero may be only 2**-149 apart."""
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The interval in which bisection searches a threshold on logits. At `low` enough tokens are kept, at
-    `high` too few.
+    """The interval in which bisection searches a threshold on logits. The threshold `low` keeps enough
+    tokens, or enough of their weight, `high` too few.
     """
 
     low: Register

@@ -39,7 +39,7 @@ class NormSpec:
     columns: int
     norm: Norm
     half: bool
-    """True if the norm's weight and bias are stored as float16."""
+    """True if the weight and bias of the norm are stored as float16, False if as float32."""
 
     @property
     def has_weight(self) -> bool:
@@ -158,8 +158,8 @@ def copy_rows(name: str, columns: int) -> KernelBuilder:
 
 
 Columns: TypeAlias = tuple[Callable[[Value], Value], Callable[[Value, Value], None]]
-"""How a function accesses a row: (function from a column to the value read there, function of (column, value)
-that stores a value).
+"""The access to a row: (function from a column to the value read there, function of (column, value) that
+stores a value).
 """
 
 

@@ -39,7 +39,9 @@ class RowBlock:
     count: int
     n: Value
     added: AddedRows | None = None
-    """Rows that are normalized and added to x while it is read; None: nothing is added."""
+    """Rows of another tensor that are normalized and added to the rows of x while a kernel reads them; None:
+    nothing is added.
+    """
 
     def place(self, index: Value) -> Value:
         """Returns the index, in x, of row `index` of the block of rows that a workgroup multiplies. Positions
@@ -135,8 +137,8 @@ class RowsNorm:
 
     @classmethod
     def of(cls, k: KernelBuilder, vectors: NormVectors, block: RowBlock, tx: Value) -> RowsNorm:
-        """Emits code that computes 1 / root mean square, and for LayerNorm the mean, of each row of a block,
-        and returns them as a RowsNorm. tx: index of the thread.
+        """Emits code that computes 1 / root mean square, and for LayerNorm the mean, of each row of `block`,
+        the rows of x that a workgroup multiplies, and returns them as a RowsNorm. tx: index of the thread.
         """
         spec = vectors.spec
         roots, means = local(block.count), local(block.count) if spec.is_centred else None

@@ -25,8 +25,8 @@ from mlcbuild.compiler.gpu.tensorir import (
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The KV cache of one layer: [pages][keys, values][KV heads][PAGE][head_dim], float32 or pairs of
-    float16."""
+    """The KV cache of one layer on a GPU: [pages][keys, values][KV heads][16 tokens][head_dim], float32 or
+    pairs of float16."""
 
     heads: int
     kv_heads: int

@@ -234,9 +234,9 @@ class _HeadGroup:
     def score(
         self, pages: Value, at: tuple[Value, Value], visible: Value, slopes: Sequence[Value | None]
     ) -> None:
-        """Emits the attention scores of a tile of keys for every query head of the group; each thread
-        computes those of one token. at: (position of this token, position of the query); visible: condition
-        that the query sees the token; slopes: ALiBi slope of each head.
+        """Emits the attention scores of a tile of keys for every query head that the workgroup computes; each
+        thread computes those of one token. at: (position of this token, position of the query); visible:
+        condition that the query sees the token; slopes: ALiBi slope of each head.
         """
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
@@ -275,8 +275,8 @@ class _HeadGroup:
         barrier()
 
     def add_values(self, pages: Value) -> None:
-        """Emits the addition of the values of a tile of tokens, times their attention weights, to the running
-        sums.
+        """Emits the addition of the values of a tile of tokens, times their attention weights, to the
+        weighted sums in registers.
         """
         cache = self.spec.cache
         with T.serial(WORKGROUP) as token:

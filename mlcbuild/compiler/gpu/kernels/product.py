@@ -85,12 +85,12 @@ class ProductSpec:
     half_scalars: bool = False
     """True if the parameters of the activation xIELU are stored as float16, False if as float32."""
     rounds_inputs: bool = False
-    """True if products of few rows may round x to int8 with a scale for each group of 32 columns, as the
-    scheme does on CPUs.
+    """True if a matrix product of few rows may round its left factor x to int8 with a scale for each group of
+    32 columns, as the quantization scheme does on CPUs.
     """
     half_tiles: bool = False
-    """True if products of tiles may round x and W to float16 before they are multiplied. Sums stay
-    float32.
+    """True if a matrix product of many rows may round x and W to float16 before they are multiplied. Sums
+    stay float32.
     """
     cap: float | None = None
     """The cap in y = cap * tanh(y / cap), which limits the results y of a matrix product; None: they are not
@@ -105,7 +105,9 @@ class ProductSpec:
 
 @dataclass(frozen=True)
 class ProductBuffers:
-    """The buffers of a product's matrix, bias and result, and the operations on a sum before it is stored."""
+    """The buffers of a matrix product's kernel (matrix, bias, result and others), and the operations on a sum
+    before it is stored.
+    """
 
     spec: ProductSpec
     matrix: StoredMatrix

@@ -27,8 +27,8 @@ from mlcbuild.compiler.gpu.tensorir import (
 )
 
 TILE, DEPTH = 64, 32
-"""Number of rows and columns of a tile, and number of columns of its factors that are read at a time: 16 KB
-of shared memory together.
+"""Number of rows, and of columns, in a tile of a product's results, and number of columns of the two factors
+that are read at a time: parts of both take 16 KB of shared memory together.
 """
 _LARGEST_HALF = 65504
 _SIDE = 4
@@ -118,7 +118,9 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
 
 
 def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Value:
-    """Returns the value of x that `read` returns for a column, or 0 if the column is not below `columns`."""
+    """Returns the value of x that `read` returns for a column; 0 if the column is not below `columns`, the
+    number of columns of x.
+    """
     if columns % DEPTH == 0:
         return read(column)
     column = bind(column)
