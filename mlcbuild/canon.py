@@ -41,8 +41,8 @@ def canonical(value: object) -> bytes:
 
 
 def canonical_plain(value: object) -> bytes:
-    """Returns the canonical bytes of a JSON value as `canonical` does, without checking that it holds no
-    floats and that all keys are strings.
+    """Returns the canonical bytes of a JSON value (keys sorted, no spaces, UTF-8), without checking that it
+    holds no floats and that all keys are strings, as `canonical` does.
 
     Checking takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError for
     text that UTF-8 cannot hold.

@@ -82,8 +82,8 @@ class Demand:
 class Load:
     """The timing of the requests of a load test.
 
-    In a closed loop, each of `clients` sends its next request when it has received its answer. In an open
-    loop, `rate` requests are sent per second, whenever answers arrive.
+    In a closed loop, each of `clients` clients sends its next request when it has received its answer. In an
+    open loop, `rate` requests are sent per second, whether or not answers have arrived.
     """
 
     clients: int | None = None
@@ -117,7 +117,7 @@ class Workload:
     prompts: Lengths
     answers: Lengths
     requests: int | None
-    """Total number of requests; None: as many as are sent within `seconds`."""
+    """Total number of requests of the load test; None: as many requests as are sent within `seconds`."""
     seconds: float | None = None
     seed: int = 0
 

@@ -1,5 +1,5 @@
-"""Compares two pre-images of a step's key (all that is hashed into it) and describes the differences in
-words.
+"""Compares two pre-images of a build step's cache key (all that is hashed into it) and describes the
+differences in words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from mlcbuild.store.records import Preimage
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between two pre-images of a step's key, which are all that is hashed into the key."""
+    """One difference between two pre-images of a build step's cache key, which are all that is hashed into
+    the key.
+    """
 
     subject: str
     """The part of a step's key (of all that is hashed into it) that differs, in words: "scheme q4:

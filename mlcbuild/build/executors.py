@@ -1,4 +1,6 @@
-"""Executors run jobs, in this process or in worker processes. They schedule nothing and report nothing."""
+"""Executors run jobs (single build steps), in this process or in worker processes. They schedule nothing and
+report nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Message: TypeAlias = Outcome | StepProgress | StepPlaced | Warned
 
 
 class StepExecutor(Protocol):
-    """The interface of executors, which run jobs on this or on other machines and return the outcomes."""
+    """The interface of executors, which run jobs (single build steps) on this or on other machines and return
+    the outcomes.
+    """
 
     @property
     def capacity(self) -> int:
@@ -70,7 +74,9 @@ class StepExecutor(Protocol):
 
 
 class _Here:
-    """An executor on this machine. capacity: maximum number of jobs at once; 0 means one per core."""
+    """An executor on this machine. capacity: maximum number of jobs at once; 0 means one for each CPU
+    core.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.cores = machine.cores()

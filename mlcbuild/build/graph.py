@@ -1,4 +1,4 @@
-"""The dependency graph of steps and sources. Nothing here depends on what a step computes."""
+"""The dependency graph of build steps and source files. Nothing here depends on what a step computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GLOB = frozenset("*?[")
 
 @dataclass(frozen=True)
 class Input:
-    """One named argument of a step's action: files of another step or of the user."""
+    """One named argument of a build step's action: files of another step or of the user."""
 
     node: str
     """Name of the build step, or of the directory of source files, whose files are passed to the action that
@@ -41,8 +41,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Source:
-    """Files of the user on this machine, below one directory, that are inputs of steps. Steps read them where
-    they are; they are never copied.
+    """Files of the user on this machine, below one directory, that are inputs of build steps. Steps read them
+    where they are; they are never copied.
     """
 
     name: str
@@ -53,31 +53,36 @@ class Source:
 
 @dataclass(frozen=True)
 class StepDisplay:
-    """The words and figures with which messages and progress show a step. They are not part of its key."""
+    """The words and figures with which messages and progress show a build step. They are not part of its
+    cache key.
+    """
 
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Name of a parameter or input -> words that describe it in the reasons why a step runs ("scheme" ->
-    "scheme q4").
+    """Name of a parameter or input of a build step -> words that describe it in the reasons why the step runs
+    ("scheme" -> "scheme q4").
     """
     subject: str = ""
     """The object on which the step works, for messages; "" if the step's name contains it."""
     typical: float = 0.0
-    """Seconds that a step of this sort usually takes, which estimate its first run; 0 if unknown, or if the
-    step reports its progress.
+    """Seconds that a build step of this sort usually takes, which estimate its first run; 0 if unknown, or if
+    the step reports its progress.
     """
 
 
 @dataclass(frozen=True)
 class Step:
-    """One cached unit of work: `action(params, inputs, out)`, where the action is written
-    "module:function"."""
+    """One cached unit of work of a build: a call `action(params, inputs, out)`, where the action is a
+    function written "module:function" that writes its result to the directory `out`.
+    """
 
     name: str
     action: str
     params: Mapping[str, Json]
     inputs: Mapping[str, Input]
     tools: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tool that the action uses, such as a compiler -> its version; part of the step's key."""
+    """Name of a tool that the step's action uses, such as a compiler -> its version; part of the step's cache
+    key.
+    """
     code: tuple[str, ...] = ()
     """Names of further modules, which the step's action (a function "module:function") imports by name at run
     time. Their source files are hashed into the step's cache key, as those of the action's module are.
@@ -87,7 +92,7 @@ class Step:
     the environment variable MLCBUILD_CORES.
     """
     memory: int = 256 << 20
-    """Peak memory that the action may use, in bytes."""
+    """Peak memory that the step's action may use, in bytes."""
     needs: tuple[str, ...] = ()
     """Labels, such as "gpu", that a cluster worker needs to run the build step in addition to the step's
     tools. They are not part of the step's cache key.
@@ -97,7 +102,7 @@ class Step:
     cache.
     """
     alone: bool = False
-    """True for a step that measures time: no other step runs at the same time."""
+    """True for a build step that measures time: no other step runs at the same time."""
     display: StepDisplay = field(default_factory=StepDisplay, compare=False)
 
 
@@ -105,7 +110,7 @@ Node: TypeAlias = Step | Source
 
 
 class Graph:
-    """An immutable, validated graph of steps and sources, ordered so that each node follows its inputs.
+    """An immutable, validated graph of build steps and sources, ordered so that each node follows its inputs.
 
     Steps with equal action, parameters, tools and inputs are merged: the first name is kept, the others
     become aliases. Raises UsageError with all problems: unknown inputs, one name for two different nodes, or

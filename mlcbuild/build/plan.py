@@ -1,4 +1,4 @@
-"""Computes what a run would do with each step, and for what reason."""
+"""Computes what a run would do with each build step, and for what reason."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ _LARGE = 256 << 20
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan for one step: its key, and whether and why a run must execute it."""
+    """The plan for one build step: its cache key, and whether and why a run must execute it."""
 
     name: str
     state: State
     key: str | None
-    """The step's key; None while an input of the step has not been built yet."""
+    """The cache key of the build step, in hex; None while an input of the step has not been built yet."""
     reason: str
     """The reason why the step must run or its result must be downloaded, in words; "" if its result is in the
     store.
     """
     record: Record | None = None
-    """The record of the step's result in the store or on a remote cache; for a step that must run, the latest
-    record of a step with this name, for estimates."""
+    """The record of the build step's result in the store or on a remote cache; for a step that must run, the
+    latest record of a step with this name, for estimates.
+    """
     origin: str = ""
     """URL of the remote cache that has the record of the step's result; "" if the result is in the store or
     must be built. The result's files are downloaded only when something reads them.
@@ -60,7 +61,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run: every step, in order, with the action that the run would take."""
+    """The plan of a run: for every build step, in order, whether its result exists or the run must fetch or
+    build it.
+    """
 
     steps: tuple[Planned, ...]
 
@@ -156,8 +159,8 @@ class Planner:
         return (plans[step.name] for step in self.steps)
 
     def _waves(self) -> list[list[Step]]:
-        """Returns the steps grouped by depth, which is the length of the longest chain of steps before them,
-        so that remote caches can be queried for all step records of a group at once.
+        """Returns the build steps grouped by depth, the length of the longest chain of steps on which a step
+        depends, so that remote caches can be queried for all step records of a group at once.
         """
         depths: dict[str, int] = {}
         waves: list[list[Step]] = []
@@ -170,8 +173,9 @@ class Planner:
         return waves
 
     def _unknown(self, steps: Iterable[Step]) -> Iterator[str]:
-        """Yields the keys of those steps whose step records are not in the store and may be on a remote
-        cache."""
+        """Yields the cache keys of those of `steps` whose step records are not in the store and may be on a
+        remote cache.
+        """
         for step in steps:
             if step.shared and all(need in self.results for need in self.graph.needs(step)):
                 key = self.key(step)

@@ -30,7 +30,7 @@ _JOIN = 1.0
 
 @dataclass(frozen=True)
 class Fetched:
-    """Message to the main loop of a run: a download of files of one step has ended."""
+    """Message to the main loop of a run: a download of files of one build step's result has ended."""
 
     request: int
     why: str
@@ -45,7 +45,7 @@ _Task: TypeAlias = Callable[[], None]
 
 @dataclass
 class _Request:
-    """A request to download some files of one step's result."""
+    """A request to download some files of one build step's result."""
 
     number: int
     step: str
@@ -121,7 +121,7 @@ class Transfers:
 
     @property
     def uploading(self) -> int:
-        """Returns the number of results that wait for their upload or are being uploaded."""
+        """Returns the number of results of build steps that wait for their upload or are being uploaded."""
         return len(self._pending)
 
     def messages(self) -> list[Message]:

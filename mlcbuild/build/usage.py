@@ -18,8 +18,8 @@ _TOUCH_SECONDS = USE_NOTED_NS / 1e9
 
 
 class Notes:
-    """Looks up step records in the store and marks them as used. No garbage collection can run during a
-    look-up.
+    """Looks up step records in the store and marks them as used, so that garbage collection keeps them. No
+    garbage collection can run during a look-up.
     """
 
     def __init__(self, planner: Planner) -> None:

@@ -1,4 +1,6 @@
-"""Runs one step, in this process or a worker process, from staging its inputs to publishing the record."""
+"""Runs one build step, in this process or a worker process, from linking its inputs to publishing the record
+of its result.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,12 @@ because no step's memory limit covers them.
 """
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 REMARK = "note: "
-"""Prefix of those lines in a step's log that the run shows as remarks."""
+"""Prefix of those lines in a build step's log that the run shows as remarks."""
 
 
 @dataclass(frozen=True)
 class JobInput:
-    """One argument of a step's action: its files, and the directory that holds them."""
+    """One argument of a build step's action: its files, and the directory that holds them."""
 
     argument: str
     files: tuple[Entry, ...]
@@ -60,7 +62,7 @@ class JobInput:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a worker process needs to run one step. It can be pickled."""
+    """Everything that a worker process needs to run one build step. It can be pickled."""
 
     name: str
     key: str
@@ -69,7 +71,7 @@ class Job:
     cores: int
     store: Path
     area: Path
-    """A new, empty directory for one job of a run. It is deleted after the job."""
+    """A new, empty directory for the job, which is deleted after the job."""
     log: Path
     shared: bool = True
     again: bool = False
@@ -88,7 +90,7 @@ class Outcome:
     """
     error: MlcbuildError | None = None
     retire: bool = False
-    """True if the worker process ends after this job, because it holds too much memory."""
+    """True if the worker process ends after the job, because it holds too much memory."""
     worker: str = ""
     """Name of the cluster machine that ran the job; "" for this machine."""
     origin: str = ""
@@ -175,8 +177,8 @@ def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int
 
 
 def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
-    """Raises StepError if a source file of a job was changed after it was hashed. arguments: argument of
-    the action -> directory of its files.
+    """Raises StepError if a source file of a job was changed after it was hashed. arguments: name of an
+    argument of the action -> directory of its files.
     """
     for job_input in job.inputs:
         for entry in job_input.files:

@@ -31,7 +31,9 @@ FRAGMENT = "quantization.yaml"
 
 @dataclass(frozen=True)
 class Option:
-    """One quantization scheme for one matrix: its size in bytes, and the loss that it causes."""
+    """One quantization scheme for one matrix: its size in bytes, and the loss (mean KL divergence) that it
+    causes.
+    """
 
     scheme: str
     bytes: int
@@ -43,7 +45,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """The replacement of one matrix's scheme by a larger and more accurate one."""
+    """The replacement of one matrix's quantization scheme by a larger and more accurate one."""
 
     matrix: str
     option: Option

@@ -71,7 +71,7 @@ def route(router: Router, count: int, logits: Array, correction: Array | None) -
 
 
 def _largest(scores: Array, count: int) -> Array:
-    """Returns the column indices [n, count] of the `count` largest scores in each row of scores [n, e],
+    """Returns the column indices, int [n, count], of the `count` largest scores in each row of scores [n, e],
     largest first; of equal scores the lowest index comes first.
     """
     order: Array = np.argsort(-scores, axis=-1, kind="stable")

@@ -89,8 +89,8 @@ def opened_prompts(
 
 
 class TokenProgress:
-    """Reports how many tokens of the prompts have reference logits so far. Each finished layer counts as a
-    fraction of its tokens.
+    """Reports to the user how many tokens of the prompts have been computed. A finished layer of the model
+    counts as a fraction of its tokens.
     """
 
     def __init__(self, tokens: int, layers: int) -> None:

@@ -1,7 +1,7 @@
 """Verifies a bundle: compares its logits with those of the NumPy reference.
 
-Two steps share the work. `reference` runs once for a model and its prompts. `verify` runs for each bundle and
-loads it through the runtime in a fresh process, as a server does.
+Two build steps share the work. `reference` runs once for a model and its prompts. `verify` runs for each
+bundle and loads it through the runtime in a fresh process, as a server does.
 """
 
 from __future__ import annotations

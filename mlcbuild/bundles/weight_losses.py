@@ -40,8 +40,8 @@ class ScoredPrompt:
     path: Path
 
     def losses(self, logits: Array) -> float:
-        """Returns the sum over the prompt's n tokens of KL(exact || approximate) in nats. logits: those of
-        the approximate model, [n, vocab].
+        """Returns the sum over the prompt's n tokens of KL(exact || approximate) in nats, between the
+        next-token distributions of two models. logits: those of the approximate model, [n, vocab].
         """
         return float(divergence(log_softmax(np.load(self.path)), log_softmax(logits)).sum())
 
@@ -69,8 +69,9 @@ class WeightTrial:
         return tuple(param for param in self.params.values() if param.matrix is not None)
 
     def within(self, most: int) -> WeightTrial:
-        """Returns a copy of this trial model that is evaluated on fewer prompts: on the first ones that have
-        at most `most` tokens together, but on at least one prompt."""
+        """Returns a copy of this trial (a model and prompts) with fewer prompts: the first ones that have at
+        most `most` tokens together, but at least one prompt.
+        """
         count, total = 0, 0
         for prompt in self.prompts:
             total += len(prompt.tokens)

@@ -40,12 +40,14 @@ class CheckpointKind:
     """A kind of checkpoint: the files and functions by which it is read. File names are glob patterns."""
 
     config: str
-    """The function, as `module:function`, that writes the config of a model in one kind of checkpoint
-    (safetensors, PyTorch or GGUF) in this project's form."""
+    """The function, as `module:function`, that reads the config of a model in this kind of checkpoint
+    (safetensors, PyTorch or GGUF) and writes it in this project's form.
+    """
     config_files: tuple[str, ...]
     tokenizer: str
-    """The function, as `module:function`, that writes the tokenizer files of a model in one kind of
-    checkpoint (safetensors, PyTorch or GGUF)."""
+    """The function, as `module:function`, that writes the tokenizer files of a model in this kind of
+    checkpoint (safetensors, PyTorch or GGUF).
+    """
     tokenizer_files: tuple[str, ...]
     weights_files: tuple[str, ...]
     reader: str | None = None

@@ -56,7 +56,7 @@ class BlockType:
     weights: int
     """Number of weights in one block of a quantized GGUF tensor type; 1 for types of plain numbers."""
     size: int
-    """Size in bytes of one block of a GGUF tensor type, a run of weights that share scales."""
+    """Size in bytes of one block of a GGUF tensor type: consecutive weights that share scales."""
 
 
 class _Decoded(NamedTuple):

@@ -27,7 +27,7 @@ LARGEST_TEMPLATE = 1 << 20
 LARGEST_FILE = 256 << 20
 """Maximum size of tokenizer.json or tokenizer.model in bytes, which is the runtime's limit."""
 LINES = 60
-"""Maximum number of problems that one error lists; further ones are only counted."""
+"""Maximum number of problems of a GGUF file that one error lists; further ones are only counted."""
 _TEMPLATE = "tokenizer.chat_template"
 _ENDS = frozenset(
     {

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from mlcbuild.errors import did_you_mean, one_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Token types, numbered alike in GGUF and in SentencePiece's model files."""
+"""Types of tokens, 1 to 6, numbered alike in GGUF files and in SentencePiece's model files."""
 LARGEST_VOCABULARY = 1 << 22
-"""Largest number of tokens in a vocabulary. The largest published vocabularies have 262,144."""
+"""Largest number of tokens in a vocabulary that is accepted. The largest published vocabularies have
+262,144.
+"""
 LARGEST_ARRAY = 1 << 24
-"""Largest number of entries in a metadata array other than the tokens: a vocabulary has up to three merges
-for each token.
+"""Largest number of entries in an array of a GGUF file's metadata other than the tokens: a vocabulary has up
+to three merges for each token.
 """
 MODELS = ("gpt2", "llama", "t5", "bert")
-"""Supported values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, SentencePiece unigram, and
-WordPiece.
+"""Supported values of the GGUF metadata key tokenizer.ggml.model, which stand for byte-level BPE,
+SentencePiece BPE, SentencePiece unigram, and WordPiece.
 """
 IDS = {
     "bos": "bos_token_id",
@@ -149,8 +151,8 @@ class MetadataReader:
 
 
 def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
-    """Reads and checks the vocabulary in GGUF metadata and returns it; returns None if it is invalid, with
-    the reasons in `reader.problems`.
+    """Reads and checks the vocabulary in GGUF metadata and returns it; returns None if it is invalid, and
+    adds the reasons to the attribute `problems` of `reader`, the metadata's reader.
     """
     before = len(reader.problems)
     model = reader.text("tokenizer.ggml.model")

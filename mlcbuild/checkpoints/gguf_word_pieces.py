@@ -21,7 +21,7 @@ from mlcbuild.checkpoints.gguf_vocabulary import (
 
 _SPACE, _PREFIX = "▁", "##"
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]"}
-"""Role of a token -> its name in BERT's vocabularies."""
+"""Role of a token, such as "cls" -> its name in BERT's vocabularies, such as "[CLS]"."""
 _LONGEST_WORD = 100
 """Maximum number of letters of a word that is divided into tokens, the value of all published tokenizers. A
 longer word becomes the token for unknown words.

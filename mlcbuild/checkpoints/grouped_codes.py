@@ -21,8 +21,8 @@ from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.groups import GROUP
 
 Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
-"""Function of (reader of the checkpoint's files, first row, number of rows) that returns these rows of a
-matrix's codes [rows, columns], or of its scales, zero points or minima [rows, groups].
+"""Function from (reader of the checkpoint's files, first row, number of rows) to these rows of a matrix's
+codes [rows, columns], or of its scales, zero points or minima [rows, groups].
 """
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
 """(name of a GGUF tensor type whose weights are an integer times a float16, least integer, greatest

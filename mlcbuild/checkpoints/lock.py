@@ -111,8 +111,8 @@ def read(path: Path) -> Lock:
 
 
 def _advised(problems: Iterable[Problem]) -> list[Problem]:
-    """Returns problems of a recipe.lock with a remedy added to each message: to write the lock again, since
-    it is not edited by hand.
+    """Returns problems of a recipe.lock file with a remedy added to each message: to restore the file or
+    write it again, since it is not edited by hand.
     """
     advice = "; restore the file from version control, or delete it and run `mlcbuild lock`"
     return [Problem(p.file, p.line, p.column, p.message + advice) for p in problems]

@@ -181,11 +181,12 @@ class Rows:
         return raw
 
     def blocks(self, source: ParameterSource, start: int, stop: int) -> list[BlockRows]:
-        """Returns rows start..stop-1 of a quantized parameter as codes and scales, without dequantizing them:
-        a list of BlockRows with some of these rows each, in order.
+        """Returns rows start..stop-1 of a quantized parameter, not dequantized: a list of BlockRows (integer
+        codes with their scales) with some of these rows each, in order.
 
         Raises CheckpointError when a file cannot be read or is too short, and for a tensor that is not
-        quantized."""
+        quantized.
+        """
         parts: list[BlockRows] = []
         for number, first, rows in _ranges(source, start, stop):
             piece, order = source.pieces[number], source.parts[number] if source.parts else None
@@ -268,8 +269,8 @@ class Rows:
         return raw.T if piece.dtype in DTYPES else values_of(raw, piece.dtype).T
 
     def wide(self, source: ParameterSource, start: int, stop: int) -> NDArray[np.float32]:
-        """Returns rows start..stop-1 of a parameter as a new float32 array. Rows beyond the parameter's end
-        are left out.
+        """Returns rows start..stop-1 of the parameter that `source` locates, as a new float32 array. Rows
+        beyond the parameter's end are left out.
         """
         stop = min(stop, source.rows)
         raw = np.empty((stop - start, *source.row_shape), source.dtype)

@@ -49,7 +49,7 @@ class ComputedTensor(Tensor):
     columns. None: the tensor has no quantized form.
     """
     by_columns: bool = False
-    """True if the functions `load` and `unpack` receive a first column and a number of columns of the tensor
+    """True if the functions `load` and `unpack` of this tensor receive a first column and a number of columns
     in place of rows, and return each column as a row.
     """
     note: str = ""
@@ -60,8 +60,8 @@ class RowReader(Protocol):
     """The interface of objects that read rows of stored tensors from files and keep the files open."""
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
-        """Returns `count` rows of a tensor from row `first` on, as float32 [count, columns], or [count] for a
-        vector.
+        """Returns `count` rows of a stored tensor from row `first` on, as float32 [count, columns], or
+        [count] for a vector.
         """
         ...
 

@@ -42,8 +42,8 @@ class Fp4Matrix:
     (MXFP4).
     """
     divides: bool = False
-    """True if the scales of groups are divided by the scale of the whole matrix, False if they are multiplied
-    by it.
+    """True if the scales of groups of columns are divided by the scale of the whole matrix, False if they are
+    multiplied by it.
     """
 
     def _codes(self, reader: RowReader, first: int, count: int) -> Codes:

@@ -55,8 +55,8 @@ _NAMES = frozenset(
 
 
 class PickleError(ValueError):
-    """The error for a pickle that is damaged, or holds more than tensors. Its message does not name the
-    file.
+    """The error for a pickle in a PyTorch file that is damaged, or holds more than tensors. Its message does
+    not name the file.
     """
 
 

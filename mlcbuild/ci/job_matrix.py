@@ -70,7 +70,9 @@ class Matrix:
     command: Command
     """The parts of the command line that all generated CI jobs share."""
     shards: int | None = None
-    """Number of CI jobs (shards of the build) that share all work; None: one job for each variant."""
+    """Number of CI jobs (shards of the build) that share all work; None: one job for each variant of the
+    recipe.
+    """
     labels: tuple[str, ...] = ()
     """Pairs TARGET=RUNNER of a recipe's target and the label of the CI runner for it; * stands for all
     targets.

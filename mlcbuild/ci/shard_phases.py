@@ -1,4 +1,4 @@
-"""Runs a shard, the part of a build that one machine does, in two phases: first the steps that need few
+"""Runs a shard, the part of a build that one machine does, in two phases: first the build steps that need few
 results of other shards, then the rest with the others' results.
 """
 

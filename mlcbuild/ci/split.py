@@ -60,8 +60,8 @@ class StepShard:
     """The part of a build that one machine (shard) runs: names of steps, and their expected duration."""
 
     steps: tuple[str, ...]
-    """Names of the steps that this shard (one machine's share of a build) must build, in the graph's order.
-    Every step belongs to exactly one shard.
+    """Names of the build steps that this shard (one machine's share of a build) must build, in the graph's
+    order. Every step belongs to exactly one shard.
     """
     first: tuple[str, ...]
     """Names of the shard's build steps that need few results of other shards. They run first, while the other
@@ -85,8 +85,9 @@ class Split:
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Parses the number of one machine's share (shard) of a build, such as "2/3" into (2, 3). Raises
-    UsageError for any other text."""
+    """Parses the number of one machine's share (shard) of a build, such as "2/3" into (2, 3), which is share
+    2 of 3. Raises UsageError for any other text.
+    """
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--shard {text}: write i/n with 1 <= i <= n, for example 1/3")
@@ -139,7 +140,8 @@ def _early(
 @dataclass
 class _Dealt:
     """One possible assignment of final steps to the machines (shards) that share a build. Final steps are the
-    steps on which no other step depends."""
+    build steps on which no other step depends.
+    """
 
     held: list[set[str]]
     """For each shard, the names of the build steps that it would run if no store held any result."""

@@ -175,7 +175,9 @@ def document(result: Result) -> dict[str, object]:
 
 
 def _end(result: Result) -> list[str]:
-    """Returns the last lines that a run prints: speeds, counts, and the directories of the bundles."""
+    """Returns the last lines that `mlcbuild run` prints: speeds, counts, and the directories of the
+    bundles.
+    """
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import summary
 
@@ -208,8 +210,8 @@ def _near(path: Path, current_directory: str) -> str:
 
 
 def _places(result: Result) -> str:
-    """Returns the end of the last line that a run prints, such as the number of bundles and their
-    directories.
+    """Returns the end of the last line that `mlcbuild run` prints, such as the number of bundles and their
+    directories; "" without bundles.
     """
     count, current_directory = len(result.bundles), str(Path.cwd())
     places = sorted({_near(path.parent, current_directory) for path in result.bundles.values()})
@@ -218,8 +220,8 @@ def _places(result: Result) -> str:
 
 def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Result, began: int) -> None:
     """Writes a receipt (the list of everything on which a finished run depended), so that the same command
-    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970. A run
-    with failures, warnings or extra outputs leaves none.
+    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970. It
+    writes none after failures or warnings, or with an option such as --json, --force, --shard or --junit.
     """
     from mlcbuild.cli import receipts, summaries
 

@@ -35,7 +35,9 @@ from mlcbuild.targets import presets
 
 @dataclass(frozen=True)
 class Printed:
-    """The texts that a later run prints if nothing has changed, so that this run has no work."""
+    """The texts that a later run of the same command line prints if nothing has changed, so that it has no
+    work.
+    """
 
     lines: tuple[str, ...]
     places: str
@@ -165,7 +167,7 @@ class _Blobs:
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
-    """Path of a blob relative to the store's directory cas/ -> its size in bytes."""
+    """Path of a file in the store, relative to the store's directory cas/ -> its size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
     """Absolute path -> size in bytes, for files in bundles that are not among the stored files of any build
     step's result.
@@ -252,7 +254,5 @@ def _without_work(log: RunLog) -> RunLog:
 
 
 def _texts(printed: Printed, log: RunLog) -> list[str]:
-    """Returns (text before, text after) the duration in the last line that a run with the log `log`
-    prints.
-    """
+    """Returns (text before, text after) the duration in what a run with the log `log` prints."""
     return ["\n".join([*printed.lines, f"{counts(log)} in "]), printed.places]

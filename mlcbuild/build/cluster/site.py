@@ -37,9 +37,13 @@ _POLL = 0.1
 _PROGRESS_INTERVAL = 0.5
 """Minimum seconds between two progress events of a job."""
 _PIECE = 8192
-"""Maximum bytes of a log in one event; a scheduler keeps the last thousand events."""
+"""Maximum bytes of a step's log file in one event, which is sent to the run; a scheduler keeps the last
+thousand events.
+"""
 _MOST_LOG = 1 << 20
-"""Maximum bytes of a log that are sent while a step runs; the end of the log is always sent."""
+"""Maximum bytes of a step's log file that are sent to the run while the step runs; the end of the file is
+always sent.
+"""
 LEAVE = 5.0
 """Maximum seconds to wait until a stopping cluster worker has left the cluster."""
 
@@ -57,7 +61,7 @@ class Site:
     left: threading.Event = field(default_factory=threading.Event)
     """Event that is set once the scheduler has been informed that this worker leaves the cluster."""
     active: int = 0
-    """Number of steps that this worker is running now."""
+    """Number of build steps that this cluster worker is running now."""
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _idle: list[Pool] = field(default_factory=list)
 
@@ -101,8 +105,8 @@ job as the only argument.
 
 
 def work(text: str) -> str:
-    """Runs one job, encoded as text, on this cluster worker and returns the encoded answer. dask calls it
-    in a thread.
+    """Runs one job, encoded as text, on this cluster worker and returns the encoded Answer. dask calls it in
+    a thread.
     """
     from distributed import Reschedule, get_worker
 
@@ -127,7 +131,7 @@ def _is_wanted(worker: Worker, task: Any) -> bool:
 
 
 class _Attempt:
-    """One attempt of a cluster worker to run a step that it received from a run."""
+    """One attempt of a cluster worker to run a build step that it received from a run."""
 
     def __init__(
         self,

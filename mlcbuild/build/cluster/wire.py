@@ -42,18 +42,18 @@ class Order:
     """The description of a job, which a run sends to a cluster worker."""
 
     run: str
-    """Name of the run's working directory below tmp/ of its store. A worker that uses the same store finds
-    the directory under this name.
+    """Name of the run's working directory below the directory tmp/ of its store. A cluster worker that uses
+    the same store finds the directory under this name.
     """
     key: str
     info: BuildInfo
-    """The step's name and all that is hashed into its key, for the record of the result; the worker adds the
-    costs that it measures.
+    """The build step's name and all that is hashed into its cache key, for the record of the result; the
+    cluster worker adds the costs that it measures.
     """
     inputs: Mapping[str, OrderInput]
     cores: int
     again: bool
-    """True if the action runs even if its result is in the store."""
+    """True if the job's action runs even if the step's result is in the store."""
     remotes: tuple[Remote, ...]
 
     def encode(self) -> str:
@@ -116,17 +116,18 @@ class Answer:
     key: str = ""
     fault: str = ""
     origin: str = ""
-    """URL of the remote cache that has the files of the result; "" if they are in the run's store."""
+    """URL of the remote cache that has the files of the job's result; "" if they are in the run's store."""
     unsent: tuple[str, ...] = ()
-    """URLs of the remote caches to which the upload of the result failed."""
+    """URLs of the remote caches to which the upload of the job's result failed."""
     error: MlcbuildError | None = None
     lacking: tuple[str, ...] = ()
-    """Digests of input files that the cluster worker could not obtain; if there are any, it did not run the
-    action."""
+    """Digests of input files of the job that the cluster worker could not obtain; if there are any, it did
+    not run the action.
+    """
     same_store: bool = False
     """True if the cluster worker uses the same store as the run that sent the job."""
     stopped: bool = False
-    """True if the cluster worker was shut down before the step ended."""
+    """True if the cluster worker was shut down before the job's step ended."""
     warnings: tuple[str, ...] = field(default=())
 
     def encode(self) -> str:
@@ -149,7 +150,7 @@ class Answer:
 
     @classmethod
     def decode(cls, text: str) -> Answer:
-        """Decodes the answer of a cluster worker from text. Raises ValueError when `text` is not an
+        """Decodes the answer of a cluster worker to a job from text. Raises ValueError when `text` is not an
         answer.
         """
         fields = _check(_parsed(text, "answer"), _ANSWER, "answer")

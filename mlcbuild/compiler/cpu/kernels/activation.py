@@ -22,7 +22,9 @@ cores would take longer; `ci/bench/kernels --threads 2` prints how long waking t
 
 @dataclass(frozen=True)
 class Gate:
-    """A gated activation, act(gate) * up, for rows that hold `inner` gates followed by `inner` ups."""
+    """A gated activation, act(gate) * up, for rows that hold `inner` gates followed by `inner` ups. act: the
+    activation function.
+    """
 
     isa: ISA
     activation: Activation

@@ -263,7 +263,7 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
 
 def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
     """Emits the dot products of a register tile of query vectors with the 16 keys of a page in latent
-    attention, whose keys are latent vectors."""
+    attention, whose keys are latent vectors, and their stores in task.weight."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     dim, rows = spec.heads.dim, [tile * spec.tile + row for row in range(spec.tile)]
     sums = [registers(1, floats.lanes)[0] for _ in rows]
@@ -321,8 +321,8 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
 
 
 def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> Expr:
-    """Returns the ALiBi biases of the keys for one query vector. place: (position of the first key, position
-    of the query)."""
+    """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector. row: index of the
+    query vector; place: (position of the first key, position of the query)."""
     spec, floats, (start, newest) = task.spec, task.spec.scores, place
     slope = floats.spread(T.bind(slopes[row]))
     keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start

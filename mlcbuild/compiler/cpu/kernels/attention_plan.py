@@ -47,7 +47,7 @@ tokens of SmolLM2-135M's shape from 14.3 to 11.8 ms (`ci/bench/cpu`, two threads
 @dataclass(frozen=True)
 class AttentionKernel:
     """The parameters of an attention kernel: heads and scores, and how many query vectors it keeps in
-    registers and in caches. A query vector is one head of one row.
+    registers and in caches. A query vector is one query head of one row (token).
     """
 
     isa: ISA
@@ -58,7 +58,7 @@ class AttentionKernel:
     """True if prompt rows may be computed with queries, keys, values and weights rounded to bfloat16."""
     columns: int = 0
     """Number of columns of attention's output [n, columns] if it is wider than query heads * value_dim, else
-    0. Prompt rows are then stored packed as AMX tiles, which the following matrix product reads.
+    0. Prompt rows are then stored as bfloat16 tiles for AMX, which the following matrix product reads.
     """
     alibi: Alibi | None = None
     sinks: str | None = None
@@ -72,8 +72,8 @@ class AttentionKernel:
 
     @property
     def fallback(self) -> str | None:
-        """Returns the reason why prompts are computed without AMX although the processor has it; None if
-        there is no such reason.
+        """Returns the reason, in words, why prompts are computed without AMX although the processor has it;
+        None if there is no such reason.
         """
         if not self.rounded or not self.isa.amx or self.has_prompt_variant:
             return None
@@ -258,7 +258,8 @@ def join(call: Call, sequence: Expr) -> None:
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
     """Emits code that combines the partial attention results of one row and query head, and stores the
     output. lines: (index of the row's first partial result, distance from one partial result to the next,
-    number of partial results), counted in groups of one result per query head; place: (row, query head).
+    number of partial results), where one unit is the results of all query heads of a row; place: (row, query
+    head).
     """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar

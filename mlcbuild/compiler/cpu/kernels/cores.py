@@ -29,9 +29,9 @@ _AWAY = 8
 
 
 def one_launch() -> AbstractContextManager[None]:
-    """Returns a context manager: the parallel loops that are emitted inside it are launched on all cores
-    together. A core starts the next loop as soon as it has finished its part of the current one, so a loop
-    whose results other cores read must be emitted inside `before_others`, which adds a barrier.
+    """Returns a context manager without a value: the parallel loops that are emitted inside it are launched
+    on all cores together. A core starts the next loop as soon as it has finished its part of the current one,
+    so a loop whose results other cores read must be emitted inside `before_others`, which adds a barrier.
     """
     return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_parallel_launch_point", T.int32(1)))
 

@@ -47,8 +47,8 @@ class Products:
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
         """Returns the name of the way in which weights are multiplied with activations: the instruction that
         the instruction set has for it or, for weights of more than 4 bits, another one if that instruction's
-        int16 sums are too narrow: "pmaddwd" adds pairs of int16 products to int32 lanes, "widening" widens
-        int16 products one by one with plain instructions.
+        int16 sums are too narrow: "pmaddwd" adds pairs of int16 products to int32 lanes in one instruction,
+        "widening" multiplies in int16 lanes and adds pairs of products to int32 lanes with several.
         """
         if self.bits <= 4:
             return self.isa.dot
@@ -73,7 +73,7 @@ class Products:
     @property
     def offset(self) -> int:
         """Returns the number that must be subtracted from stored codes, as the dot-product instruction reads
-        them, to get the weights; 0 if the codes are the weights.
+        them, to get the integer weights; 0 if the codes are the weights.
         """
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0

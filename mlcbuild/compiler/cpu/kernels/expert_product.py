@@ -42,7 +42,7 @@ class ExpertMatrices:
     """The matrices of all experts of a layer, and the number of experts that each row (token) uses."""
 
     linear: Linear
-    """Description of the matrix product with one expert's matrix: instruction set, scheme and shape."""
+    """The matrix product with one expert's matrix: its instruction set, quantization scheme and shape."""
     count: int
     chosen: int
 
@@ -83,7 +83,7 @@ class _Part:
     width: int
     """Number of columns of the result in one tile of an expert's product."""
     batches: tuple[int, ...]
-    """Numbers of rows of x by which a tile of weights can be multiplied at once, ascending."""
+    """Numbers of rows of x by which a tile of an expert's weights can be multiplied at once, ascending."""
 
 
 @cache

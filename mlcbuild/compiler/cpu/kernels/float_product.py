@@ -130,8 +130,8 @@ class PackedRow:
 
     @property
     def stride(self) -> int:
-        """Returns the number of floats from one packed row to the next: an odd number of cache lines, so that
-        rows do not share cache sets."""
+        """Returns the number of floats from one packed row of activations to the next: an odd number of cache
+        lines, so that rows do not share cache sets."""
         return odd_lines(self.blocks * self.step)
 
 
@@ -293,9 +293,9 @@ class _XBlock:
 def _stream_block(
     form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += one block of row i of x times the same block of weight row c, for each i and c.
-    Scales and offsets are applied to the block's sum, which takes the fewest instructions per weight but
-    twice the registers."""
+    """Emits acc[i][c] += the products of one block (planes * lanes values) of row i of x and of weight row c,
+    for each i and c. Scales and offsets are applied to the block's sum, which takes the fewest instructions
+    per weight but twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
     totals = acc
