@@ -69,7 +69,7 @@ class Layer:
     """
     batch: Batch
     index: relax.Var
-    """The layer's index in the KV cache, an int64."""
+    """The layer's index in the KV cache, which holds all layers, an int64."""
     window: relax.Var
     """Number of latest tokens that a token attends to, itself included, an int64; NO_WINDOW for all."""
     prompt: relax.Var

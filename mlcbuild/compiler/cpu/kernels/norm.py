@@ -26,7 +26,7 @@ Weights = tuple[Buffer | None, Buffer | None]
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over `size` values: RMSNorm, or LayerNorm if `centered`."""
+    """A norm over `size` values for CPU kernels: RMSNorm, or LayerNorm if `centered`."""
 
     isa: ISA
     size: int
@@ -56,8 +56,8 @@ class Norm:
         return weight, declare(f"{name}bias", self.bias) if self.bias else None
 
     def mean(self, read: Read) -> Expr:
-        """Emits the mean of a row's values and returns it. read: function from an index to the vector of
-        values that starts there.
+        """Emits the mean of a row of values, float32, and returns it. read: function from an index to the
+        vector of values that starts there.
         """
         floats = self.floats
         sums = registers(1, floats.lanes)[0]
@@ -87,9 +87,9 @@ class Norm:
         return T.bind(T.float32(1.0) / T.sqrt(mean + one.scalar.constant(self.eps)))
 
     def row(self, read: Read, weights: Weights, write: Write, first: Expr | int = 0) -> None:
-        """Emits the norm of one row. read: function from an index to the vector of values that starts there;
-        weights: buffers of weights and biases; write: function that stores a vector at an index; first: index
-        of the row's first weight and bias.
+        """Emits the norm of one row of values, RMSNorm or LayerNorm. read: function from an index to the
+        vector of values that starts there; weights: buffers of weights and biases, None for a missing one;
+        write: function that stores a vector at an index; first: index of the row's first weight and bias.
         """
         floats = self.floats
         if self.centered:

@@ -54,9 +54,9 @@ _NAN = 0x7FC00000
 @dataclass(frozen=True)
 class Records:
     """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]: one record
-    for each group of 32 values. A record holds the group's int8 values, its scale and, for each scale of the
-    weights, a correction (-offset times the sum of int8 values, for weight codes that are too large by
-    `offset`) and, if weights have minima, the float32 sum of its values.
+    for each group of 32 values. A record holds the group's int8 values and its scale; then, for each scale of
+    the weights, a correction: -offset times the sum of the int8 values, for weight codes that are too large
+    by `offset`; then, if weights have minima, as many float32 sums of the values.
     """
 
     dot: dot.Products
@@ -125,8 +125,9 @@ class Records:
         return shuffle([records[row, place] for row in rows], range(4))
 
     def start(self, records: Buffer, row: Expr) -> Expr:
-        """Returns the initial value of a row's sums: 0, or NaN if the row of activations has a NaN, which
-        power-of-two scales cannot represent.
+        """Returns the float32 from which the sums of a product start for a row of activations: 0, or NaN if
+        the scales are powers of two and cannot represent the row, because it has a NaN or a value above 127 *
+        2**112.
         """
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 

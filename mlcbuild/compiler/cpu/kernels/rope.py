@@ -57,8 +57,8 @@ def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = N
 
 @dataclass(frozen=True)
 class Append:
-    """The computations on a token's query, key and value between the qkv product and attention: bias,
-    norms, clipping and rotation.
+    """The computations of CPU kernels on a token's query, key and value between the qkv product and
+    attention: bias, norms, clipping and rotation.
     """
 
     isa: ISA

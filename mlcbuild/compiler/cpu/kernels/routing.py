@@ -188,8 +188,8 @@ class _Picks:
         _each(spec.chosen, choose)
 
     def _largest(self, values: Buffer, count: int) -> Expr:
-        """Emits a search for the largest of the first `count` values of a buffer, and returns its index, the
-        lowest of equal ones; 0 if all values are -inf.
+        """Emits a search for the largest of the first `count` values of a float32 buffer, and returns its
+        index, the lowest of equal ones; 0 if all values are -inf.
         """
         best, place = register(f32(_LEAST), 1), register(i64(0), 1, "int64")
 

@@ -39,8 +39,8 @@ class HeadsSpec:
     rows: int = 0
     """Number of positions in the table of cosines and sines of a rotary embedding."""
     norm: NormSpec | None = None
-    """The norm of queries and of keys, each over the head_dim values of one head; None: they are not
-    normalized."""
+    """The norm of queries and of keys, over each head or, if `span` is "heads", over all query or key heads
+    of a token together; None: they are not normalized."""
     span: HeadNorm = "head"
     norm_last: bool = False
     """True if queries and keys are normalized after the rotation, False if before it."""
@@ -123,8 +123,9 @@ def _range(cache: CacheSpec, part: Part) -> tuple[int, int]:
 def _declare_norms(
     k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, part: Part
 ) -> tuple[NormVectors, NormVectors]:
-    """Declares the kernel's buffers for the norm of queries and for the norm of keys, and returns both. If
-    the launch computes only one of the two, it is returned twice.
+    """Declares the kernel's buffers for the weights and biases of the norm of queries and of the norm of
+    keys, and returns both. If the launch computes only queries, or only keys and values, the one norm is
+    returned twice.
     """
     assert spec.norm is not None
     queries, keys = (1, 1) if spec.span == "head" else (cache.heads, cache.kv_heads)
@@ -137,7 +138,9 @@ def _declare_norms(
 
 
 def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
-    """Returns the factor by which a query at `position` is multiplied; None if queries are not scaled."""
+    """Returns the factor by which a query at the token position `position` is multiplied, an expression; None
+    if queries are not scaled.
+    """
     if scale is None:
         return None
     return bind(number(1) + exact(scale.beta) * T.log(number(1) + floating(position // scale.length)))

@@ -60,7 +60,7 @@ class AttentionSpec:
 
     @property
     def group(self) -> int:
-        """Returns the number of query heads that share a KV head."""
+        """Returns the number of query heads that share one key and value head."""
         return self.cache.heads // self.cache.kv_heads
 
     @property

@@ -104,7 +104,7 @@ class _QueryTile:
     spec: AttentionSpec
     tx: Value
     place: tuple[Value, Value]
-    """(index of the first row, number of rows) that the workgroup computes."""
+    """(index of the first row, number of rows) of the prompt rows that the workgroup computes."""
     left: Value
     right: Value
     weights: Value
