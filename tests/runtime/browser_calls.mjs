@@ -8,6 +8,7 @@ const { FEATURES, check, parse } = await import(new URL("program.js", root));
 const { RandomNumbers, adjust, draw, drawFromTop, logprobs, samplingParams } = await import(new URL("sampling.js", root));
 const { Tokenizer, tokenizerFiles } = await import(new URL("tokenizer.js", root));
 const { WeightsReader, Bundle } = await import(new URL("bundle.js", root));
+const { checkLimits } = await import(new URL("engine.js", root));
 const { angles } = await import(new URL("device.js", root));
 const { formatGrammar } = await import(new URL("json_schema.js", root));
 const { SortedTokens, TokenMatcher } = await import(new URL("token_masks.js", root));
@@ -28,6 +29,15 @@ const CALLS = {
     const data = bytes(size), hasher = new Blake3();
     for (let at = 0; at < size; at += step) hasher.update(data.subarray(at, at + step));
     return [hasher.hex(), blake3(data)];
+  },
+  limits: ({ sizes, decodeRows, ropes, limits }) => {
+    const program = {
+      sizes: new Map(Object.entries(sizes)),
+      functions: new Map([["decode", [{ sizes: new Map([["n", decodeRows]]) }]]]),
+      ropes: new Map(ropes.map((rows) => [`rope.${rows}`, { rows }])),
+    };
+    checkLimits("program.json", program, limits);
+    return true;
   },
   random: ({ seed, count }) => {
     const numbers = new RandomNumbers(BigInt(seed));

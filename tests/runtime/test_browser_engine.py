@@ -3,11 +3,19 @@ numbers, sampling, tokens, texts, templates, weights."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import blake3
 import numpy as np
 import pytest
 from mlcbuild_format import abi
-from mlcbuild_runtime.devices import host_sampling
+from mlcbuild_format.errors import BundleError
+from mlcbuild_format.limits import Limits
+from mlcbuild_runtime.devices import gpu, host_sampling
 from mlcbuild_runtime.executor.sampling_params import Sampling, adjusted, generator, logprobs
 from numpy.typing import NDArray
 
@@ -19,6 +27,58 @@ def test_digests_equal_those_of_blake3() -> None:
     results = calls(*(("digest", {"size": size, "step": 777}) for size in sizes))
     expected = [blake3.blake3(bytes(i % 251 for i in range(size))).hexdigest() for size in sizes]
     assert [result["value"] for result in results] == [[digest, digest] for digest in expected]
+
+
+LIMITS = Limits(context_window=256, prefill_chunk=64, max_batch=8)
+OTHER_LIMITS = [
+    {},
+    {"page_size": 8},
+    {"context_window": 255},
+    {"context_window": 128},
+    {"prefill_chunk": 128},
+    {"max_batch": 16},
+    {"max_batch": 24, "context_window": 128},
+]
+
+
+def test_programs_of_other_limits_are_refused_as_in_python() -> None:
+    """Compares the check of a program's limits with that of the GPU executor: a program with 16 rows in a
+    decoding step, and one with fewer rows than a batch may have."""
+    asked, expected = [], list[str | None]()
+    for decode_rows, changes in [*((16, each) for each in OTHER_LIMITS), (4, {})]:
+        limits: Any = replace(LIMITS, **changes)
+        rows = max(LIMITS.rows, decode_rows)
+        program: Any = SimpleNamespace(
+            sizes={"n": rows, "pages": LIMITS.pages},
+            functions={"decode": [SimpleNamespace(sizes={"n": decode_rows})]},
+            ropes={"rope": SimpleNamespace(rows=LIMITS.context_window)},
+        )
+        try:
+            gpu._check_limits(Path("program.json"), program, limits)
+            expected.append(None)
+        except BundleError as error:
+            (figure,) = re.findall(r"the program has (.*)", str(error))
+            expected.append(f"program.json has {figure.replace('; build', ': build')}")
+        shown = {
+            "context": limits.context_window,
+            "pageSize": limits.page_size,
+            "maxBatch": limits.max_batch,
+            "prefillChunk": limits.prefill_chunk,
+        }
+        asked.append(
+            {
+                "sizes": program.sizes,
+                "decodeRows": decode_rows,
+                "ropes": [LIMITS.context_window],
+                "limits": shown,
+            }
+        )
+    results = calls(*(("limits", each) for each in asked))
+    assert [str(result.get("error")).removeprefix("EngineError: ") for result in results] == [
+        str(message) for message in expected
+    ]
+    assert expected[0] is None and None not in expected[1:]
+    assert "4 rows in a decoding step, and the limits in bundle.json are for 8" in str(expected[-1])
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**32, 2**64 - 1, 12345678901234567])

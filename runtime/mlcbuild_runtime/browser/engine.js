@@ -80,13 +80,17 @@ async function readProgram(bundle, features) {
   return program;
 }
 
-/** Throws EngineError where a program was compiled for other limits than those in bundle.json. */
-function checkLimits(library, program, { context, pageSize, maxBatch, prefillChunk }) {
+/**
+ * Throws EngineError where a program was compiled for other limits than those in bundle.json, as the Python runtime
+ * refuses it.
+ */
+export function checkLimits(library, program, { context, pageSize, maxBatch, prefillChunk }) {
   const decodeRows = program.functions.get("decode").at(-1).sizes.get("n");
   const figures = [
     ["tokens in a page of the KV cache", PAGE, pageSize],
     ["pages of KV cache", program.sizes.get("pages"), Math.ceil(context / pageSize) * maxBatch],
     ["rows in a call", program.sizes.get("n"), Math.max(prefillChunk, maxBatch, decodeRows)],
+    ["rows in a decoding step", decodeRows, Math.max(maxBatch, decodeRows)],
     ...[...program.ropes.values()].map((rope) => ["positions in a table", rope.rows, context]),
   ];
   const wrong = figures.find(([, compiled, stated]) => compiled !== stated);
