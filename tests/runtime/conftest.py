@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.sampling_params import Sample
 
 from . import shared, toy
+from .greedy_reference import GreedyReference
 from .shared import Server
 
 BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
@@ -37,20 +38,7 @@ loading.LOADERS["numpy"] = f"{__package__}.numpy_executor:load"
 @pytest.fixture(scope="session")
 def webgpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the bundle of the embedded model for the device webgpu. Tests must not change it."""
-    needs("mlcbuild")
-
-    def build(out: Path) -> None:
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("real.py")),
-            "q4f16_1",
-            str(out),
-            "{}",
-            "webgpu",
-        ]
-        subprocess.run(command, check=True, env=shared.environment(BUILDER))
-
-    return shared.once(tmp_path_factory, "tiny-webgpu", build)
+    return _real(tmp_path_factory, "tiny", "webgpu")
 
 
 @pytest.fixture(scope="session")
@@ -74,10 +62,35 @@ def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def toy_bundle(cpu_toy_bundle: Path) -> Path:
+def toy_bundle(request: pytest.FixtureRequest) -> Path:
     """Returns the toy bundle, which tests must not change (see `toy_copy`). Test modules for several devices
     override this fixture."""
-    return cpu_toy_bundle
+    bundle: Path = request.getfixturevalue(shared.TOYS[0])
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def light_toy_bundle(request: pytest.FixtureRequest) -> Path:
+    """Returns the toy bundle for tests to which the device does not matter: that of the NumPy device, unless
+    MLCBUILD_TEST_DEVICE names another device."""
+    bundle: Path = request.getfixturevalue(shared.TOYS[-1])
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def webgpu_real_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the bundle of real_toy.py for GPUs, a real model that is tested as the toy model is, and makes
+    `toy.expected` return this model's answers. Tests must not change it."""
+    needs("mlcbuild")
+    needs("wgpu")
+
+    def build(out: Path) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("real_toy.py")), str(out), "webgpu"]
+        subprocess.run(command, check=True, env=shared.environment(BUILDER))
+
+    bundle = shared.once(tmp_path_factory, "webgpu_real_toy", build)
+    toy.reference = GreedyReference(bundle).answer
+    return bundle
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +117,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a bundle of the embedded model without the last of its five layers: a smaller model with the
     same vocabulary. Tests must not change it."""
-    return _real(tmp_path_factory, "small", num_hidden_layers=4)
+    return _real(tmp_path_factory, "small", changes={"num_hidden_layers": 4})
 
 
 @pytest.fixture(scope="session")
@@ -112,19 +125,26 @@ def window_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a bundle of the embedded model in which every layer has an attention window of 32 tokens. Tests
     must not change it."""
     names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    return _real(tmp_path_factory, "window", **names, sliding_window=32)
+    return _real(tmp_path_factory, "window", changes={**names, "sliding_window": 32})
 
 
-def _real(tmp_path_factory: pytest.TempPathFactory, name: str, **changes: object) -> Path:
-    """Returns a bundle of the embedded model with some fields of its config.json replaced."""
+def _real(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    device: str = shared.DEVICE,
+    changes: Mapping[str, object] | None = None,
+) -> Path:
+    """Returns a bundle of the embedded model with some fields of its config.json replaced. device: "cpu" for
+    this machine's CPU, or "webgpu"."""
     needs("mlcbuild")
 
     def build(out: Path) -> None:
         script = Path(__file__).with_name("real.py")
-        command = [sys.executable, str(script), "q4f16_1", str(out), json.dumps(changes)]
+        command = [sys.executable, str(script), "q4f16_1", str(out), json.dumps(changes or {})]
+        command += [] if device == "cpu" else [device]
         subprocess.run(command, check=True, env=shared.environment(BUILDER))
 
-    return shared.once(tmp_path_factory, name, build)
+    return shared.once(tmp_path_factory, f"{name}-{device}", build)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
+from mlcbuild_runtime.devices.cpu import EXACT_ROWS
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.sequence import Sequence
 from mlcbuild_runtime.engine.speculation import Speculation
 from mlcbuild_runtime.executor import loading
+from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 Guess = Callable[[Sequence, int], list[int]]
@@ -48,7 +50,10 @@ def start(bundle: Path, guess: Guess | None, eos: bool = False, **options: Any) 
     return engine.start()
 
 
-_loaded: dict[Path, CpuExecutor] = {}
+@cache
+def loaded(bundle: Path) -> Executor:
+    """Returns an executor of a bundle that several tests share."""
+    return loading.load(bundle)
 
 
 TEXT = "one two three four five six seven. one two three four five six seven. one two three"

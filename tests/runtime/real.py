@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import numpy
@@ -31,7 +32,7 @@ LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batc
 
 def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
     """Writes a checkpoint with some fields of config.json replaced. With fewer layers it is a smaller model,
-    whose answers are partly the same."""
+    whose answers are partly the same; with a smaller vocabulary, the last tokens are left out."""
     shutil.copytree(checkpoint, out)
     config = json.loads((out / "config.json").read_bytes()) | changes
     (out / "config.json").write_text(json.dumps(config))
@@ -41,16 +42,24 @@ def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
         for name, tensor in tensors.items()
         if (match := re.search(r"layers\.(\d+)\.", name)) is None or int(match[1]) < layers
     }
+    embedding = "model.embed_tokens.weight"
+    kept[embedding] = kept[embedding][: config["vocab_size"]]
     numpy.save_file(kept, out / "model.safetensors")
 
 
-def build(scheme: str, out: Path, changes: dict[str, Json], target_name: str = presets.HOST) -> None:
+def build(
+    scheme: str,
+    out: Path,
+    changes: dict[str, Json],
+    target_name: str = presets.HOST,
+    limits: Mapping[str, Json] = LIMITS,
+) -> None:
     """Builds a bundle by running the action of every step, one after the other. changes: fields of
     config.json to replace."""
     scheme_json = quant.to_json(SCHEMES[scheme])
     target = targets.to_json(presets.resolve(target_name))
     compile_library = gpu_action.compile_library if target_name == "webgpu" else cpu_action.compile_library
-    compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
+    compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": dict(limits)}
     shown: dict[str, Json] = {
         "name": f"tiny-{scheme}",
         "model": "tiny",
@@ -77,4 +86,5 @@ def build(scheme: str, out: Path, changes: dict[str, Json], target_name: str = p
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:])
+    target = sys.argv[4] if len(sys.argv) > 4 else presets.HOST
+    build(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), target)

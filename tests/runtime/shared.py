@@ -19,6 +19,11 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICE = os.environ.get("MLCBUILD_TEST_DEVICE", "cpu")
+"""Device for which the fixtures' bundles are built: "cpu", or "webgpu", with which the engine's tests run on
+this machine's GPU adapter, with a real model in place of the toy model."""
+TOYS = ("cpu_toy_bundle", "numpy_toy_bundle") if DEVICE == "cpu" else ("webgpu_real_toy_bundle",)
+"""Names of the fixtures of toy bundles, one for each device on which the engine's tests run."""
 WAIT = 60.0
 """Seconds to wait for a server, which is slow on a machine that is busy with other tests."""
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -18,8 +18,8 @@ from .wrapped import Wrapped
 
 
 @pytest.fixture(scope="module")
-def executor(numpy_toy_bundle: Path) -> Executor:
-    return loading.load(numpy_toy_bundle, pages=4)
+def executor(light_toy_bundle: Path) -> Executor:
+    return loading.load(light_toy_bundle, pages=4)
 
 
 class Mute(Wrapped):
@@ -50,6 +50,6 @@ def test_embeddings_need_hidden_states(executor: Executor) -> None:
     assert caught.value.code == "no_embeddings"
 
 
-def test_a_longer_text_cannot_fit(executor: Executor, numpy_toy_bundle: Path) -> None:
-    tokenizer = Tokenizer.load(numpy_toy_bundle, executor.manifest.serving)
+def test_a_longer_text_cannot_fit(executor: Executor, light_toy_bundle: Path) -> None:
+    tokenizer = Tokenizer.load(light_toy_bundle, executor.manifest.serving)
     assert longest_text(executor.manifest, tokenizer) == len("<|assistant|>") * 256

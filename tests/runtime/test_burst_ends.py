@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from mlcbuild_format.errors import EngineError
-from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.engine.request import Event
 from mlcbuild_runtime.engine.threads import Turns
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import Executor, StepOutput
 from mlcbuild_runtime.executor.sampling_params import SamplingRow
@@ -45,7 +45,7 @@ def test_who_comes_ends_the_steps_of_constraints_too(toy_bundle: Path) -> None:
 def test_who_comes_ends_the_steps_at_once(tiny_bundle: Path) -> None:
     """Checks that a new request interrupts a running burst: the call of the library executes no further
     steps."""
-    executor, counts = CpuExecutor.load(tiny_bundle), set[int]()
+    executor, counts = loading.load(tiny_bundle), set[int]()
     step, params = ModelStep.of([([5], 1, [1, 2])], prompt=False), [(0.0, -np.inf, 1.0, 0.0, 0.0)]
 
     def made() -> int:

@@ -23,6 +23,7 @@ from mlcbuild_runtime.executor.sampling_params import SKIP, Sampling, SamplingRo
 
 from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
 
+from . import shared
 from .test_engine import EVERY, ask, drain, text_of, toy_bundle, wait_idle
 
 __all__ = ["engine", "patience", "toy_bundle"]  # fixtures, with both devices
@@ -35,7 +36,7 @@ Part = tuple[list[int], int, list[int]]
 """The part of a sequence in a step: (new tokens, length after them, KV cache pages)."""
 
 
-@pytest.fixture(params=["cpu_toy_bundle", "numpy_toy_bundle", "tiny_bundle", "window_bundle"])
+@pytest.fixture(params=[*shared.TOYS, "tiny_bundle", "window_bundle"])
 def bundle(request: pytest.FixtureRequest) -> Path:
     actual: Path = request.getfixturevalue(request.param)
     return actual

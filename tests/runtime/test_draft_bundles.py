@@ -18,7 +18,7 @@ from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Request
 from mlcbuild_runtime.executor.executor import StepOutput
 
-from tests.runtime.draft_engines import TEXT, _loaded, start
+from tests.runtime.draft_engines import TEXT, start
 
 from . import shared
 from .shared import Server
@@ -30,12 +30,6 @@ def plain(toy_bundle: Path) -> Iterator[Engine]:
     engine = start(toy_bundle, None)
     yield engine
     assert engine.close()
-
-
-def _tiny(path: Path) -> CpuExecutor:
-    if path not in _loaded:
-        _loaded[path] = CpuExecutor.load(path)
-    return _loaded[path]
 
 
 class Broken(CpuExecutor):

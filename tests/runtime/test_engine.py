@@ -28,7 +28,7 @@ from mlcbuild_runtime.executor.executor import Executor, StepOutput
 from mlcbuild_runtime.executor.sampling_params import Sampling, SamplingRow
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
-from . import toy
+from . import shared, toy
 from .wrapped import Stepwise, is_decode
 
 GREEDY = Sampling(temperature=0)
@@ -67,10 +67,10 @@ def start(
     return Engine(wrap(executor), tokenizer, EngineOptions(**options)).start()
 
 
-@pytest.fixture(scope="module", params=["cpu", "numpy", *(["webgpu"] if EVERY else [])])
+@pytest.fixture(scope="module", params=[*shared.TOYS, *(["webgpu_toy_bundle"] if EVERY else [])])
 def toy_bundle(request: pytest.FixtureRequest) -> Path:
     """Returns the toy bundle for each device in turn, since the engine does not depend on the device."""
-    bundle: Path = request.getfixturevalue(f"{request.param}_toy_bundle")
+    bundle: Path = request.getfixturevalue(request.param)
     return bundle
 
 

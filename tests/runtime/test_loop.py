@@ -98,8 +98,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine(numpy_toy_bundle: Path) -> Engine:
-    return Engine(numpy_toy_bundle)
+def engine(light_toy_bundle: Path) -> Engine:
+    return Engine(light_toy_bundle)
 
 
 def texts(events: list[Event]) -> int:

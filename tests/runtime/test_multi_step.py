@@ -20,8 +20,8 @@ from .scripted import GREEDY
 
 
 @pytest.fixture
-def executor(numpy_toy_bundle: Path) -> Executor:
-    return loading.load(numpy_toy_bundle)
+def executor(light_toy_bundle: Path) -> Executor:
+    return loading.load(light_toy_bundle)
 
 
 def ready(executor: Executor, prompt: list[int], page: int, ignore_eos: bool = True) -> Sequence:

@@ -45,8 +45,8 @@ class Bench:
         return sequence
 
 
-def test_prompts_and_then_tokens(numpy_toy_bundle: Path) -> None:
-    bench = Bench(numpy_toy_bundle)
+def test_prompts_and_then_tokens(light_toy_bundle: Path) -> None:
+    bench = Bench(light_toy_bundle)
     first, second = bench.add([3, 4, 5]), bench.add(list(range(20, 50)))
     bench.runner.step([(first, 3), (second, 16)], prompt=True)
     assert first.answered == 1 and second.answered == 0 and second.length == 16
@@ -58,8 +58,8 @@ def test_prompts_and_then_tokens(numpy_toy_bundle: Path) -> None:
     assert bench.runner.counters.prompt_tokens == 33 and bench.runner.counters.decode_steps == 3
 
 
-def test_the_outcome_of_a_draft(numpy_toy_bundle: Path) -> None:
-    bench = Bench(numpy_toy_bundle)
+def test_the_outcome_of_a_draft(light_toy_bundle: Path) -> None:
+    bench = Bench(light_toy_bundle)
     seq = bench.add([3, 4, 5])
     bench.runner.step([(seq, 3)], prompt=True)
     right = toy.expected([3, 4, 5], 3)
@@ -76,8 +76,8 @@ class Failing(Wrapped):
         raise RuntimeError("a kernel has failed")
 
 
-def test_a_failing_step_ends_its_requests_and_frees_their_pages(numpy_toy_bundle: Path) -> None:
-    bench = Bench(numpy_toy_bundle, Failing)
+def test_a_failing_step_ends_its_requests_and_frees_their_pages(light_toy_bundle: Path) -> None:
+    bench = Bench(light_toy_bundle, Failing)
     seq, other = bench.add([3, 4, 5]), bench.add([6])
     assert bench.runner.step([(seq, 3)], prompt=True) == []
     (event,) = bench.events[0]
@@ -86,16 +86,16 @@ def test_a_failing_step_ends_its_requests_and_frees_their_pages(numpy_toy_bundle
     assert seq.pages == [] and bench.schedule.active == [other] and bench.events[1] == []
 
 
-def test_the_last_event_frees_the_place(numpy_toy_bundle: Path) -> None:
-    bench = Bench(numpy_toy_bundle)
+def test_the_last_event_frees_the_place(light_toy_bundle: Path) -> None:
+    bench = Bench(light_toy_bundle)
     seq = bench.add([3, 4, 5], count=1)
     bench.runner.step([(seq, 3)], prompt=True)
     assert bench.events[0][-1].finish == "length"
     assert bench.schedule.active == [] and bench.schedule.pages.available == 16
 
 
-def test_a_burst_delivers_its_events_at_the_end(numpy_toy_bundle: Path) -> None:
-    bench = Bench(numpy_toy_bundle)
+def test_a_burst_delivers_its_events_at_the_end(light_toy_bundle: Path) -> None:
+    bench = Bench(light_toy_bundle)
     seq = bench.add([3, 4, 5], count=20)
     bench.runner.step([(seq, 3)], prompt=True)
     assert bench.schedule.stretch(seq, 4) == 4
@@ -107,9 +107,9 @@ def test_a_burst_delivers_its_events_at_the_end(numpy_toy_bundle: Path) -> None:
 
 @pytest.mark.parametrize("chunks", [[3], [2, 1]])
 def test_hidden_states_are_pooled_over_the_chunks_of_a_prompt(
-    numpy_toy_bundle: Path, chunks: list[int]
+    light_toy_bundle: Path, chunks: list[int]
 ) -> None:
-    bench = Bench(numpy_toy_bundle)
+    bench = Bench(light_toy_bundle)
     seq = bench.add([3, 4, 5], 0, pooling="mean")
     for count in chunks:
         bench.runner.pool([(seq, count)])

@@ -14,16 +14,17 @@ import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.constraints.grammar import Grammars
 from mlcbuild_runtime.constraints.lark import Constraint
-from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
+from mlcbuild_runtime.devices.cpu import EXACT_ROWS
 from mlcbuild_runtime.engine.drafts import Speculate
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event, Request
 from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.executor import executor, loading
 from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.sampling_params import Sampling
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
-from tests.runtime.draft_engines import TEXT, Guess, _loaded, plain, start
+from tests.runtime.draft_engines import TEXT, Guess, loaded, plain, start
 
 from . import toy
 from .grammars import allowed_by
@@ -222,7 +223,7 @@ def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
 def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bundle: Path) -> None:
     """Checks forced tokens with a tokenizer that puts a space in front of a text: no forced text may begin
     with this space. A failed matcher forces nothing."""
-    tokenizer = Tokenizer.load(tiny_bundle, _tiny(tiny_bundle).manifest.serving)
+    tokenizer = Tokenizer.load(tiny_bundle, loaded(tiny_bundle).manifest.serving)
     grammars = Grammars(tokenizer.vocabulary, 432, tokenizer.eos)
     matcher = grammars.compiled(Constraint("regex", "the end of all(xyz|abc)", "x"), message=False).matcher()
     while not matcher.finished:
@@ -240,13 +241,13 @@ def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bu
 def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
     """Checks the distribution of sampled tokens, in groups of three, against the product of their exact
     probabilities."""
-    model = CpuExecutor.load(toy_bundle)
+    model = loading.load(toy_bundle)
     prompt, total = [7, 8, 9], 1500
 
     def exact(tokens: list[int], left: int) -> dict[tuple[int, ...], float]:
         if not left:
             return {(): 1.0}
-        row = model.score(tokens)[-1].astype(np.float64)
+        row = executor.score(model, tokens)[-1].astype(np.float64)
         best = np.argsort(-row)[:4]
         weights = np.exp(row[best] - row[best[0]])
         by_name = {}
@@ -272,30 +273,26 @@ def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
 
 @pytest.mark.parametrize("rows", range(2, EXACT_ROWS + 1))
 def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> None:
-    model = _tiny(tiny_bundle)
+    model = loaded(tiny_bundle)
     tokens = [1, *range(30, 30 + 60)]
     pages = list(range(4))
-    decoded = model.score(tokens, chunk=1)[60 - rows : 60].copy()
-    checked = model.forward(ModelStep.of([(tokens[60 - rows : 60], 60, pages)], [rows]))
+    decoded = executor.score(model, tokens, chunk=1)[60 - rows : 60].copy()
+    checked = executor.forward(model, ModelStep.of([(tokens[60 - rows : 60], 60, pages)], [rows]))
     assert (decoded == checked).all()
     # Beside others, too.
     other = ([5, 6, 7][: max(1, EXACT_ROWS - rows)], 3, [9])
-    checked = model.forward(ModelStep.of([other, (tokens[60 - rows : 60], 60, pages)], [len(other[0]), rows]))
+    checked = executor.forward(
+        model, ModelStep.of([other, (tokens[60 - rows : 60], 60, pages)], [len(other[0]), rows])
+    )
     if rows + len(other[0]) <= EXACT_ROWS:
         assert (decoded == checked[len(other[0]) :]).all()
-
-
-def _tiny(path: Path) -> CpuExecutor:
-    if path not in _loaded:
-        _loaded[path] = CpuExecutor.load(path)
-    return _loaded[path]
 
 
 @pytest.mark.parametrize("how", ["lookup", "draft", "smaller", "predicted"])
 def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle: Path, how: str) -> None:
     """Checks that speculative decoding gives a compiled model the same answers as decoding without drafts.
     Where the model drafts for itself, nearly all draft tokens are accepted."""
-    tokenizer = Tokenizer.load(tiny_bundle, CpuExecutor.load(tiny_bundle).manifest.serving)
+    tokenizer = Tokenizer.load(tiny_bundle, loaded(tiny_bundle).manifest.serving)
     prompt = tuple(tokenizer.encode(TEXT))
     fields = '{"name": {"type": "string"}, "age": {"type": "integer"}}'
     source = f'{{"type": "object", "properties": {fields}, "required": ["name", "age"]}}'

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from mlcbuild_runtime.constraints.lark import Constraint
-from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
+from mlcbuild_runtime.devices.cpu import EXACT_ROWS
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.draft_tree import Branch
 from mlcbuild_runtime.engine.drafts import Speculate
@@ -19,6 +19,7 @@ from mlcbuild_runtime.engine.request import Request, Ticket
 from mlcbuild_runtime.engine.scheduler import Schedule
 from mlcbuild_runtime.engine.sequence import Sequence
 from mlcbuild_runtime.engine.speculation import Speculation
+from mlcbuild_runtime.executor import executor, loading
 from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import Sampling
@@ -52,10 +53,10 @@ def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int],
     return draft, branches
 
 
-def decoded(model: CpuExecutor, tokens: list[int], pages: list[int]) -> None:
+def decoded(model: Executor, tokens: list[int], pages: list[int]) -> None:
     """Computes tokens one by one, as decoding does, so that their keys and values are in the KV cache."""
     for end in range(1, len(tokens) + 1):
-        model.forward(ModelStep.of([(tokens[end - 1 : end], end, pages[: -(-end // PAGE)])]))
+        executor.forward(model, ModelStep.of([(tokens[end - 1 : end], end, pages[: -(-end // PAGE)])]))
 
 
 @pytest.mark.parametrize(("bundle", "shortest"), [("toy", 19), ("tiny", 19), ("window", 33)])
@@ -64,7 +65,7 @@ def test_every_row_is_as_decoding_its_path(
 ) -> None:
     """Checks that each row of a draft tree has the bits of decoding along its path: branches leave at every
     position of a page, from the draft or from other branches, with two sequences in a step."""
-    model = CpuExecutor.load(request.getfixturevalue(f"{bundle}_bundle"), pages=64)
+    model = loading.load(request.getfixturevalue(f"{bundle}_bundle"), pages=64)
     source, size = random.Random(3), model.manifest.vocab_size
     for length in (shortest, shortest + 9):
         parts, expected, paths = list[draft_tree.Part](), list[int](), list[list[int]]()
@@ -84,10 +85,12 @@ def test_every_row_is_as_decoding_its_path(
             forks += actual
             for index, depth in draft_tree.rows(draft, branches):
                 paths.append(text + draft_tree.path_tokens(draft, branches, index)[:depth])
-        logits = model.forward(ModelStep.of(parts, expected, prompt=False)._replace(forks=forks)).copy()
+        logits = executor.forward(
+            model, ModelStep.of(parts, expected, prompt=False)._replace(forks=forks)
+        ).copy()
         assert len(logits) == len(paths)
         for leaf in [p for p in paths if not any(len(o) > len(p) and o[: len(p)] == p for o in paths)]:
-            alone = model.score(leaf, chunk=1)
+            alone = executor.score(model, leaf, chunk=1)
             for row, path in zip(logits, paths, strict=True):
                 assert path != leaf[: len(path)] or (row == alone[len(path) - 1]).all()
 

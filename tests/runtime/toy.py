@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlcbuild_format.fields import Json
 VOCAB = 260
 """Size of the toy's vocabulary: 256 bytes, <s>, </s>, <|user|>, <|assistant|>."""
 BOS, EOS = 256, 257
+NAME = "toy-q0f32-host"
 WAYS = len(abi.SAMPLING_COLUMNS)
 LIMITS = {"context_window": 256, "prefill_chunk": 32, "max_batch": 4, "page_size": 16}
 CONFIG: dict[str, Json] = {"family": "toy", "vocab_size": VOCAB, "norm_eps": "1e-05"}
@@ -44,9 +45,15 @@ TEMPLATE = """{{ bos_token }}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
+reference: Callable[[Sequence[int], int], list[int]] | None = None
+"""Function that replaces `expected` where tests run with a real model in place of the toy model."""
+
+
 def expected(prompt: Sequence[int], count: int) -> list[int]:
     """Returns `count` tokens that greedy decoding of the toy model gives after a prompt; end-of-sequence
     tokens do not end it."""
+    if reference is not None:
+        return reference(prompt, count)
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(sum(t * (j % 7 + 1) for j, t in enumerate(tokens)) % VOCAB)
@@ -85,7 +92,7 @@ def write(out: Path, device: str = "cpu") -> None:
     write_tokenizer(out)
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     manifest = bundle.Manifest(
-        name="toy-q0f32-host",
+        name=NAME,
         model=bundle.Model("toy", "toy", CONFIG),
         scheme=SCHEME,
         target=target,
