@@ -12,7 +12,7 @@ from mlcbuild_runtime.executor.sampling_params import SamplingRow
 
 _GREEDY: SamplingRow = (0.0, 0.0, 1.0, 0.0, 0.0)
 _FEW = 4
-"""Number of tokens behind a known beginning that are computed one by one instead of as a prompt."""
+"""Number of tokens behind a shared beginning that are computed one by one instead of as a prompt."""
 
 
 class GreedyReference:
@@ -40,13 +40,14 @@ class GreedyReference:
 
     def _following(self, tokens: list[int]) -> int:
         pairs = zip(tokens[:-1], self._cached, strict=False)
-        known = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens) - 1, len(self._cached)))
+        least = min(len(tokens) - 1, len(self._cached))
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), least)
         limits = self._executor.manifest.limits
-        size = 1 if len(tokens) - known <= _FEW else limits.prefill_chunk
+        size = 1 if len(tokens) - shared <= _FEW else limits.prefill_chunk
         if size > 1:
-            known = 0
+            shared = 0
         sampled = list[int]()
-        for first in range(known, len(tokens), size):
+        for first in range(shared, len(tokens), size):
             part = tokens[first : first + size]
             pages = list(range(-(-(first + len(part)) // limits.page_size)))
             step = ModelStep.of([(part, first + len(part), pages)], prompt=size > 1)

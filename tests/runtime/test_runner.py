@@ -107,9 +107,9 @@ def test_a_burst_delivers_its_events_at_the_end(light_toy_bundle: Path) -> None:
 
 @pytest.mark.parametrize("chunks", [[3], [2, 1]])
 def test_hidden_states_are_pooled_over_the_chunks_of_a_prompt(
-    light_toy_bundle: Path, chunks: list[int]
+    numpy_toy_bundle: Path, chunks: list[int]
 ) -> None:
-    bench = Bench(light_toy_bundle)
+    bench = Bench(numpy_toy_bundle)
     seq = bench.add([3, 4, 5], 0, pooling="mean")
     for count in chunks:
         bench.runner.pool([(seq, count)])

@@ -141,7 +141,7 @@ def test_the_same_tokens_and_logprobs_with_and_without(
 
 @pytest.mark.parametrize("guess", GUESSES)
 def test_answers_when_pages_run_out(toy_bundle: Path, guess: Guess) -> None:
-    engine = start(toy_bundle, guess, pages=18)
+    engine = start(toy_bundle, guess, pages=16)
     try:
         many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
         with held(engine):
@@ -149,7 +149,7 @@ def test_answers_when_pages_run_out(toy_bundle: Path, guess: Guess) -> None:
         for (prompt, count), queue in zip(many, queues, strict=True):
             assert tokens_of(drain(queue)) == toy.expected(prompt, count)
         wait_idle(engine)
-        assert engine.state().free_pages == 18
+        assert engine.state().free_pages == 16
         assert engine.state().preemptions > 0
     finally:
         engine.close()
@@ -242,14 +242,14 @@ def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
     """Checks the distribution of sampled tokens, in groups of three, against the product of their exact
     probabilities."""
     model = loading.load(toy_bundle)
-    prompt, total = [7, 8, 9], 1500
+    prompt, total, temperature = [7, 8, 9], 1500, 2.0
 
     def exact(tokens: list[int], left: int) -> dict[tuple[int, ...], float]:
         if not left:
             return {(): 1.0}
         row = executor.score(model, tokens)[-1].astype(np.float64)
         best = np.argsort(-row)[:4]
-        weights = np.exp(row[best] - row[best[0]])
+        weights = np.exp((row[best] - row[best[0]]) / temperature)
         by_name = {}
         for token, p in zip(best.tolist(), weights / weights.sum(), strict=True):
             for rest, more in exact([*tokens, token], left - 1).items():
@@ -259,7 +259,7 @@ def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
     expected = exact(prompt, 3)
     engine = start(toy_bundle, guess, max_waiting=total)
     try:
-        samplings = [Sampling(temperature=1.0, top_k=4, seed=seed) for seed in range(total)]
+        samplings = [Sampling(temperature, top_k=4, seed=seed) for seed in range(total)]
         queues = [ask(engine, Request(tuple(prompt), 3, sampling, logprobs=0)) for sampling in samplings]
         counts = Counter(tuple(tokens_of(drain(queue))) for queue in queues)
         state = engine.state()
@@ -277,13 +277,13 @@ def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> Non
     tokens = [1, *range(30, 30 + 60)]
     pages = list(range(4))
     decoded = executor.score(model, tokens, chunk=1)[60 - rows : 60].copy()
-    checked = executor.forward(model, ModelStep.of([(tokens[60 - rows : 60], 60, pages)], [rows]))
+    draft = (tokens[60 - rows : 60], 60, pages)
+    checked = executor.forward(model, ModelStep.of([draft], [rows], prompt=False))
     assert (decoded == checked).all()
     # Beside others, too.
     other = ([5, 6, 7][: max(1, EXACT_ROWS - rows)], 3, [9])
-    checked = executor.forward(
-        model, ModelStep.of([other, (tokens[60 - rows : 60], 60, pages)], [len(other[0]), rows])
-    )
+    both = ModelStep.of([other, draft], [len(other[0]), rows], prompt=False)
+    checked = executor.forward(model, both)
     if rows + len(other[0]) <= EXACT_ROWS:
         assert (decoded == checked[len(other[0]) :]).all()
 
