@@ -36,6 +36,18 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
     "llama-3.1-8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
