@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from mlcbuild.cli.annotations import annotate
 from mlcbuild.errors import Problem, UsageError
@@ -46,14 +45,22 @@ def check_writable(arguments: argparse.Namespace) -> None:
     """Raises UsageError if an output file of a run cannot be written, so that no hours of work are done in
     vain.
     """
-    for path in (arguments.junit, arguments.summary):
+    for path in (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY") or None):
         if path is not None:
             _write(path, "", append=True)
 
 
 def _write(path: str, text: str, append: bool = False) -> None:
     try:
-        with Path(path).open("a" if append else "w", encoding="utf-8") as file:
+        with open(path, "a" if append else "w", encoding="utf-8", opener=_opened) as file:
             file.write(text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _opened(path: str, flags: int) -> int:
+    """Opens a file as `open` would and returns its descriptor, but raises OSError for a named pipe that nobody
+    reads, for which `open` would wait."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor

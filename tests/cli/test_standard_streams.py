@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,18 @@ def test_outputs_that_cannot_be_written_are_found_before_the_run(tmp_path: Path)
     wrong = argparse.Namespace(junit=None, summary=str(tmp_path / "no" / "s.md"))
     with pytest.raises(UsageError, match=r"s\.md: cannot be written: No such file or directory"):
         summaries.check_writable(wrong)
+
+
+def test_a_named_pipe_without_a_reader_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a run does not wait for a reader of a pipe, and that a pipe with a reader is written."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pipe))
+    with pytest.raises(UsageError, match=r"pipe: cannot be written: "):
+        summaries.check_writable(argparse.Namespace(junit=None, summary=None))
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    summaries.check_writable(argparse.Namespace(junit=None, summary=str(pipe)))
+    os.close(reader)
 
 
 def test_speeds_are_lines_of_variants_that_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
