@@ -64,6 +64,9 @@ def test_an_encoded_body_is_refused() -> None:
     reader = BodyReader(MB)
     assert refusal(reader, request(headers={"content-encoding": "gzip"})) == (415, "unsupported_encoding")
     assert parsed(reader, request(b"{}", headers={"content-encoding": "IDENTITY"})) == {}
+    second = [(b"content-encoding", b"identity"), (b"content-encoding", b"gzip")]
+    twice = Request({"type": "http", "headers": second})
+    assert refusal(reader, twice) == (415, "unsupported_encoding")
 
 
 def test_a_body_that_does_not_end_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:

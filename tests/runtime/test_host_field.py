@@ -43,3 +43,15 @@ def test_heads_that_servers_understand_differently(
     target: bytes, headers: list[tuple[bytes, bytes]], words: str
 ) -> None:
     assert words in head_fault(target, headers, "1.1")
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "words"),
+    [
+        ("0.9", [], "the request has the version HTTP/0.9: send it as HTTP/1.1"),
+        ("2.0", [HOST], "the request has the version HTTP/2.0: send it as HTTP/1.1"),
+        ("1.0", [(b"transfer-encoding", b"chunked")], "HTTP/1.0 cannot have a Transfer-Encoding"),
+    ],
+)
+def test_versions_and_what_they_lack(version: str, headers: list[tuple[bytes, bytes]], words: str) -> None:
+    assert words in head_fault(b"/", headers, version)

@@ -53,8 +53,8 @@ class BodyReader:
         """Yields the JSON object in the body of a request, as an async context manager: the body counts as
         held in memory until the context ends. Raises RequestError with status 400 (invalid content), 408 (too
         slow), 413 (too large), 415 (compressed) or 503 (too many large bodies)."""
-        coding = request.headers.get("content-encoding", "identity")
-        if coding.lower() != "identity":
+        coding = ", ".join(request.headers.getlist("content-encoding"))
+        if coding.lower() not in ("", "identity"):
             raise RequestError(
                 f"the body has the encoding {describe(coding)}: send it without a Content-Encoding",
                 code="unsupported_encoding",

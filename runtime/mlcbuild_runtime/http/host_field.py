@@ -1,5 +1,5 @@
-"""Returns the reason why an HTTP request must be refused for those fields of its head that servers interpret
-differently: Host, and Transfer-Encoding."""
+"""Returns the reason why an HTTP request must be refused for what servers interpret differently in its head:
+its version, Host, and Transfer-Encoding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def head_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: s
     """Returns the reason why the head of a request must be refused; "" if it is valid.
 
     target: what the request line asks for, a path or a whole URL; headers: the fields, as (name in small
-    letters, value).
+    letters, value); version: the HTTP version of the request line, such as "1.1".
     """
-    return _host_fault(target, headers, version) or _coding_fault(headers)
+    if version not in ("1.0", "1.1"):
+        return f"the request has the version HTTP/{version}: send it as HTTP/1.1"
+    return _host_fault(target, headers, version) or _coding_fault(headers, version)
 
 
 def _host_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
@@ -37,10 +39,13 @@ def _host_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: 
     return ""
 
 
-def _coding_fault(headers: Sequence[tuple[bytes, bytes]]) -> str:
+def _coding_fault(headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
     """Returns what is wrong with the Transfer-Encoding of a request; "" if it is absent or `chunked` alone.
-    The HTTP parser allows further codings before `chunked`, which nobody decodes."""
+    The HTTP parser allows further codings before `chunked`, which nobody decodes. A request of HTTP/1.0 has
+    none, since proxies that speak that version forward it without decoding (RFC 9112, 6.1)."""
     codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and version == "1.0":
+        return "a request of HTTP/1.0 cannot have a Transfer-Encoding: send HTTP/1.1 or a Content-Length"
     if all(coding.strip().lower() == b"chunked" for coding in codings):
         return ""
     return "the request's Transfer-Encoding must be 'chunked' alone: send the body without other codings"
