@@ -200,16 +200,17 @@ def test_constraints_do_not_take_a_servers_memory(server: Server, at_rest: int, 
     them leave no more memory in use than one may."""
     with ThreadPoolExecutor(30) as pool:
         asked = [pool.submit(ask, server, expected, 4 * shared.WAIT) for expected in ATTACKS[attack]]
-        answered = 0
+        answered, began = 0, time.monotonic()
         while not all(each.done() for each in asked):
             assert ask(server, None).status_code == 200
             # Where many processes share the cores, it may have to try again.
             assert ask(server, form("regex", "[a-z]{3}")).status_code in (200, 503)
             answered += 1
             time.sleep(0.05)  # the rest of the time is the attack's
+        ends_soon = time.monotonic() - began < shared.WAIT / 20
         for each in asked:
             response = each.result()
             assert response.status_code in (200, 400, 503), response.text
         server.wait_idle()
-        assert answered, "nobody waits for the end of an attack"
+        assert answered > 1 or ends_soon, "nobody waits for the end of an attack"
         assert resident(server.process.pid) - at_rest < 400 << 20
