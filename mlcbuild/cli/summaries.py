@@ -59,8 +59,8 @@ def _write(path: str, text: str, append: bool = False) -> None:
 
 
 def _opened(path: str, flags: int) -> int:
-    """Opens a file as `open` would and returns its descriptor, but raises OSError for a named pipe that nobody
-    reads, for which `open` would wait."""
+    """Opens a file as `open` would and returns its descriptor, but raises OSError for a named pipe without a
+    reader; `open` would wait for one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
