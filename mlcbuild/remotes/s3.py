@@ -320,14 +320,14 @@ class _Object:
 
 
 def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
-    """Yields exactly `size` bytes of a source in pieces of at most `most` bytes. Raises OSError, which ends
-    an upload, if the source has fewer.
+    """Yields exactly `size` bytes of a source in pieces of at most `most` bytes. Raises RemoteError, which
+    ends an upload, if the source has fewer.
     """
     left = size
     while left:
         data = source.read(min(most, left))
         if not data:
-            raise OSError(f"{left} of {size} bytes to send are missing")
+            raise RemoteError(f"{left} of {size} bytes to send are missing")
         left -= len(data)
         yield data
 

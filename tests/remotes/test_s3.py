@@ -215,13 +215,13 @@ class Ends(io.BytesIO):
 
 def test_an_upload_that_ends_early_leaves_nothing(bucket: str, s3_server: Server) -> None:
     transport = connect(bucket)
-    sources: tuple[tuple[BinaryIO, int, type[Exception]], ...] = (
-        (Ends(b"x" * (30 << 20)), 30 << 20, RemoteError),
-        (io.BytesIO(b"x" * (20 << 20)), 30 << 20, OSError),
-        (io.BytesIO(b"x"), 2, OSError),
+    sources: tuple[tuple[BinaryIO, int], ...] = (
+        (Ends(b"x" * (30 << 20)), 30 << 20),
+        (io.BytesIO(b"x" * (20 << 20)), 30 << 20),
+        (io.BytesIO(b"x"), 2),
     )
-    for source, size, kind in sources:
-        with pytest.raises(kind, match=r"the source ends|bytes to send are missing"):
+    for source, size in sources:
+        with pytest.raises(RemoteError, match=r"the source ends|bytes to send are missing"):
             transport.put(NAME, source, size)
     assert s3_server.objects(bucket[5:].partition("/")[0]) == []
 
