@@ -234,10 +234,12 @@ def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, 
     source = path.read_bytes()
     digest = bytes_digest(source)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    if (digest, package) not in imports:  # Parsing takes most of the time.
-        with _parsing:
-            body = ast.parse(source, filename=name).body
-        imports[digest, package] = tuple(_read_imports(body, package))
+    if (digest, package) not in imports:
+        if (digest, package) not in _imported:  # Parsing takes most of the time.
+            with _parsing:
+                body = ast.parse(source, filename=name).body
+            _imported[digest, package] = tuple(_read_imports(body, package))
+        imports[digest, package] = _imported[digest, package]
     return _portable(name, path), digest, imports[digest, package]
 
 
@@ -277,6 +279,7 @@ def _portable(name: str, path: Path) -> str:
 
 
 _imported: ImportTable = {}
+"""The imports of all files that this process has parsed."""
 _parsing = threading.Lock()
 """A lock that is held while a source file is parsed: in CPython 3.11 `ast.parse` of two threads may raise
 SystemError.

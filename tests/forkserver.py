@@ -26,6 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO
 
+from mlcbuild.canon import code_files
+
 ROOT = Path(__file__).resolve().parent.parent
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
 """Prefixes of environment variables that Python or the C library reads once, at its start."""
@@ -57,6 +59,18 @@ PRELOADED = (
     "tarfile",
     "yaml",
 )
+
+ACTIONS = (
+    "mlcbuild.bundles.assemble",
+    "mlcbuild.bundles.reference_logits",
+    "mlcbuild.bundles.verify",
+    "mlcbuild.checkpoints.conversion",
+    "mlcbuild.checkpoints.fetch",
+    "mlcbuild.compiler.cpu.action",
+    "mlcbuild.models.action",
+    "mlcbuild.models.families.llama",
+)
+"""Modules whose source files are part of the cache keys of most builds, with those that they import."""
 
 
 class Forked:
@@ -325,6 +339,7 @@ def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str,
 def main(descriptor: int, preloaded: Sequence[str]) -> int:
     for name in preloaded:
         import_module(name)
+    code_files(*ACTIONS)  # Parses the source files; only their contents' digests are looked up later.
     gc.collect()
     gc.freeze()  # a collection in a forked process must not touch, and so copy, these pages
     with socket.socket(fileno=descriptor) as control:
