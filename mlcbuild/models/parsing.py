@@ -86,7 +86,8 @@ def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
     _check_code(fields, family)
     inner_values = fields.get("text_config")
     if not isinstance(inner_values, Mapping):
-        fields.problem("text_config", f"must be an object, found {show(inner_values)}")
+        detail = f"found {show(inner_values)}" if fields.has("text_config") else "and is missing"
+        fields.problem("text_config", f"must be an object, {detail}")
         return None
     values = {**inner_values}
     if fields.has("tie_word_embeddings"):

@@ -157,3 +157,8 @@ def test_refusals_say_what_is_wrong(name: str, changes: typegoldens.Config, mess
     parse(values)
     with pytest.raises(CheckpointError, match=message):
         parse({**values, **changes})
+
+
+def test_a_missing_text_model_is_reported_as_missing() -> None:
+    with pytest.raises(CheckpointError, match="text_config: must be an object, and is missing"):
+        parse({"model_type": "gemma3"})

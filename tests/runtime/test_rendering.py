@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from mlcbuild_runtime.chat.rendering import plain_printer, split, visible
+from mlcbuild_runtime.chat.rendering import markdown, plain_printer, split, visible
+from rich.console import Console
 
 
 def test_control_characters_are_shown() -> None:
@@ -45,3 +46,17 @@ def test_plain_answers_end_with_a_line_break(escape: bool, text: str) -> None:
 )
 def test_blocks_are_cut_at_empty_lines_outside_of_code(text: str, complete: str) -> None:
     assert split(text) == (complete, text.removeprefix(complete))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a List<int> and <b>bold</b>", "a List<int> and <b>bold</b>"),
+        ("<think>\nwhy\n</think>", "<think> why </think>"),
+        ("<div>x</div>\n\n**y**", "<div>x</div>\n\ny"),
+    ],
+)
+def test_markup_in_an_answer_is_shown_as_written(text: str, shown: str) -> None:
+    out = io.StringIO()
+    Console(file=out, width=60).print(markdown(text))
+    assert "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip() == shown

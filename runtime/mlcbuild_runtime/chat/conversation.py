@@ -103,6 +103,8 @@ class Conversation:
 
     def _stats(self) -> str:
         speed = self.model.speed
+        if speed == Speed() and self.history:
+            return "the speed of the last answer is not reported"
         return str(speed) if speed == Speed() else f"{speed}; {self.total_tokens} tokens answered in all"
 
     def _metrics(self) -> str:

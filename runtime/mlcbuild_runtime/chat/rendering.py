@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
@@ -78,7 +79,6 @@ def _markdown(console: Console) -> Iterator[Show]:
     Only what fits the terminal can be redrawn, so a complete block is printed once and scrolls away.
     """
     from rich.live import Live
-    from rich.markdown import Markdown
 
     text, drawn = "", 0.0
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
@@ -87,7 +87,7 @@ def _markdown(console: Console) -> Iterator[Show]:
             nonlocal text, drawn
             complete, text = split(text + visible(piece))
             if complete.strip():
-                live.console.print(Markdown(complete, hyperlinks=False))
+                live.console.print(markdown(complete))
                 live.console.print()
             now = time.monotonic()
             if complete or now - drawn > _PERIOD:
@@ -99,7 +99,7 @@ def _markdown(console: Console) -> Iterator[Show]:
         finally:
             live.update("", refresh=True)
             if text.strip():
-                live.console.print(Markdown(text, hyperlinks=False))
+                live.console.print(markdown(text))
 
 
 class _Tail:
@@ -109,13 +109,24 @@ class _Tail:
         self._text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.markdown import Markdown
         from rich.segment import Segment
 
-        rows = console.render_lines(Markdown(self._text, hyperlinks=False), options, pad=False)
+        rows = console.render_lines(markdown(self._text), options, pad=False)
         for row in rows[-max(console.height - _LINES, 1) :]:
             yield from row
             yield Segment.line()
+
+
+def markdown(text: str) -> Markdown:
+    """Returns Markdown text in a form that rich can print. HTML in it is shown as it is written, because rich
+    leaves it out: `List<int>` would become `List`, and marks such as <think> would vanish."""
+    from markdown_it import MarkdownIt
+    from rich.markdown import Markdown
+
+    rendered = Markdown("", hyperlinks=False)
+    parser = MarkdownIt().enable(["strikethrough", "table"]).disable(["html_block", "html_inline"])
+    rendered.parsed = parser.parse(text)
+    return rendered
 
 
 def split(text: str) -> tuple[str, str]:
