@@ -36,6 +36,8 @@ NARROW = 328
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
 RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q3l", "q5l"]
+BROWSER = (*SAMPLE[:1], *RAGGED[:1])
+"""Formats whose products are tested in Chromium, too, where compiling the kernels of one takes 5 seconds."""
 CASES = pytest.mark.parametrize("form", SAMPLE)
 LIMIT = 2e-6
 """Largest allowed error of a product, as a fraction of the sum of the magnitudes of its 512 float32 terms."""
@@ -56,6 +58,8 @@ def run(request: pytest.FixtureRequest) -> Run:
     """Returns a function that executes one kernel, on the host that the test's parameter names: wgpu, OpenCL
     or Chromium."""
     if request.param == "chromium":
+        if request.node.callspec.params["form"] not in BROWSER and not EVERY:
+            pytest.skip("MLCBUILD_TEST_EVERY is not set: browsers compile kernels for minutes")
         return partial(gpu_page.on_page, request.getfixturevalue("browser"))
     return gpu_kernels.HOSTS[request.param]
 

@@ -3,14 +3,17 @@ affected."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -236,19 +239,27 @@ FIELDS = [
 def test_no_value_of_a_field_is_the_servers_fault(
     server: Server, path: str, field: str, body: dict[str, object]
 ) -> None:
-    with httpx.Client(base_url=server.url, timeout=shared.WAIT) as client:
+    # These 8,000 requests take 11 CPU seconds with http.client, the server included, and 27 with httpx.
+    address = urlsplit(server.url).netloc
+    with closing(http.client.HTTPConnection(address, timeout=shared.WAIT)) as client:
+
+        def send(document: dict[str, object]) -> tuple[int, str]:
+            client.request("POST", path, json.dumps(document))
+            with client.getresponse() as response:
+                return response.status, response.read().decode()
+
         for value in WRONG:
             sent = {**body, field: value}
-            response = client.post(path, content=json.dumps(sent).encode())
-            assert response.status_code < 500, (value, response.text)
-            if response.status_code >= 400:
-                message = response.json()["error"]["message"]
+            status, text = send(sent)
+            assert status < 500, (value, text)
+            if status >= 400:
+                message = json.loads(text)["error"]["message"]
                 assert message.isprintable() and len(message) < 1000, message
             elif path in (CHAT, COMPLETION, RESPONSES) and field != "stream":
                 # What is refused is refused before it is known whether the answer is a stream.
-                response = client.post(path, content=json.dumps({**sent, "stream": True}).encode())
-                assert response.status_code < 500, (value, response.text)
-            assert '"server_error"' not in response.text, (value, response.text)
+                status, text = send({**sent, "stream": True})
+                assert status < 500, (value, text)
+            assert '"server_error"' not in text, (value, text)
 
 
 def test_escapes_never_reach_a_terminal_or_a_log(toy_bundle: Path, tmp_path: Path) -> None:
