@@ -16,13 +16,18 @@ _FEW = 4
 
 
 class GreedyReference:
-    """An executor of a bundle that answers one prompt after the other, each in the first pages of the KV
-    cache."""
+    """An executor of a bundle that answers one prompt after the other. The KV cache keeps the latest
+    sequences, each in pages of its own."""
 
     def __init__(self, bundle: Path) -> None:
         self._executor = loading.load(bundle)
-        self._cached: list[int] = []
-        """Tokens whose keys and values are in the KV cache."""
+        self._limits = self._executor.manifest.limits
+        self._slots: list[list[int]] = [
+            [] for _ in range(self._executor.pages // self._limits.sequence_pages)
+        ]
+        """Tokens whose keys and values are in each part of the KV cache."""
+        self._recent = list(range(len(self._slots)))
+        """Indices of the parts, the most recently used one last."""
         self._next: dict[tuple[int, ...], int] = {}
         """Sequence -> the most likely token after it."""
         self._lock = threading.Lock()
@@ -39,18 +44,25 @@ class GreedyReference:
             return tokens[len(prompt) :]
 
     def _following(self, tokens: list[int]) -> int:
-        pairs = zip(tokens[:-1], self._cached, strict=False)
-        least = min(len(tokens) - 1, len(self._cached))
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), least)
-        limits = self._executor.manifest.limits
-        size = 1 if len(tokens) - shared <= _FEW else limits.prefill_chunk
-        if size > 1:
-            shared = 0
-        sampled = list[int]()
+        shared, slot = max((_shared(tokens, cached), slot) for slot, cached in enumerate(self._slots))
+        size = 1
+        if len(tokens) - shared > _FEW:
+            size, shared, slot = self._limits.prefill_chunk, 0, self._recent[0]
+        first_page, sampled = slot * self._limits.sequence_pages, list[int]()
         for first in range(shared, len(tokens), size):
             part = tokens[first : first + size]
-            pages = list(range(-(-(first + len(part)) // limits.page_size)))
-            step = ModelStep.of([(part, first + len(part), pages)], prompt=size > 1)
-            sampled = self._executor.step(step, [_GREEDY]).tokens
-        self._cached = list(tokens)
+            end = first_page + -(-(first + len(part)) // self._limits.page_size)
+            parts = [(part, first + len(part), list(range(first_page, end)))]
+            sampled = self._executor.step(ModelStep.of(parts, prompt=size > 1), [_GREEDY]).tokens
+        self._slots[slot] = list(tokens)
+        self._recent.remove(slot)
+        self._recent.append(slot)
         return sampled[0]
+
+
+def _shared(tokens: list[int], cached: list[int]) -> int:
+    """Returns the number of first tokens of a sequence whose keys and values are cached; the last token is
+    always computed again."""
+    pairs = zip(tokens[:-1], cached, strict=False)
+    least = min(len(tokens) - 1, len(cached))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), least)

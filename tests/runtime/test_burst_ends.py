@@ -20,8 +20,7 @@ from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import Executor, StepOutput
 from mlcbuild_runtime.executor.sampling_params import SamplingRow
 
-from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
-
+from .burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
 from .test_engine import ask, drain, text_of, toy_bundle, wait_idle
 from .wrapped import Wrapped
 

@@ -21,9 +21,8 @@ from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import SKIP, Sampling, SamplingRow
 
-from tests.runtime.burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
-
 from . import shared
+from .burst_engines import CONSTRAINTS, Counted, begin, engine, greedy, patience, settle, text
 from .test_engine import EVERY, ask, drain, text_of, toy_bundle, wait_idle
 
 __all__ = ["engine", "patience", "toy_bundle"]  # fixtures, with both devices

@@ -15,8 +15,8 @@ import numpy as np
 import openai
 import pytest
 from mlcbuild_format import bundle
-from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.engine.scheduler import SCORED
+from mlcbuild_runtime.executor import executor, loading
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared
@@ -98,7 +98,7 @@ def test_log_probabilities_of_a_prompt(tiny_server: Server, tiny_bundle: Path) -
     text = "Copy this: é🙂 one two three. " * 7
     tokens = Tokenizer.load(tiny_bundle).encode(text)
     assert len(tokens) > 2 * SCORED, "several steps"
-    logits = CpuExecutor.load(tiny_bundle).score(tokens).astype(np.float64)
+    logits = executor.score(loading.load(tiny_bundle), tokens).astype(np.float64)
     expected = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     (choice,) = scored(tiny_server, text)
     actual = choice["logprobs"]
