@@ -80,7 +80,7 @@ def test_a_step_extracts_the_tokenizer_of_one_file(tmp_path: Path) -> None:
     assert tokenizer.encode("bab<e>") == [1, 2, 3]
     assert tokenizer.chat([{"role": "user", "content": "b"}]) == [1, 3]
     serving = json.loads((out / SERVING).read_text(encoding="utf-8"))
-    assert serving == {"bos_token_id": None, "eos_token_ids": [3]}
+    assert serving == {"eos_token_ids": [3]}
     message = f"{checkpoint / 'two.gguf'}: tokenizer.ggml.model: 'rwkv' is not supported"
     with pytest.raises(CheckpointError, match=message):
         gguf_text.tokenizer({"file": "two.gguf"}, {"checkpoint": checkpoint}, out)
