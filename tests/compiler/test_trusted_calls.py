@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from mlcbuild_format import abi
 from mlcbuild_format.limits import Limits
-from tvm import relax
+from tvm import relax, tirx
+from tvm.relax import transform as R
 
 from mlcbuild.compiler import phases as pipeline
 from mlcbuild.compiler.cpu.isa import tvm_target
 from mlcbuild.compiler.cpu.ops import CpuOps
+from mlcbuild.compiler.passes.trusted_calls import trusted_calls
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
 from mlcbuild.targets import presets
@@ -65,3 +68,34 @@ def test_entries_refuse_wrong_tensors(tmp_path_factory: pytest.TempPathFactory) 
     arguments["positions"] = tensor(np.zeros(3, np.int32))  # one position too many
     with pytest.raises(Exception, match="ErrorContext\\(fn=step_prefill"):
         session.vm["step_prefill"](*abi.STEP_PREFILL.ordered(arguments))
+
+
+def called(mod: tvm.IRModule) -> dict[str, list[str]]:
+    """Returns function -> the operations of its bindings: names of runtime functions, or kinds of nodes."""
+    operations: dict[str, list[str]] = {}
+    for name, function in mod.functions.items():
+        values = [binding.value for block in function.body.blocks for binding in block.bindings]
+        operations[name.name_hint] = [
+            str((value.args[0] if hasattr(value.op, "name") else value.op).global_symbol).rpartition(".")[2]
+            if isinstance(value, relax.Call)
+            else type(value).__name__
+            for value in values
+        ]
+    return operations
+
+
+def test_checks_remain_for_the_tensors_of_exported_functions_only() -> None:
+    """Checks two equal functions of a tensor [n, 4] and a tuple of weights, one of which is exported."""
+    builder = relax.BlockBuilder()
+    for name, private in (("entry", False), ("inner", True)):
+        x = relax.Var("x", relax.TensorType((tirx.Var("n", "int64"), 4), "float32"))
+        weights = relax.Var("weights", relax.TupleType([relax.TensorType((2,), "float32")]))
+        with builder.function(name, [x, weights], private=private, pure=False):
+            builder.emit_func_output(builder.emit(relax.TupleGetItem(weights, 0)))
+    mod = R.VMShapeLower()(builder.get())
+    before = called(mod)
+    assert before["entry"] == before["inner"] and before["inner"].count("check_tensor_info") == 2
+    assert called(trusted_calls(mod)) == {
+        "entry": ["alloc_shape_heap", "check_tensor_info", "match_shape", "TupleGetItem"],
+        "inner": ["TupleGetItem"],
+    }
