@@ -344,9 +344,10 @@ class _Assembly:
         return self._keep_apart(exact_step(name, action, variant, checkpoint, inputs, prompts))
 
     def _prompt_inputs(self, steps: Mapping[str, str], prompts: Path | tuple[str, ...]) -> dict[str, Input]:
-        """Returns name of an input -> input of a step that reads prompts. steps: name of an input -> name of
-        the step that provides it. prompts: the texts, or the path of their file, which is added to the graph
-        and to the inputs."""
+        """Returns name of an input -> `Input` (a step or source whose files the input consists of), for a
+        step that reads prompts. steps: name of an input -> name of the step that provides it. prompts: path
+        of a file, which becomes a source of the graph and the input "prompts", or the texts, which become no
+        input."""
         inputs = {argument: Input(step) for argument, step in steps.items()}
         if isinstance(prompts, Path):
             source = f"prompts/{Path(os.path.relpath(prompts, self.directory)).as_posix()}"

@@ -19,8 +19,8 @@ class Change:
     """
 
     subject: str
-    """The part of a step's key (of all that is hashed into it) that differs, in words: "scheme q4:
-    group_size", "mlcbuild/canon.py", "checkpoint: config.json".
+    """The part of what is hashed into a build step's cache key that differs from the previous key, in words:
+    "scheme q4: group_size", "mlcbuild/canon.py", "checkpoint: config.json".
     """
     before: str | None
     """The old value of the part of a step's key that differs, as text, if the part is a parameter, a tool or

@@ -79,8 +79,10 @@ class InputFetcher:
         return StepFetching(name, remote.origin, sum(entry.size for entry in files))
 
     def fetch_all(self, name: str) -> StepFetching:
-        """Starts the download of all files of a step's result, which lie on a remote cache, and returns the
-        event that announces it. The step's state changes once the files have arrived.
+        """Starts the download of all files of a build step's result from the remote cache that has them, and
+        returns the StepFetching event (step name, cache, bytes) that reports the start to the user. A failure
+        is reported later, when the download ends. name: name of the step, whose record a remote cache must
+        hold.
         """
         remote = self._steps[name].remote
         assert remote is not None and remote.record is not None

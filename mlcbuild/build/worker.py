@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 RETIRE_BYTES = 1 << 30
-"""Maximum resident bytes of a worker process after a step. A process with more is replaced by a new one,
-because no step's memory limit covers them.
+"""Maximum resident memory, in bytes, that a worker process may still hold after a build step. A process that
+holds more is replaced by a new one, because the memory limits of later steps do not count what earlier steps
+left behind.
 """
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 REMARK = "note: "

@@ -72,8 +72,9 @@ class _Run:
 
 
 class _Progress:
-    """Reports to the user how many layers have been computed, out of all that the step must compute: those of
-    each evaluation of the model with one matrix quantized in one candidate scheme.
+    """Reports to the user how many layers have been computed, out of all that the step must compute. Each
+    pair of a matrix and a quantization scheme counts the layers from the matrix's own to the last one, plus
+    one for the logits, because layers before the matrix do not change.
     """
 
     def __init__(self, trial: WeightTrial, formats: int) -> None:

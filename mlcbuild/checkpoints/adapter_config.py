@@ -32,7 +32,8 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The numbers by which the matrices of a LoRA adapter are scaled."""
+    """The settings of a LoRA adapter that determine the factor of each module's update B A: alpha and rank,
+    with exceptions for single modules, and flags for rsLoRA, DoRA and transposed matrices."""
 
     alpha: float
     rank: int

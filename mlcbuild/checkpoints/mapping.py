@@ -231,8 +231,9 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 
 
 def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
-    """Returns an error message for each stored tensor of a parameter whose dtype or shape is wrong. expected:
-    the rows and order that the config requires of each tensor, in the order of the tensors.
+    """Returns an error message for each stored tensor of a model parameter whose dtype or shape is wrong.
+    expected: for each of these tensors, in the same order, the number of rows that config.json requires, and
+    whether the matrix is stored transposed.
     """
     problems = []
     # A stack may be one tensor, or matrices of one expert each.

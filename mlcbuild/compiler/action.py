@@ -29,8 +29,8 @@ TIMEOUT = 3600
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The parts of a compilation that depend on the device: the code generator's module, which runs in a
-    child process, and the linker.
+    """The parts of a compilation that depend on the device: the name of the code generator's module, which
+    runs in a child process, and two functions, which check for a linker and link object files to a library.
     """
 
     child: str

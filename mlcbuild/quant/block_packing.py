@@ -45,9 +45,9 @@ def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[
 
 def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
     """Converts quantized rows to the numbers that a format stores, and returns a list of arrays with all
-    rows: codes uint8 [rows, columns], then scales and minima. rows: consecutive rows, perhaps in several
-    BlockRows. Raises CheckpointError, naming `name`, if a scale or a minimum is not a finite number below
-    2**120."""
+    rows: codes uint8 [rows, columns], then scales and, if the format has them, minima, each [rows, count].
+    rows: consecutive rows of a matrix, in one or several objects. Raises CheckpointError, naming `name`, if a
+    scale or a minimum is not a finite number below 2**120."""
     parts = [_conformed(blocks, part, name) for part in rows]
     return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
 

@@ -20,10 +20,10 @@ class Search:
     """The integer to which the weight of largest magnitude in a group is scaled before the group's scale is
     searched."""
     shift: int
-    """Number of bits by which a weight's magnitude, in units in which the group's largest is the integer
-    `unit`, is shifted right to get the factor of the weight's squared error. It is chosen so that sums of
-    eight products of this factor with two codes fit in int16, which NumPy adds twice as fast as float32, and
-    sums of 32 products with a code and the weight are exact in float32."""
+    """Each weight's squared error counts with an integer importance: its magnitude, scaled so that the
+    group's largest is `unit`, shifted right by this number of bits. Sums of eight importance * code * code
+    then fit in int16, which NumPy adds twice as fast as float32, and sums of 32 importance * code * weight
+    are exact in float32."""
     widths: tuple[int, ...]
     """Step widths between neighbouring codes from which the search for a scale starts, in units in which the
     largest magnitude of the group is the integer `unit`. With the first width that magnitude gets the code

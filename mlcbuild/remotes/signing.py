@@ -1,4 +1,4 @@
-"""Signs step records and checks signatures, in the form that remote caches and archives hold.
+"""Signs records of build steps and checks signatures, in the form that remote caches and archives hold.
 
 The two lines of a record are followed by one line for each signature:
 

@@ -96,10 +96,11 @@ class Expected:
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Returns True if `rest`, the second line of a step record, consists of the three texts of this
-        object, with well-formed measured times and memory after the first, and a flag (may the result be
-        shared?) and the step's name after the second, and ends with `tree`, the digest of the result's files.
-        Returns False also for a valid line in another notation, which must be parsed."""
+        """Returns True if `rest`, the second line (JSON) of a step record, consists of this object's three
+        texts (`before_costs`, `before_shared`, `before_tree`), with well-formed measured times and memory
+        after the first, a flag (may the result be shared?) and the step's name after the second, and ends
+        with `tree`, the digest of the result's files. Returns False also for valid JSON in another notation.
+        """
         if not rest.startswith(self.before_costs):
             return False
         costs = _costs(rest, len(self.before_costs))

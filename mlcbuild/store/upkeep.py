@@ -64,8 +64,8 @@ class KindStatistics:
     """Time, in seconds since 1970, at which any step of one kind, such as "weights", was last built or
     used."""
     oldest_use: float = 0.0
-    """Time, in seconds since 1970, of the last use of the result of this kind of step that has been unused
-    for longest."""
+    """The earliest, over all steps of one kind, such as "weights", of the times at which each step's result
+    was last built or used, in seconds since 1970."""
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class Backend:
         return storage(scheme, self.layout)
 
     def kernel_modules(self, scheme: Storage) -> tuple[str, ...]:
-        """Returns the names of the modules with the device's kernels for the formats of a scheme, overrides
-        included.
+        """Returns dotted names of the Python modules with the device's kernels, one for each stored format
+        that a quantization scheme uses for any matrix; () if the compiler imports the kernels of all formats.
         """
         return tuple(f"{self.kernels}.{name}_kernel" for name in scheme.formats if self.kernels)
 

@@ -138,7 +138,8 @@ class Shader:
 class Buffer:
     kind: Kind
     size: Expression
-    """Size of the GPU buffer in bytes, as an expression over the sizes of a call."""
+    """Size of the GPU buffer in bytes: a whole number, or an expression over the sizes of a call of the GPU
+    program, such as "n", its number of rows."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ class Section:
     start: int
     """Index of the input's first int32 word in the buffer of all inputs."""
     size: Expression
-    """Size of one input of a GPU program's call in int32 words, as an expression over the sizes of the
-    call."""
+    """Size of one input of a GPU program's call in int32 words: a whole number, or an expression over the
+    sizes of the call, such as "n", its number of rows."""
 
 
 @dataclass(frozen=True)

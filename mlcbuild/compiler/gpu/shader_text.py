@@ -127,8 +127,7 @@ float either(bool c, float a, float b) { return c ? a : b; }
 """,
     prelude_last=False,
 )
-"""The Dialect by which GPU kernels are translated to OpenCL, in addition to WGSL: tests execute them there.
-"""
+"""The rules for translating GPU kernels to OpenCL C instead of WGSL, so that tests can execute them there."""
 _RESERVED = frozenset(
     {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
 )

@@ -162,8 +162,8 @@ def _draw(
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
     """Adds an exported function of the library, `step` or `step_prefill`, that computes embeddings, all
-    layers, logits and sampled tokens in one call, and returns its GlobalVar. Only `step` also copies pages of
-    the cache (forks).
+    layers, logits and sampled tokens in one call, and returns its GlobalVar. `step` also copies pages of the
+    KV cache, as its argument `forks` lists them, (source, destination, tokens); `step_prefill` copies none.
     """
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:

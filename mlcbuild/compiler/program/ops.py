@@ -220,8 +220,9 @@ class Ops(Protocol):
         ...
 
     def next_inputs(self, arguments: Variables) -> None:
-        """Emits code that changes the arguments of a decode step, in place, into those of the next step.
-        arguments: name of an argument of the library function `step_on` -> variable.
+        """Emits code that changes the arguments of a decode step, in place, into those of the next step: it
+        advances positions and lengths by one token and replaces the random numbers. arguments: name of an
+        argument of the library function `step_on`, which computes one of several decode steps -> variable.
         """
         ...
 

@@ -167,9 +167,9 @@ def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, An
 
 def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
     """Follows a compiled constraint for up to 16 random tokens that it allows, plain letters and digits if
-    possible. Returns the error that occurs, or "". An error of llguidance, which counts its work, takes
-    precedence over slow masks: CPU time varies, since it includes page faults and waits for memory, and a
-    constraint should get the same answer each time."""
+    possible. Returns an error message if llguidance fails, else one if logit masks took too much CPU time,
+    else "". Errors of llguidance, which counts its work, come first: CPU time varies with page faults and
+    waits for memory, and a constraint should get the same answer each time."""
     draws, size, time_taken, slow = np.random.default_rng(1), len(tokens.tokens), MaskTime(), ""
     for count in range(STEPS):
         begun = time.thread_time()

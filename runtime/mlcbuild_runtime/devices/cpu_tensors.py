@@ -112,7 +112,7 @@ class MaskTensors:
 
     def tensor(self, masks: Masks) -> tvm_ffi.Tensor:
         """Returns logit masks as one int32 tensor [masks, 1 + words]: the index of the row of logits, then
-        the mask's bits. The tensor is valid until the next call."""
+        one bit per token, 1 if it is allowed, lowest bits first. The tensor is valid until the next call."""
         size = len(masks), len(masks[0][1]) if masks else 0
         block = self._blocks.get(size)
         if block is None:

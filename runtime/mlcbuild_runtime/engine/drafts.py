@@ -53,12 +53,12 @@ class Lookup:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, in the text, of the token that followed the n-gram's latest
+        """N-gram of tokens -> index, among all tokens of the text, of the token after the n-gram's latest
         occurrence.
         """
         self._others: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, in the text, of the latest token that followed the n-gram and differs
-        from the one after the n-gram's latest occurrence."""
+        """N-gram of tokens -> index, among all tokens of the text, of a second continuation: the latest token
+        after an occurrence of the n-gram that differs from the token after its latest occurrence."""
         self._learned = 0
         """Number of tokens, from the beginning of the text on, that earlier calls have already searched for
         n-grams."""

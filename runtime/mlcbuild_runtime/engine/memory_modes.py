@@ -1,5 +1,5 @@
-"""Decides how much of a machine's memory a bundle uses, by one of three modes and by numbers that override
-them.
+"""Decides how much memory, and which batch size and prefill chunk, serving a bundle uses: by a mode
+(interactive, local or server), unless the command line states a number.
 """
 
 from __future__ import annotations

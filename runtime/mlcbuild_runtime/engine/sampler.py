@@ -60,8 +60,8 @@ class Sampler:
         self._numbers, self._mask_numbers = RandomNumbers(random), RandomNumbers(random.spawn(1)[0])
         self._counts: Counter[int] = Counter()
         self.mask: Mask | None = None
-        """Logit mask, int32 words with one bit per token, for the next token of this answer that the device
-        samples in the coming step; None: all tokens are allowed."""
+        """Logit mask, int32 words with one bit per token, 1 if it is allowed, for the next token of this
+        answer that the device samples in the coming step; None: all tokens are allowed."""
         self.plain = matcher is None and not request.sampling.adjusts
         """True if the device alone can sample the answer's tokens: there is no constraint, no penalty and no
         bias."""

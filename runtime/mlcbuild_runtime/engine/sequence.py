@@ -127,8 +127,8 @@ class Sequence:
 
     @property
     def mask(self) -> Mask | None:
-        """Returns the logit mask, int32 words with one bit per token, under which the coming step samples the
-        next token of the answer; None if every token is allowed."""
+        """Returns the logit mask, int32 words with one bit per token, 1 if it is allowed, under which the
+        coming step samples the next token of the answer; None if every token is allowed."""
         return self.sampler.mask
 
     @property

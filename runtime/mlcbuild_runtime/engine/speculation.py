@@ -59,9 +59,9 @@ class Speculation:
     def __init__(
         self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
     ) -> None:
-        """Creates the speculative decoding of one engine. tokens: maximum length of a draft in tokens. rows:
-        maximum rows of a step with draft tokens, or with tokens that are computed again. drafter: the draft
-        model; None for prompt lookup. guesses: False if only tokens that clients predict are drafted. parts:
+        """Creates the speculative decoding of one engine. tokens: maximum tokens of a draft. rows: maximum
+        tokens in one step that verifies drafts. drafter: the draft model; None for prompt lookup. guesses:
+        True if the drafter or prompt lookup drafts tokens; False for only tokens that clients predict. parts:
         maximum number of sequences in a step, each alternative to a draft counted as one more; 0 allows no
         alternatives."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()

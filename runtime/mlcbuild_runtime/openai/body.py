@@ -176,13 +176,15 @@ def choice(*values: str, about: str = "") -> Field:
 
 
 def ignored(*names: str) -> dict[str, Field]:
-    """Returns field name -> description, for fields that the server accepts and ignores."""
+    """Returns name of a request field -> Field (an empty JSON schema and a sentence for /openapi.json), for
+    fields that the server accepts and ignores."""
     return {name: Field({}, "Ignored: it changes nothing in the answer.") for name in names}
 
 
 def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
-    """Returns field name -> description, for features that this server lacks. values: for each field the
-    values that do not request the feature; only these are accepted."""
+    """Returns name of a request field -> Field (its JSON schema and a sentence for /openapi.json), for fields
+    of features that this server lacks. values: for each field the values that do not request the feature;
+    only these are accepted."""
     about = "Not supported: only values that request nothing are accepted."
     return {name: Field({"enum": [*allowed]}, about, neutral=True) for name, allowed in values.items()}
 

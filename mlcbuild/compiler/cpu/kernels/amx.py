@@ -161,8 +161,8 @@ class Packed:
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
-        """Returns the index, in the buffer of AMX tiles of x, of the 64 bytes that hold 32 bfloat16 values of
-        a row of x: columns 32 * step to 32 * step + 31."""
+        """Returns the indices, one per dimension of the buffer that holds x as AMX tiles, of the first of the
+        16 words (4 bytes each) with 32 bfloat16 values of row `row`: columns 32 * step to 32 * step + 31."""
         tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
         if self.strides is None:
             return tile, step, line, i64(0)

@@ -81,12 +81,12 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Returns the number that must be subtracted from the values that `streamed` returns for a block of
-        weights before they are multiplied by their scale; 0 if none."""
+        """Returns the number, 0 if none, that must be subtracted from each stored weight code, as a float,
+        before it is multiplied by its scale: the code that represents the weight 0."""
 
     def factor(self, plane: int) -> float:
-        """Returns the power of two, such as 16.0, by which vector `plane` of a block of weights is too large
-        when it is loaded, which saves shifts. The activations x are divided by it beforehand."""
+        """Returns the power of two, such as 16.0, by which vector number `plane` of a block of weights is too
+        large when loaded, which saves shifts of codes. The activations x are divided by it beforehand."""
 
     def arguments(self) -> tuple[Buffer, ...]:
         """Declares the weights' stored tensors as the kernel's next arguments, and returns their buffers."""
@@ -100,13 +100,13 @@ class RowFormat(Protocol):
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns vector number `plane` of a block of a weight row that `load` read: `lanes` float32 values,
-        too large by the power of two factor(plane), before offset and scale are applied."""
+        """Returns vector number `plane` of the block of weights that `load` read: `lanes` float32 values
+        without offset and scale, too large by the power of two that `factor` returns."""
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns vector number `plane` of a block of a weight row that `load` read: `lanes` float32 weights
-        with offset and scale applied, but too large by the power of two factor(plane)."""
+        """Returns vector number `plane` of the block of weights that `load` read: `lanes` float32 weights
+        with offset and scale applied, but too large by the power of two that `factor` returns."""
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
         """Emits prefetches of the weights that a loop will read after block `block` of weight row `row`."""

@@ -172,8 +172,8 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
 
 def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
-    """Emits the product of all rows of x with the weight matrix on AMX tile registers, in bfloat16.
-    arguments: the buffers from which rows of x are computed.
+    """Emits the product x @ W.T, in bfloat16 on AMX tile registers, of all rows of x into the buffer of
+    `call.output`. arguments: the kernel's buffers from which x is read or, with a fused prologue, computed.
     """
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
@@ -318,9 +318,9 @@ class _Scratch:
 
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
-    """Emits the product of one block of weight tiles (16 rows each) with all rows of x: it unpacks the block,
-    then computes register tiles. block: index of the block; shape: (rows of x, vectors of weight rows) of a
-    register tile.
+    """Emits code that unpacks one block of weight tiles (16 rows each) into scratch buffers, multiplies it by
+    all rows of x, and stores the sums in `call.output`. block: index of the block; shape: size of a register
+    tile, (rows of x, vectors, each with one weight row per lane).
     """
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS

@@ -165,8 +165,9 @@ def rope_append(spec: Append) -> PrimFunc:
 
 
 def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
-    """Declares the kernel's arguments for the norm of queries (kind 0) or of keys (kind 1), and returns its
-    (weights, biases), each None if the norm lacks it.
+    """Declares the kernel's arguments for the norm of queries (kind 0) or of keys (kind 1), and returns their
+    buffers, (weights, biases), each [size of the norm], or with a norm of its own for each head [heads *
+    size]. A buffer that the norm lacks is None.
     """
     if spec.norms is None:
         return None, None

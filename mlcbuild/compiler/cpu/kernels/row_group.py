@@ -106,8 +106,9 @@ class GroupRows:
         return self._word(block) * self.planes
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
-        """Emits loads of a block of a matrix row, and returns (vector of uint32 words, float32 vector with
-        the scale of each word).
+        """Emits loads of one block (as many 32-bit words of codes as a vector has lanes) of row `row` of a
+        matrix, and returns (vector of these uint32 words, float32 vector with the scale of the codes in each
+        word). weights: the buffers of codes and of scales.
         """
         words = T.bind(weights[0][row, span(self._word(block), self.lanes)])
         count = max(1, self.lanes // self.bits)

@@ -175,10 +175,11 @@ def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, g
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Emits code that chooses the two thresholds that a bisection between `bounds` tries next, and writes
-    them to `tried`. They lie just below and above the point that linear interpolation expects; in every third
-    iteration they lie at 1/3 and 2/3, since interpolation may be far off. share: the expected point, from 0
-    at the lower bound to 1 at the upper one; turn: number of the iteration.
+    """Emits code that chooses the two thresholds on logits that a bisection tests next, and writes them to
+    the registers `tried`, the lower one first. They lie just below and above the point that linear
+    interpolation expects; in every third iteration they lie at 1/3 and 2/3, since interpolation may be far
+    off. bounds: registers with the interval; share: the expected point, from 0 at the lower bound to 1 at the
+    upper one; turn: number of the iteration.
     """
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)

@@ -59,8 +59,8 @@ def copy_plain(lookup: TableRow) -> None:
 
 
 def copy_grouped_row(lookup: TableRow) -> None:
-    """Emits the copy of a row of an embedding table with 4- or 8-bit codes stored by rows. The 8 or 4 codes
-    of a uint32 word become one vector.
+    """Emits code that dequantizes one row of an embedding table, 4- or 8-bit codes and their scales stored
+    row by row, into a row of the float32 output. Each uint32 word of 8 or 4 codes becomes one vector.
     """
     words, scales = lookup.weights
     bits = lookup.bits
@@ -75,12 +75,12 @@ def copy_grouped_row(lookup: TableRow) -> None:
 
 
 def copy_tiled_row(lookup: TableRow) -> None:
-    """Emits the copy of a row of an embedding table in the x16 layout, tiles of 16 rows and groups of 32
-    columns, four values at a time. A group of a tile is stored in lines that hold four bytes of each row.
-    With 8 bits, line j holds the values 4j to 4j + 3. With 4 to 6 bits, the low halves of its bytes belong to
-    the values from 4j on, the high halves to those from 16 + 4j on; the last lines of the group hold the bits
-    above four. With 3 bits, the quarters of its bytes belong to the values from 4j, 8 + 4j, 16 + 4j and 24 +
-    4j on, and the last line holds the third bits.
+    """Emits code that dequantizes one row of an embedding table into a row of the float32 output, four values
+    at a time. The table has the x16 layout: tiles of 16 rows and groups of 32 columns. A group of a tile is
+    stored in lines that hold four bytes of each row. With 8 bits, line j holds the values 4j to 4j + 3. With
+    4 to 6 bits, the low halves of its bytes belong to the values from 4j on, the high halves to those from 16
+    + 4j on; the last lines of the group hold the bits above four. With 3 bits, the quarters of its bytes
+    belong to the values from 4j, 8 + 4j, 16 + 4j and 24 + 4j on, and the last line holds the third bits.
     """
     matrix = TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
     width, fields = low_bits(lookup.bits), matrix.dot.fields

@@ -106,9 +106,9 @@ def key(bits: Value) -> Value:
 
 
 def best_of_parts(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that searches each part of 4096 logits of a row for the largest, the first of equal
-    ones. It writes (integer key of the logit, token) to `best` int32 [q, parts, 2]. NaN has the largest key,
-    whatever its sign.
+    """Returns the kernel that searches each part of 4096 of a row's logits for the largest, the first of
+    equal ones, and writes (integer key, token) to `best` int32 [rows, parts, 2]. Keys are int32 numbers
+    ordered like the float32 logits; NaN has the largest key, whatever its sign. vocab: logits of a row.
     """
     parts = -(-vocab // PART)
     with kernel(name) as k:
@@ -130,9 +130,9 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that writes the token of each row's largest logit to `sampled` int32 [q], or
-    abi.INVALID_TOKEN if that logit is NaN or minus infinity. It reads the best of each part of 4096 logits,
-    (integer key of the logit, token), from `best` int32 [q, parts * 2].
+    """Returns the kernel that writes the token of each row's largest logit to `sampled` int32 [rows], or
+    abi.INVALID_TOKEN if that logit is NaN or minus infinity. For each part of 4096 logits it reads (key,
+    token) of the largest from `best` int32 [rows, parts * 2]; keys are int32, ordered like the logits.
     """
     parts = -(-vocab // PART)
     with kernel(name) as k:

@@ -73,10 +73,10 @@ class AddedRows:
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
-        """Returns four values of a row of x, each plus scale * the RMS norm of the same row and column of
-        another tensor. values: the four of x; index: position of the row among the rows that the workgroup
-        multiplies; place: index of the row in both tensors; column: index of the four columns, 4 * column to
-        4 * column + 3.
+        """Returns four values of a row of x, each plus the constant `scale` times the RMS norm, with weights
+        if it has any, of the same row and column of another tensor. values: the four of x; index: position of
+        the row among the rows that the workgroup multiplies; place: index of the row in both tensors; column:
+        index of the four columns, 4 * column to 4 * column + 3.
         """
         sums, last = [], self.rows.columns - 1
         for offset, (value, added) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):

@@ -213,17 +213,17 @@ class GemvShape:
         return -(-self.spec.outputs // (WORKGROUP // self.lanes * self.each))
 
     def outputs(self, block: Value, tx: Value) -> list[Value]:
-        """Returns the indices of the columns of the result that a thread computes. block: index of the
-        workgroup; tx: index of the thread.
+        """Returns a list with the indices of the `each` (2 or 4) columns of the product that one GPU thread
+        computes, as int32 expressions. block: index of the workgroup; tx: index of the thread in it.
         """
         in_group = WORKGROUP // self.lanes
         first = block * (in_group * self.each) + tx // self.lanes
         return [bind(first + index * in_group) for index in range(self.each)]
 
     def matrix_rows(self, outputs: list[Value]) -> list[Value]:
-        """Returns the indices of the rows of W that a thread multiplies for its outputs: rows of the first
-        half of W, then, with a gate, the corresponding rows of the second half. outputs: indices of columns
-        of the result.
+        """Returns a list of the indices, int32 expressions, of the rows of W that a thread multiplies for its
+        columns of the result: one row each or, if W holds gates in its first half and ups in its second,
+        first the rows of gates, then those of ups. outputs: indices of these columns.
         """
         bounded = [bind(T.min(output, self.spec.outputs - 1)) for output in outputs]
         halves = 2 if self.spec.gate else 1

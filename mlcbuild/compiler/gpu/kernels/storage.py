@@ -230,7 +230,8 @@ class StoredMatrix:
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
         """Returns code * scale + minimum, float32, for some codes of one group of 32 weights. codes: codes
-        that share a scale; inside: position in the group of one of them.
+        that share a scale; inside: position in the group of any of them, since the halves may have their own
+        scales.
         """
         scales = self.scales(row, group)
         scale, minimum = scales[0]
@@ -345,7 +346,8 @@ class Vector:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Emits reads of rows of float32 activations [n, columns]."""
+    """Emits reads of float32 activations [n, columns] from a GPU buffer, four columns of a row at a time, and
+    returns the numbers as expressions."""
 
     columns: int
     values: Value
