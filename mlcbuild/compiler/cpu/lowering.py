@@ -29,5 +29,5 @@ subexpressions and dead code itself, so this is a third of TVM's own list and ta
 
 Kernels do not check the types and shapes of their arguments. TVM's virtual machine calls them, the exported
 functions check what callers pass, and Relax checks shapes and types of each call when the library is
-compiled. The checks took 17 % of the time for all kernels of OLMoE, and were half of their bytes.
+compiled. The checks took 17 % of the time for all kernels of OLMoE, and about half of the bytes of most.
 """
