@@ -202,3 +202,12 @@ def test_one_message_of_the_command_line_or_of_the_whole_input(
         model = piped_chat(monkeypatch, tmp_path, "/exit\nb\n", ChatOptions(prompt=prompt, max_tokens=1))
         assert model.requests == [([{"role": "user", "content": content}], {"max_tokens": 1})]
     assert capsys.readouterr().out == "1 messages\n" * 2
+
+
+def test_an_empty_input_is_no_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = piped_chat(monkeypatch, tmp_path, " \n", ChatOptions(prompt="-"))
+    assert (model.code, model.requests) == (2, [])  # type: ignore[attr-defined]
+    message = "mlcbuild chat: '-': standard input is empty: pipe the message into it\n"
+    assert capsys.readouterr() == ("", message)

@@ -192,7 +192,11 @@ def converse(model: ChatModel, options: ChatOptions) -> int:
     chat.settings = {name: value for name, value in passed.items() if value is not None}
     model.check([{"role": "user", "content": ""}], chat.settings)
     if options.prompt is not None:
-        chat.answer(sys.stdin.read() if options.prompt == "-" else options.prompt)
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        if options.prompt == "-" and not text.strip():
+            sys.stderr.write("mlcbuild chat: '-': standard input is empty: pipe the message into it\n")
+            return 2
+        chat.answer(text)
         return 0
     if terminal:
         chat.out.write(f"{model.name}: /help lists the commands\n")
