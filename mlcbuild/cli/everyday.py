@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from mlcbuild_format import sizes
 
 from mlcbuild.errors import StoreError, UsageError, safe_lines
 from mlcbuild.installed import entries
-from mlcbuild.installed.entries import InstallOptions
+from mlcbuild.installed.entries import InstalledModel, InstallOptions
 from mlcbuild.installed.resolve import bundles
 from mlcbuild.store.layout import default_root
 
@@ -93,13 +93,13 @@ def listed(arguments: argparse.Namespace) -> int:
     installed = entries.read(_root(arguments))
     rows = [("name", "scheme", "bytes", "last used", "source")]
     rows += [
-        (item.name, item.scheme or "-", sizes.show(item.size), ago(entries.ago(item)), item.source)
+        (item.name, _scheme(item) or "-", sizes.show(item.size), ago(entries.ago(item)), item.source)
         for item in installed
     ]
     document = [
         {
             "name": item.name,
-            "scheme": item.scheme or None,
+            "scheme": _scheme(item) or None,
             "bytes": item.size,
             "used": item.used,
             "source": item.source,
@@ -110,6 +110,19 @@ def listed(arguments: argparse.Namespace) -> int:
     nothing = "nothing is installed: mlcbuild chat NAME builds or fetches a model, and keeps it"
     show(arguments.json, {"models": document}, table(rows) if installed else [nothing])
     return 0
+
+
+def _scheme(item: InstalledModel) -> str:
+    """Returns the name of the quantization scheme of an installed model: for a downloaded bundle the one in
+    its manifest, or "" if the manifest cannot be read."""
+    from mlcbuild_format import bundle
+    from mlcbuild_format.errors import BundleError
+    from mlcbuild_format.fields import printable
+
+    if not item.scheme:
+        with suppress(BundleError):
+            return printable(str(bundle.manifest(item.bundle).scheme["name"]))
+    return item.scheme
 
 
 def remove(arguments: argparse.Namespace) -> int:

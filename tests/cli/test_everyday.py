@@ -116,7 +116,9 @@ def test_a_gguf_file_of_a_hub_answers(store: Path, tmp_path: Path) -> None:
     checked(mlcbuild("rm", source, store=store))
 
 
-def test_a_published_bundle_is_fetched_and_kept(tiny_bundles: Path, store: Path, tmp_path: Path) -> None:
+def test_a_published_bundle_is_fetched_and_kept(
+    tiny_bundles: Path, store: Path, tmp_path: Path, capsys: Out
+) -> None:
     files = tiny_bundles / "dist" / "tiny-q4a8_1-host"
     with Hub() as hub:
         contents = {
@@ -132,6 +134,10 @@ def test_a_published_bundle_is_fetched_and_kept(tiny_bundles: Path, store: Path,
         )
         assert result.returncode == 2 and "it is a published bundle, which has its scheme" in result.stderr
     assert ask("bundle", store) == ("5", "")
+    capsys.readouterr()
+    everyday.listed(Namespace(store=str(store), json=True))
+    schemes = {item["name"]: item["scheme"] for item in json.loads(capsys.readouterr().out)["models"]}
+    assert schemes["bundle"] == "q4a8_1", "the bundle's manifest states it"
     checked(mlcbuild("rm", "bundle", store=store))
 
 
