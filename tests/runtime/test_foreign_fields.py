@@ -88,7 +88,8 @@ def test_values_that_change_nothing(key: str) -> None:
         ({"structured_outputs": 1}, "unknown field 'structured_outputs'"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of at most 16 tokens"),
         ({"min_tokens": -1}, "min_tokens must be an integer from 0"),
-        ({"mirostat": True}, "unknown field 'mirostat'"),
+        ({"mirostat": True}, "mirostat is True, which this server does not support: .* or send 0$"),
+        ({"typical_p": 0.5}, "typical_p is 0.5, which this server does not support: .* or send 1$"),
         ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'"),
     ],
 )

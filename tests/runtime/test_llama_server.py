@@ -59,7 +59,7 @@ def test_a_completion(sayer: Server) -> None:
     [
         ({"prompt": "a", "grammar": "root ::= x"}, "unknown field 'grammar'"),
         ({"prompt": "a", "echo": True}, "unknown field 'echo'"),
-        ({"prompt": "a", "mirostat": 2}, "unknown field 'mirostat'"),
+        ({"prompt": "a", "mirostat": 2}, "mirostat is 2, which this server does not support"),
         ({}, "prompt must be"),
     ],
 )

@@ -257,7 +257,7 @@ def _check(key: str, value: Json, field: Field) -> None:
             if not any(
                 value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
             ):
-                raise _not_among(key, value, allowed, field.neutral)
+                raise not_among(key, value, allowed, field.neutral)
         case {"type": "integer", "minimum": int(low), "maximum": int(high)}:
             if not is_integer(value) or not low <= value <= high:
                 raise wrong(key, f"an integer from {low} to {high}", value)
@@ -275,7 +275,9 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 }
 
 
-def _not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) -> RequestError:
+def not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) -> RequestError:
+    """Returns the error for a field whose value is not among the allowed ones. neutral: True for a feature
+    that this server lacks, whose allowed values are those that do not request it."""
     listed = " or ".join(json.dumps(item) for item in allowed)
     if not neutral:
         return wrong(key, listed, value)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, printable
 
-from mlcbuild_runtime.openai.body import Table, parse_json, wrong
+from mlcbuild_runtime.openai.body import RequestBody, Table, not_among, parse_json, wrong
 
 RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -88,6 +88,17 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
             fields.setdefault("enable_thinking", kind == "enabled")
             del fields["thinking"]
     return _with_format(fields)
+
+
+def read_body(body: Mapping[str, Json], table: Table) -> RequestBody:
+    """Returns the checked fields of a request body, with the fields of other servers translated. table: the
+    fields that this server accepts. Raises RequestError for an invalid or unknown field; for a field in
+    NEUTRAL the error lists the accepted values."""
+    fields = translated(body)
+    for key, allowed in NEUTRAL.items():
+        if key in fields and key not in table:
+            raise not_among(key, fields[key], allowed, neutral=True)
+    return RequestBody(fields, table)
 
 
 def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
