@@ -18,7 +18,10 @@ def needs(path: Path) -> int:
     return memory_modes.choose(LimitOverrides(), bundle.manifest(path)).memory
 
 
-def test_what_nobody_uses_makes_room(numpy_toy_bundle: Path, tmp_path: Path) -> None:
+def test_what_nobody_uses_makes_room(
+    numpy_toy_bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="mlcbuild_runtime")
     copies = [Path(shutil.copytree(numpy_toy_bundle, tmp_path / name)) for name in "abc"]
     # Two of the three fit.
     budget = 2 * needs(numpy_toy_bundle) + 1
@@ -30,6 +33,8 @@ def test_what_nobody_uses_makes_room(numpy_toy_bundle: Path, tmp_path: Path) -> 
             models.use(name).end()
             time.sleep(0.01)
         assert [entry.names[0] for entry in models.entries if entry.engine] == ["a", "c"]
+        lines = [text for text in caplog.messages if " is loaded (memory " in text]
+        assert [text.split()[0] for text in lines] == ["a", "b", "c"], "one line for each loading"
         one, two = models.use("a"), models.use("c")
         with pytest.raises(RequestError, match="the models in use leave no room for it") as caught:
             models.use("b")

@@ -179,6 +179,8 @@ class Models:
                         code="model_not_loaded",
                         status=500,
                     ) from None
+                if entry.chosen is not None:
+                    log.info("%s is loaded (memory %s)", entry.names[0], sizes.show(entry.chosen.memory))
             with self._door:
                 assert entry.engine is not None
                 return self._lend(entry, entry.engine)

@@ -21,7 +21,9 @@ class OneLineFormatter(logging.Formatter):
 
 
 def to_stderr() -> None:
-    """Sends the process's log to standard error, unless logging is configured already."""
+    """Sends the process's log to standard error, unless logging is configured already: warnings, and what
+    the runtime itself reports, such as a model that was loaded."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLineFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler])
+    logging.getLogger("mlcbuild_runtime").setLevel(logging.INFO)
