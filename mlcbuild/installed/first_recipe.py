@@ -48,15 +48,18 @@ def write(model: str) -> FirstRecipe:
     if path.exists():
         raise UsageError(f"{path}: it exists already; it was not changed")
     name, source = (slug(model), _source(model)) if is_model else ("mine", "./model")
-    count = parameter_count(model) if is_model and "://" not in model else None
+    is_remote = model.startswith("hf://")
+    count = parameter_count(model) if is_model else None
     choice = choose_scheme(machine_words(), count)
-    text = FIRST.format(name=name, source=source, scheme=choice.scheme, reason=choice.reason)
+    reason = choice.reason
+    if is_remote and count is None:
+        reason = f"{reason}; the model's size could not be read from the hub"
+    text = FIRST.format(name=name, source=source, scheme=choice.scheme, reason=reason)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    is_remote = model.startswith("hf://")
     outside = " --allow-outside" if not is_remote and source.startswith(('"/', '"..')) else ""
     lock = (f"mlcbuild lock {path}",) if is_remote else ()
     commands = (*lock, f"mlcbuild run {path}{outside}")

@@ -64,8 +64,13 @@ def test_a_checkpoint_elsewhere_needs_an_option(here: Path) -> None:
         first.path.unlink()
 
 
-def test_a_model_of_a_hub_is_locked_first() -> None:
+@pytest.mark.parametrize("count", [1000, None])
+def test_a_model_of_a_hub_is_locked_first(monkeypatch: pytest.MonkeyPatch, count: int | None) -> None:
+    monkeypatch.setattr(first_recipe, "parameter_count", lambda source: count)
     first = write("hf://org/Model-1B@main")
+    text = first.path.read_text()
+    assert f"quantizations: [{choose_scheme(WORDS, count).scheme}] " in text, "as `chat` chooses"
+    assert ("the model's size could not be read from the hub" in text) == (count is None)
     assert first.commands == ("mlcbuild lock recipe.yaml", "mlcbuild run recipe.yaml")
     assert model_of(first.path) == ("Model-1B", HubSource("org/Model-1B", "main"))
 
