@@ -1,4 +1,5 @@
-"""Makes the build steps that compare a bundle with its exact model, and measure its speed."""
+"""Makes the build steps that compare a bundle's logits with those of the exact model, whose weights are not
+quantized, and measure the bundle's speed."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ class Product:
 
     variant: Variant
     steps: tuple[str, ...]
-    """Names of all steps of the variant, those shared with other variants included. The directory of a local
-    checkpoint is no step, and left out."""
+    """Names of all build steps of one variant of a recipe, those shared with other variants included. The
+    directory of a local checkpoint is no step, and left out."""
     library: str
     bundle: str
     verify: str | None

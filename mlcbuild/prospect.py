@@ -112,8 +112,9 @@ class Checkpoint:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Returns the names of the model families whose code the step `config/<model>` may run for this
-        checkpoint: all families while config.json is not downloaded."""
+        """Returns the names of the model families, such as "llama", whose code may run in the step
+        `config/<model>`, which converts the checkpoint's config.json: all families while that file is not
+        downloaded."""
         return family_names() if self.config is None else (self.config.family,)
 
     @cached_property

@@ -190,8 +190,8 @@ class Session:
     ) -> list[CiJob]:
         """Returns the jobs of a CI matrix, each with a name, a runner and the arguments of `mlcbuild run`:
         one for each selected variant that needs work, or `matrix.shards` jobs that share all work. Raises
-        UsageError for unknown names or targets, SourceError for an unreadable source, StoreError for the
-        store."""
+        UsageError for unknown names or targets, SourceError or StoreError if a source or the store cannot be
+        read."""
         from mlcbuild.ci import job_matrix as matrices
 
         products = select(self.pipeline, selection, on_event).products

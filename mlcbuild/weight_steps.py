@@ -40,9 +40,9 @@ def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
 
 
 def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
-    """Returns name of an argument of a step's action -> the files that are passed as this argument, as
-    `Input`, for the arguments of every step that reads a checkpoint's weights: the checkpoint and its
-    adapters."""
+    """Returns name of an argument of a build step's action -> `Input`, which names the node whose files are
+    passed, for every step that reads a checkpoint's weights: "checkpoint" and one argument for each LoRA
+    adapter."""
     adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
     return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
 
@@ -70,8 +70,8 @@ def weights_step(
 ) -> Step:
     """Returns the step that quantizes and writes a checkpoint's weights. config: name of the step with the
     model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or {} without
-    a budget; calibrated: name of the step that measured the importance of columns, or None. The report of
-    that step does not enter the key."""
+    a budget; calibrated: name of the step that measured the importance of columns, or None. Of that last
+    step's files only the importance enters the key, not its report."""
     measured = {}
     if calibrated is not None:
         measured[importance.INPUT] = Input(calibrated, (importance.IMPORTANCE,))

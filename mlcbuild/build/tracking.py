@@ -219,7 +219,8 @@ class Tracker:
         item.missing = frozenset()
 
     def _advance(self, item: TrackedStep, need: StepResult) -> list[StepResult]:
-        """Updates a pending step after its input `need` has ended.
+        """Updates a pending build step after another step, whose files it reads, has ended with the result
+        `need`.
 
         Returns the step's result in a list if it is skipped or reused, or [] if it still waits or is ready
         to run.

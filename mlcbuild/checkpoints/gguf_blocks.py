@@ -118,8 +118,8 @@ def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
 
 
 def unpack(raw: Bytes, kind: BlockType) -> BlockRows:
-    """Unpacks whole rows, uint8 [rows, bytes of a row], of a quantized GGUF type into their integer codes and
-    the scales and minima of their groups of weights.
+    """Unpacks whole rows, uint8 [rows, bytes of a row], of a quantized GGUF type, and returns a BlockRows:
+    integer codes [rows, columns] and, for groups of columns, float32 scales and the type's minima, if any.
 
     Raises ValueError for a type of plain numbers.
     """

@@ -192,4 +192,5 @@ _SPELLINGS: Sequence[tuple[str, PreTokenizer]] = (
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     name: words for names, words in _SPELLINGS for name in names.split()
 }
-"""Value of `tokenizer.ggml.pre` in a GGUF file -> pre-tokenizer."""
+"""Value of `tokenizer.ggml.pre` in a GGUF file -> PreTokenizer, the regular expressions that split a text
+before its tokens are merged."""

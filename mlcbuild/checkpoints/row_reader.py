@@ -29,8 +29,8 @@ class ParameterSource:
 
     param: Param
     pieces: tuple[Tensor, ...]
-    """The stored tensors with the parameter's rows, in order, joined along axis 0. In a stack of matrices,
-    the first two dimensions count as one.
+    """The stored tensors that hold the rows of one model parameter, in order; joined along axis 0 they are
+    the parameter. For a stack of matrices [experts, rows, columns], the rows of all experts count.
     """
     parts: tuple[Piece, ...] = ()
     """For each stored tensor, a Piece: which ranges of its rows or columns are rows of the model's parameter,

@@ -60,8 +60,8 @@ class StepShard:
     """The part of a build that one machine (shard) runs: names of steps, and their expected duration."""
 
     steps: tuple[str, ...]
-    """Names of the build steps that this shard (one machine's share of a build) must build, in the graph's
-    order. Every step belongs to exactly one shard.
+    """Names of the build steps that this shard (one machine's share of a build) must build, in the order of
+    the whole build's graph of steps. Every step belongs to exactly one shard.
     """
     first: tuple[str, ...]
     """Names of the shard's build steps that need few results of other shards. They run first, while the other

@@ -185,8 +185,8 @@ def _end(result: Result) -> list[str]:
 
 
 def listed(result: Result) -> list[VariantResult]:
-    """Returns those variants of a recipe for which the output of a run has a line. Variants that an
-    interrupted run did not reach are only counted in the last line of the output.
+    """Returns those results of a recipe's variants that `mlcbuild run` prints on a line each. It leaves out
+    variants that an interrupted run did not reach, which the last line only counts.
     """
     return [item for item in result.variants if not (result.run.interrupted and item.status == "skipped")]
 

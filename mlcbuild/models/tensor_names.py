@@ -48,8 +48,9 @@ class Piece:
 
     @property
     def taken(self) -> list[int]:
-        """Returns the indices of the rows that belong to the model's parameter, in its order, counted within
-        each block of `block` rows of the checkpoint's tensor."""
+        """Returns one list with the indices, within each block of `block` rows of the checkpoint's tensor, of
+        the rows that belong to the model's parameter, in the parameter's order; it is the same for every
+        block."""
         return [row for part in self.take for row in range(*part)]
 
     @property
@@ -107,8 +108,9 @@ class TensorNames:
     """Regular expression for the names of those tensors in a checkpoint that no model of the family reads."""
 
     def to_json(self) -> dict[str, Json]:
-        """Returns {"sources": {parameter name: [[tensor name, rows, ...], ...]}, "unused": regular expression
-        for names of tensors that no parameter needs}; "unused" is absent if it is empty."""
+        """Returns {"sources": parameter name -> list of the checkpoint's tensors that hold it, each the JSON
+        list of a Piece, [tensor name, number of rows, ...], "unused": regular expression for names of tensors
+        that no parameter needs}; "unused" is absent if it is empty."""
         sources: dict[str, Json] = {
             name: [part.to_json() for part in pieces] for name, pieces in self.sources.items()
         }

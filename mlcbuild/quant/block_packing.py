@@ -22,10 +22,10 @@ codes might be infinite. No published file comes near."""
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
     """Packs the codes, scales and minima of a quantized matrix in tiles of 16 rows and groups of 32 columns
-    (the layout x16). Returns codes, uint8 [tiles, groups, 64 * bits], then scales [tiles, groups, 16] or,
-    with two levels, their integers uint8 [tiles, groups, 16 or 32] and float16 [tiles, blocks of 256 columns,
-    16]; then minima in the same shapes, if the format has them. blocks: types of codes and scales of the
-    format; rows: consecutive rows of the matrix.
+    (the layout x16). Returns codes, uint8 [tiles, groups, 64 * bits], then scales [tiles, groups, 16] or, if
+    a scale is an integer times a float16, these integers uint8 [tiles, groups, 16 or 32] and float16 [tiles,
+    blocks of 256 columns, 16]; then minima alike, if the format has them. blocks: the format's types of codes
+    and scales; rows: consecutive rows of the matrix.
 
     Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
     """
@@ -37,9 +37,9 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
 
 def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
     """Packs the codes, scales and minima of a quantized matrix row by row (the layout `row`) and returns
-    (q_weight, q_scale), each with one row per row of the matrix, in the types of `blocks`. rows: consecutive
-    rows of the matrix; name: its name in messages. Raises CheckpointError if a scale or a minimum is NaN, or
-    2**120 or larger."""
+    (q_weight, q_scale), each [rows, numbers of a row]. blocks: the format's types of codes and scales; rows:
+    consecutive rows of the matrix; name: its name in messages. Raises CheckpointError if a scale or a minimum
+    is NaN, or 2**120 or larger."""
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 

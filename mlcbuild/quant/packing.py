@@ -26,9 +26,10 @@ class Packer:
     """Quantizes rows of one weight matrix and packs the codes, in reusable scratch memory."""
 
     def __init__(self, groups: Groups, tile: int, columns: int, scratch: Scratch, name: str) -> None:
-        """Prepares to pack rows of one matrix. groups: bits, rounding and type of scales of the format; tile:
-        16 for tiles of 16 rows (the layout x16), 1 for the layout `row`; columns: number of weights in a row;
-        scratch: reusable memory; name: the matrix in error messages."""
+        """Prepares to pack rows of one matrix. groups: bits, rounding and type of scales of the format's
+        groups of 32 weights; tile: 16 for tiles of 16 rows (the layout x16), 1 for the layout `row`; columns:
+        number of weights in a row; scratch: memory for temporary arrays, reused; name: the matrix in error
+        messages."""
         self._format = groups
         self._tile = tile
         self._name = name
@@ -89,8 +90,8 @@ class Packer:
         return out
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Quantizes the rows of `block` and writes codes and scales row by row (the layout `row`) into
-        `q_weight` [rows, words] and `q_scale` [rows, groups]."""
+        """Quantizes the rows of `block` [rows, columns], and writes codes, packed in 32-bit words, into
+        `q_weight` [rows, words] and scales into `q_scale` [rows, groups] (the layout `row`)."""
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))

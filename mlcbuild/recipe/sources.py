@@ -27,7 +27,7 @@ class LocalSource:
     """A checkpoint that is stored on this machine."""
 
     path: Path
-    """Absolute path of an existing directory or GGUF file."""
+    """Absolute path of a local checkpoint: an existing directory or GGUF file."""
 
 
 Source: TypeAlias = LocalSource | HubSource

@@ -61,7 +61,8 @@ class Point:
     """Mean KL divergence in nats. Values below 1e-7 are rounding errors and are drawn in the chart's separate
     row for variants that equal the model exactly."""
     group: str
-    """Name of the group of variants to which the point belongs, which determines its colour."""
+    """Name of the group of variants to which this point of a scatter plot belongs; it determines the point's
+    colour."""
 
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:

@@ -173,8 +173,8 @@ def _figure(item: LoggedVariant, name: str, form: str = ".3g") -> str:
 
 
 def _moved(now: float | None, before: float | None) -> str:
-    """Returns the relative change of a number in words, such as "+3.0%"; "" if it is too small to show, or
-    if a number is missing. An increase is marked as worse.
+    """Returns HTML with the relative change of a number, such as "+3.0%", coloured as worse for an increase
+    and as better for a decrease; "" if it is below 0.05 %, or if a number is missing.
     """
     if now is None or not before or abs(now / before - 1) < 0.0005:
         return ""

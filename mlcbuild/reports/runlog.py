@@ -183,9 +183,9 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes the part of a run's log that has no times to a file, to which the logs of later runs with the
-    same outcome refer. Returns (path of the file, JSON text `"format": ..., "rest": name of the file}` that
-    ends such a log). Raises OSError if it cannot be written."""
+    """Writes the part of a run's log that has no times to a file, to which later runs with the same outcome
+    refer. Returns (path of the file, the two last fields of the log's JSON object, "format" and "rest", the
+    file's name without suffix, as text with the closing brace). Raises OSError if it cannot be written."""
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
     text = json.dumps(fields)  # The text is ASCII, because a path may hold bytes that are not UTF-8.

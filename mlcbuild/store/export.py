@@ -28,7 +28,8 @@ _SHOWN = 3
 def materialise(
     store: Store, record: Record, destination: Path, texts: Mapping[str, bytes] = MappingProxyType({})
 ) -> bool:
-    """Makes `destination` a directory with exactly the step record's files and `texts` (path -> bytes).
+    """Makes `destination` a directory with exactly the files of a step's result, which its record in the
+    store lists, and the files `texts` (path -> bytes).
 
     Returns False if it already was. The record's files become read-only hard links to blobs, or clones or
     copies on another filesystem, and every byte is checked. The store is only read. The directory appears, or

@@ -73,8 +73,9 @@ class Published:
 
 
 class Store(Blobs):
-    """A store of step records and blobs in a directory, which the first write creates. Raises StoreError for
-    an unknown format.
+    """A store of the results of build steps in a directory, which the first write creates: records, each with
+    a step's inputs and the digests of its files, and blobs, the files' contents. Raises StoreError if the
+    directory has another format.
     """
 
     def __init__(self, root: Path) -> None:
@@ -122,9 +123,10 @@ class Store(Blobs):
     # Reading
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
-        """Returns the step record with a step's key, whether or not its files are in the store; None if there
-        is none, or if its inputs and files do not have the digests that it states. expected: function that
-        returns the texts which a correct record contains, for a caller that has just computed the key."""
+        """Returns the step record with the cache key `key`, whether or not its files are in the store; None
+        if there is none, or if it does not match its key. expected: function that returns the parts of a
+        correct record's JSON text that follow from the hashed inputs, for a caller that has just computed the
+        key."""
         path = f"{self._ac}{layout.shelved(key)}"
         try:
             return Record.checked(key, regular.read(path, LARGEST, follow_link=False), expected)

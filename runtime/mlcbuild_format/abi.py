@@ -168,7 +168,8 @@ METADATA = Function("_metadata", ())
 """The library function that returns the library's metadata as JSON text, an object with the keys format,
 config, scheme, target, limits, params and signature."""
 EMBED = Function("embed", (_TOKENS, PARAMS))
-"""The library function that returns the embeddings of tokens, float32 [n, hidden]."""
+"""The library function that returns rows of the input embedding table, float32 [n, hidden], for n token ids,
+an int32 tensor."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
 """The library function that runs the model on a batch, samples a token from each row of logits into
 `sampled`, and returns the masked logits, float32 [1, q, vocab]. A row of logits has the same bits whatever

@@ -57,8 +57,8 @@ MAX_MANIFEST = 16 << 20
 
 
 def read(path: Path) -> Manifest:
-    """Returns the manifest of the bundle in directory `path`, after checking its files, sizes, digests
-    (except those of weights) and headers. Raises BundleError if a check fails."""
+    """Returns the manifest of the bundle in directory `path`, after checking that its files have the listed
+    names, sizes and digests (weights: no digest), and valid headers. Raises BundleError if a check fails."""
     return check(path, full=False)
 
 

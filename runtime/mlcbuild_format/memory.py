@@ -11,7 +11,8 @@ from mlcbuild_format import control_groups
 _UNKNOWN = 8 << 30
 """Bytes of memory that are assumed if the system reports none: 8 GiB."""
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Names of the files that hold the limit of a control group in bytes, in versions 2 and 1."""
+"""Names of the files that hold the memory limit, in bytes, of a Linux control group: first that of version 2,
+then that of version 1."""
 
 
 def available(root: Path = control_groups.ROOT) -> int:

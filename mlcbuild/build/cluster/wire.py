@@ -47,8 +47,8 @@ class Order:
     """
     key: str
     info: BuildInfo
-    """The build step's name and all that is hashed into its cache key, for the record of the result; the
-    cluster worker adds the costs that it measures.
+    """The build step's name and all that is hashed into its cache key, as a `BuildInfo`, for the record of
+    the result; the cluster worker adds the costs that it measures.
     """
     inputs: Mapping[str, OrderInput]
     cores: int
@@ -229,8 +229,8 @@ def _are_texts(values: list[Any]) -> bool:
 
 
 def _remote(row: object) -> Remote:
-    """Parses the description of a remote cache in a job for a cluster worker. Raises ValueError for one that
-    a recipe could not name.
+    """Parses the description of a remote cache, a JSON object, in a job for a cluster worker. Raises
+    ValueError if its URL, mode or trusted keys would not be valid in a recipe.
     """
     if not isinstance(row, dict):
         raise ValueError("a remote of the order is not a JSON object")
@@ -242,8 +242,9 @@ def _remote(row: object) -> Remote:
 
 
 def _order_input(name: str, value: object) -> OrderInput:
-    """Parses one input of a job that a run sent to a cluster worker. name: the argument's name, for messages.
-    Raises ValueError if a field is missing or wrong.
+    """Parses one input of a job that a run sent to a cluster worker, and returns it as an OrderInput. value:
+    the JSON list [directory or null, list of files]; name: the argument's name, for messages. Raises
+    ValueError if `value` has another form.
     """
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | None)):
         raise ValueError(f"the input '{name[:100]}' of the order must be a directory or null, and a list")

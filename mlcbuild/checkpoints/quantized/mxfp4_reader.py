@@ -17,9 +17,10 @@ _GROUP = 32
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an MXFP4 checkpoint with one tensor in place of the parts of each stack of
-    experts. settings: its quantization_config. Raises CheckpointError for parts that are missing or do
-    not fit together.
+    """Returns name -> tensor for an MXFP4 checkpoint, in which each pair of stored tensors NAME_blocks
+    (codes) and NAME_scales, of the matrices of all experts, is replaced by one dequantized tensor NAME.
+    settings: its quantization_config. Raises CheckpointError if one of a pair is missing or they do not fit
+    together.
     """
     endings = ("_blocks", "_scales")
     marks = {name.rpartition(".")[2] for name in tensors if name.endswith(endings)}

@@ -238,8 +238,8 @@ class Parts:
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
         """Returns the number of columns of the scratch tensor "pair", which later holds the feed-forward's
-        gate and up values, if attention can store the results of prompt rows in it, packed as tiles for AMX;
-        0 if it cannot. output: the product that reads these results.
+        gate and up values, if attention can store its output for prompts there as AMX tiles; 0 if it cannot.
+        output: the matrix product (attention's output projection) that reads these tiles.
         """
         columns = self.pair_columns(spec.feed_forward)
         able = (

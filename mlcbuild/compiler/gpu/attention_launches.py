@@ -193,10 +193,10 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
 def _head_product(
     build: LaunchBuilder, name: str, rows: int | None, places: tuple[str, str], stride: int
 ) -> Launch:
-    """Returns the launch of a kernel that multiplies the vector of each head by the head's matrix in the
-    parameter `name`, one matrix for each head. rows: None for prompts; places: (buffer to read, buffer to
-    write); stride: columns per head of the buffer to write, if they are more than the matrix computes, else
-    0.
+    """Returns the launch of a kernel that multiplies the vector of each head by the head's own matrix, all in
+    the parameter `name`. rows: rows of x per workgroup in decoding; None for prompts; places: (buffer to
+    read, buffer to write); stride: columns per head of the buffer to write, if they are more than the matrix
+    computes, else 0.
     """
     count, (source, out) = build.params[name].count, places
     spec = build.product(name, stride=stride)

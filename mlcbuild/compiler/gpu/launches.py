@@ -172,10 +172,10 @@ class LaunchBuilder:
     def normed_source(
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
-        """Returns from where the kernel of a matrix product reads its input, the norm of the residual stream:
-        (name of the buffer, norm that the kernel must compute itself or None, buffer name in the kernel ->
-        name of a parameter of that norm). rows: None for prompts, whose norm has a launch of its own; rows of
-        x per workgroup in decoding.
+        """Returns from where the kernel of a matrix product reads the normed residual stream: (name of the
+        input buffer; the norm, if the kernel must compute it, or None if the buffer holds its result; buffer
+        name in the kernel -> name of a parameter of that norm). rows: rows of x per workgroup in decoding;
+        None: for prompts, whose norm has a launch of its own.
         """
         if layer.norms.before is None:
             return "x" if rows is None else self.stream.buffer, None, {}

@@ -28,8 +28,8 @@ class PendingSum:
     """Prefix of the names of the norm's parameters, such as layers.0.attn_post_norm."""
     norm: NormSpec
     scale: float
-    """Factor by which the norm of the rows in the buffer `delta`, the result of attention or feed-forward, is
-    multiplied before it is added to the residual stream.
+    """Constant by which the norm of each row of the output of attention or feed-forward, in the buffer
+    `delta`, is multiplied before it is added to the residual stream.
     """
 
 

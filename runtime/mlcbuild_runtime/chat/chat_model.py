@@ -74,8 +74,8 @@ class ChatModel(Protocol):
         checked without computing an answer."""
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
-        """Yields the pieces of the answer to a list of chat messages; closing the generator ends the answer.
-        settings: fields of the request. Raises ServingError if the model cannot answer."""
+        """Yields the answer to a list of chat messages as consecutive pieces of text; closing the generator
+        ends the answer. settings: fields of the request. Raises ServingError if the model cannot answer."""
 
     def metrics(self) -> Mapping[str, object]:
         """Returns the counts of the model's engine since its start: name -> value. Raises ServingError if the

@@ -22,8 +22,8 @@ _LINES = 4
 Show = Callable[[str], None]
 """Function that shows the next piece of an answer's text."""
 Printer = Callable[[], AbstractContextManager[Show]]
-"""Function that returns a context manager for showing one answer; it yields the function that shows the
-answer's pieces."""
+"""Function that returns a context manager for showing one answer; it yields a function that shows the next
+piece of text, a str, of the answer."""
 
 
 def visible(text: str) -> str:

@@ -55,7 +55,8 @@ class Matcher:
         self._owed: list[int] = []
         """Accepted tokens of the answer that llguidance's matcher has not consumed yet."""
         self._mask: Mask | None = None
-        """Logit mask of the next token of the answer; None until it is needed."""
+        """Logit mask, int32 words with one bit per token, 1 if it is allowed, of the next token of the
+        answer; None until it is needed."""
         self._spelled: int | None = None
         """Number of bytes that the constraint forces next in the answer; None until it is computed."""
         self._tried: int | None = None

@@ -11,8 +11,7 @@ SHORTEST and LONGEST are the minimum and maximum pause, in seconds, before more 
 failed attempt costs one slow step, which may take a second."""
 SHARE = 0.7
 """Minimum ratio of the CPU time that the computing threads got to the time that they could have had. Below it
-the process competes for cores and uses fewer threads. `ci/bench/busy` measures the effect of this constant
-and of those below."""
+the process competes for cores and uses fewer threads. `ci/bench/busy` measures the effect."""
 REST = 8.0
 """Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""
 IDLE = 0.5

@@ -76,9 +76,10 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns alternatives to a draft: branches, each of which begins where another token than the
-        draft's followed the same n-gram earlier in the text. tokens: the text, which the draft follows;
-        count: maximum number of tokens on all branches together."""
+        """Returns alternatives to a draft, each a Branch: its tokens, and its start, the number of draft
+        tokens before it. One begins where another token than the draft's followed the same n-gram earlier in
+        the text. tokens: the text before the draft; count: maximum number of tokens on all branches together.
+        """
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):

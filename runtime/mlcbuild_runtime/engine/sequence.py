@@ -327,7 +327,7 @@ class Sequence:
 
     def add_states(self, states: Floats) -> Event | None:
         """Adds the hidden states, float32 [n, hidden], of the last n computed tokens to the pooled embedding.
-        Returns the event with the embedding once all tokens are added, before that no event.
+        Returns the event with the embedding if all tokens of the input are added, else None.
         """
         assert self.pool is not None
         if self.length == len(states):
@@ -373,9 +373,9 @@ class Sequence:
 
 
 def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
-    """Returns (index, in the step, of the row of logits from which the next token of a sequence is sampled,
-    logit mask of this row) for each sequence that has a mask. counts: number of rows of logits of each
-    sequence, whose last ones belong to draft tokens."""
+    """Returns (index, among a step's rows of logits, of the row for a sequence's next token; its logit mask,
+    int32 words with a bit per token, 1 if allowed) for each sequence that has a mask. counts: number of rows
+    of logits of each sequence, whose last ones belong to draft tokens."""
     starts = accumulate(counts, initial=0)
     return [
         (start + count - 1 - sequence.draft.size, sequence.mask)

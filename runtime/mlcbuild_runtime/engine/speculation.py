@@ -149,7 +149,10 @@ class Speculation:
         return _doubtful(sequence, count)
 
     def settle(self, rows: int, outcomes: List[DraftOutcome], seconds: float) -> None:
-        """Adapts the lengths of drafts to the numbers of accepted tokens of a step.
+        """Adapts the lengths of future drafts to the numbers of draft tokens that a step has accepted.
+
+        outcomes: how many draft tokens of each sequence were verified and accepted; rows: the step's tokens
+        that are not draft tokens; seconds: device time of the step and of drafting.
 
         outcomes: how many draft tokens of each sequence were verified and accepted; rows: number of rows of
         the step without drafts; seconds: device time of the step and of drafting.

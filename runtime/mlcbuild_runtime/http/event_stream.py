@@ -33,8 +33,9 @@ class EventStream(StreamingResponse):
         use: ExitStack,
         media_type: str = "text/event-stream",
     ) -> None:
-        """Creates the response. answers: the submitted requests, which are cancelled when the stream ends;
-        lines: the events as text; use: the context that keeps the model loaded, closed when the stream ends.
+        """Creates an HTTP response that streams events. answers: the requests to the engine, which are
+        cancelled when the stream ends; lines: the events as text; use: the context that keeps the model
+        loaded, closed when the stream ends.
         """
         super().__init__(lines, media_type=media_type)
         self.headers["cache-control"] = "no-cache"

@@ -73,9 +73,10 @@ class RequestHandling:
         engine: Engine,
         body: Mapping[str, Json],
     ) -> CompletionJob:
-        """Calls `prepare` with an engine and a body on another thread, and returns the requests for the
-        engine that it creates. Raises RequestError for a body that cannot be served, if too many constraints
-        wait, and when the request's time limit has passed.
+        """Calls `prepare` with an engine and a request's body on another thread, and returns the engine's
+        requests that it creates. Raises RequestError for a body that cannot be served, if too many requests
+        wait for their constraints (grammars, JSON schemas) to be compiled, or when the request's time limit
+        has passed.
 
         Constraints may take seconds to compile, and chat templates to render: they have threads of their own,
         so that other requests do not wait for them.

@@ -86,8 +86,9 @@ def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def counted_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the body of a chat completion whose prompt has the tokens that a request to Anthropic's
-    /v1/messages/count_tokens counts. Raises RequestError for an invalid field."""
+    """Translates the body of a request to Anthropic's /v1/messages/count_tokens, JSON, to that of a request
+    for a chat completion, and returns it; both have the same prompt. Raises RequestError for an invalid
+    field."""
     return _chat(RequestBody(body, COUNT))
 
 

@@ -31,8 +31,8 @@ _DELTAS = {
     "reasoning": ("thinking", "thinking_delta", "thinking"),
     "arguments": ("tool_use", "input_json_delta", "partial_json"),
 }
-"""Kind of a piece of the answer -> (type of its content block, type of its delta, field of the delta that
-holds the piece) in Anthropic's stream.
+"""Kind of text in an answer ("text", "reasoning" or "arguments" of a tool call) -> (type of its content
+block, type of its delta, field of the delta with the text) in Anthropic's stream.
 """
 
 

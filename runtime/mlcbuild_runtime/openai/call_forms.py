@@ -59,7 +59,8 @@ class Form:
     between: str = "\n"
     last: str = ""
     by_name: NamedCall | None = None
-    """The syntax of calls that begin with the tool's name; None: calls are JSON objects."""
+    """The texts around name and arguments in a model's tool calls, if each begins with the called tool's
+    name; None: calls are JSON objects."""
     optional: bool = False
     """True if the text that precedes all tool calls of an answer (the field `first`) may be absent. For a
     vocabulary in which it is not a special token, the syntax has no such text at all."""

@@ -80,7 +80,7 @@ class Child:
         return answer
 
     def end(self) -> None:
-        """Kills the child process; the next document that is sent starts another one."""
+        """Kills the child process that answers requests (JSON texts); the next request starts another one."""
         self._kill()
         self.process = None
 

@@ -44,7 +44,7 @@ class FairLock:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of threads that wait for the lock."""
+        """Returns the number of threads that wait for this lock, which one thread at a time may hold."""
         with self._lock:
             return self._count()
 
@@ -79,8 +79,8 @@ class FairLock:
             return mine
 
     def _count(self) -> int:
-        """Removes threads whose time limit has passed from the queue, and returns the number
-        of the others."""
+        """Removes the waiting threads whose time limit has passed from the queues for the lock, and returns
+        the number of those that still wait."""
         for name, queue in tuple(self._waiting.items()):
             left = deque(each for each in queue if not each.cancelled())
             if left:

@@ -138,7 +138,7 @@ class Shape:
 @dataclass(frozen=True)
 class Packed:
     """Rows of x, the left factor of a product, as AMX tiles of 16 rows and 32 bfloat16 values of k: an int32
-    buffer [rows / 16, k / 32, 16, 16] or, with `strides`, the beginning of a float32 tensor."""
+    buffer [rows / 16, k / 32, 16, 16] or, if `strides` is not None, tiles inside a float32 tensor."""
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
@@ -245,7 +245,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One pass of an AMX product over k, the summed dimension, for two tiles of 16 weight columns."""
+    """The code generator for one pass over a range of k, the summed dimension, for two AMX weight tiles."""
 
     task: _Task
     number: Expr
@@ -281,9 +281,9 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 
 
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
-    """Emits code that adds the products of 32 rows of x with two tiles of weights to sums in memory. fresh:
-    condition under which sums start at zero; None: always. The code for the first 32 rows also converts
-    weights to tiles; the code for later rows also writes the results of the 32 rows before them."""
+    """Emits code that adds the products of 32 rows of x (`block`) with two tiles of weights to a thread's
+    sums. fresh: condition under which sums start at zero; None: always. For the first block the code also
+    converts weights to tiles, for later ones it also writes the results of the block before."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))

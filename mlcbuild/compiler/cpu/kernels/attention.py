@@ -372,8 +372,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
-    """Emits stores of a task's sums, maxima and denominators over one part of a sequence's pages; `join`
-    combines the parts. line: index of the results of its first row; part: (number of rows, KV head)."""
+    """Emits stores of a task's sums, maxima and denominators over some pages of a sequence to scratch
+    buffers, which `join` combines later. line: index of its first row there; part: (rows, KV head)."""
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group

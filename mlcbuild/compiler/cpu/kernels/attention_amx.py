@@ -83,8 +83,8 @@ class _Task:
 
     @property
     def raised(self) -> int:
-        """Returns the base-2 exponent of the factor by which queries and attention weights are multiplied
-        before they are rounded to bfloat16.
+        """Returns the exponent e of the factor 2**e by which queries and attention weights are multiplied
+        before they are rounded to bfloat16; 0 unless the KV cache is float16.
         """
         return amx.X_EXPONENT if self.shifted else 0
 

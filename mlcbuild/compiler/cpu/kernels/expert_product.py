@@ -42,7 +42,8 @@ class ExpertMatrices:
     """The matrices of all experts of a layer, and the number of experts that each row (token) uses."""
 
     linear: Linear
-    """The matrix product with one expert's matrix: its instruction set, quantization scheme and shape."""
+    """The product x @ W.T with the matrix W of one expert, as a `Linear`: instruction set, W's quantization
+    scheme, and W's numbers of rows and columns."""
     count: int
     chosen: int
 

@@ -293,9 +293,9 @@ class _XBlock:
 def _stream_block(
     form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """Emits acc[i][c] += the products of one block (planes * lanes values) of row i of x and of weight row c,
-    for each i and c. Scales and offsets are applied to the block's sum, which takes the fewest instructions
-    per weight but twice the registers."""
+    """Emits acc[i][c] += the product, lane by lane, of one block of row i of x and the same block of weight
+    row c, for each i and c; acc: float32 vectors. Scales and offsets are applied to the block's sum, which
+    takes the fewest instructions per weight but twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
     totals = acc

@@ -46,9 +46,9 @@ class ActivationRows:
 
     matrix: TiledMatrix
     records: Buffer
-    """The quantized rows of x, int32 [rows, stride]. A row holds, for each group of 32 values, their int8
-    codes, then their scale, a correction for unsigned weight codes, and sums of activations if weights have
-    minima.
+    """The quantized rows of x, int32 [rows, stride]. A row holds, for each group of 32 values, first their
+    packed int8 codes, then in int32 words their scale, a correction for unsigned weight codes and, if weights
+    have minima, sums of activations.
     """
     rows: Sequence[Expr]
     """Indices, in the buffer of quantized rows, of the rows of x that are multiplied."""

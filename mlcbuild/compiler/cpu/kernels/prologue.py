@@ -56,8 +56,8 @@ class RowSource(Protocol):
 
     def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
         """Emits code that computes one input row of a matrix product, such as a norm or an activation, and
-        returns (buffer that holds the row as float32, index of the row in it). arguments: the buffers that
-        `arguments` declared; row: index of the row.
+        returns (buffer that holds the row as float32, index of the row in it). arguments: buffers of the
+        kernel's arguments, as the method `arguments` returned them; row: index of the row.
         """
         ...
 

@@ -84,8 +84,8 @@ class Records:
     @property
     def numbers(self) -> int:
         """Returns the number of int32 values that follow the int8 codes of 32 activations in a buffer of
-        quantized rows: the scale, then a correction for each scale of the weights in the group, then, if
-        weights have minima, a sum of activations for each scale.
+        quantized rows: their scale; for each scale of the group's weights a correction, since weight codes
+        are stored unsigned; then, if weights have minima, a sum of activations for each scale.
         """
         return 1 + self.halves * (1 + self.sums)
 

@@ -98,9 +98,9 @@ def _weighed(row: Row, source: LogitBlock, at: Expr, highest: Expr) -> Expr:
 
 
 def _peak(row: Row, block: Expr, source: LogitBlock) -> None:
-    """Emits code that computes the largest logit in a block of 256 and stores it, infinite if the block has a
-    NaN. `max` drops NaN, so the bit patterns without sign are compared, too. source: reads the block's
-    logits.
+    """Emits code that computes the largest logit in a block of 256, infinite if the block has a NaN, and
+    stores it in `row.tops` [row, block]. `max` drops NaN, so the bit patterns without sign are compared, too.
+    source: object that emits loads of the block's logits.
     """
     floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
     most = [register(infinity(-1, lanes), lanes) for _ in range(4)]

@@ -119,8 +119,9 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
 
 
 def _restrict(row: Row, least: Expr, room: Buffer) -> None:
-    """Emits code that recomputes the sum of sampling weights of each block of a row, leaving out tokens whose
-    logits are below `least`. room: buffer with the weights of all tokens of the row.
+    """Emits code that recomputes, in `row.sums`, the sum of sampling weights of each block of 256 tokens of a
+    row, leaving out tokens whose logits are below `least`. room: buffer with the weights of all tokens of the
+    row.
     """
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):

@@ -64,9 +64,10 @@ class _Choice:
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
     ) -> None:
-        """Emits the allocation of the shared arrays in which a workgroup chooses the experts of one row, and
-        keeps the arguments for the methods. at: (index of the row, index of the thread); out: the buffers
-        that the methods write, (experts' numbers int32 [n, chosen], experts' weights float32 [n, chosen]).
+        """Emits the allocation of the arrays in shared memory (scores, sums, chosen experts) with which a
+        workgroup chooses the experts of one row. at: (index of the row, index of the thread); out: the
+        buffers that the choice is written to, (experts' numbers int32 [n, chosen], experts' weights float32
+        [n, chosen]).
         """
         self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
         self._k = k
@@ -116,8 +117,8 @@ class _Choice:
         )
 
     def _score(self, logits: Value) -> None:
-        """Emits the scores of all experts of the row, sigmoid or softmax of their logits, into a shared
-        array.
+        """Emits code that computes the scores of all experts for one row, sigmoid or softmax of its logits,
+        into shared memory, float32 [experts]. logits: buffer float32 [n, experts] of the router's logits.
         """
         count, row, tx = self._spec.count, self._row, self._tx
         if self._spec.router.scores == "sigmoid":

@@ -152,8 +152,8 @@ class _Head:
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
     ) -> None:
-        """Keeps the buffer `qkv` of queries, keys and values and the position of the head in attributes. at:
-        (number of the head in the order queries, keys, values; index of the row; index of the thread).
+        """Prepares code for one head of one row of the buffer `qkv` [rows, values of all heads]. at: (number
+        of the head: first queries, then keys, then values; index of the row; index of the thread).
         """
         self._k, self._cache, self._spec, self._qkv = k, cache, spec, qkv
         self._place, self._row, self._tx = at
@@ -173,8 +173,8 @@ class _Head:
         return value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip))
 
     def store(self, query: Value, vector: Value, scale: Value | None) -> None:
-        """Emits the store of a query head in the buffer `query`, times `scale` if that is not None. vector:
-        the query in shared memory.
+        """Emits the store of a query head in a row of the buffer `query`, times `scale` if that is not None.
+        vector: array of its float32 elements in shared memory.
         """
         dim = self._cache.head_dim
 

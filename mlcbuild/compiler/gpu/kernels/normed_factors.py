@@ -68,8 +68,8 @@ class AddedRows:
     rows: RowsOf
     vectors: NormVectors
     roots: Value
-    """Array in registers: for each row of x in the workgroup's block of rows, 1 / root mean square of the
-    other tensor's row whose norm is added to it."""
+    """Array in registers, for each row of x that the workgroup multiplies: 1 / root mean square of that row
+    of the tensor whose norm the kernel adds to x."""
     scale: float
 
     def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
@@ -105,10 +105,10 @@ class AddedBuffers:
         return cls(delta, sums, vectors, scale)
 
     def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
-        """Emits code that computes 1 / root mean square of each row of the buffer `delta` that belongs to a
-        block, the rows of x that a workgroup multiplies. Returns a RowBlock that reads x + scale *
-        norm(delta) in place of x; the first workgroup of each block also stores these values in the buffer
-        `sum`. at: (index of the workgroup among those of the block, thread).
+        """Emits code that computes 1 / root mean square of the rows of the buffer `delta`, for the rows of x
+        that a workgroup multiplies. Returns `block`, the object that reads these rows, changed to read x +
+        scale * norm(delta); the first workgroup also stores these sums in the buffer `sum`. at: (index of the
+        workgroup among those of the same rows, index of the thread).
         """
         (bx, tx), columns = at, self.delta.columns
         norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)

@@ -125,10 +125,10 @@ class ProductBuffers:
         biases: int = 1,
         results: Var | None = None,
     ) -> ProductBuffers:
-        """Declares the buffers of a matrix product's kernel, y = x W^T, and returns them as a ProductBuffers:
-        the matrix W, the output y and, where `spec` has them, bias, parameters of xIELU and row gate.
-        matrices, biases: how many matrices W, and biases, their buffers hold; results: number of rows of y,
-        if it is not the size `n`.
+        """Declares the buffers of a GPU kernel for a matrix product, y = x W^T, and returns them as a
+        ProductBuffers: the matrix W, the output y and, where the product's `spec` has them, bias, parameters
+        of xIELU and a factor for each row of y. matrices, biases: how many matrices W, and biases, their
+        buffers hold; results: number of rows of y, if it is not the size `n`.
         """
         rows = spec.outputs * (2 if spec.gate else 1)
         matrix = StoredMatrix.declare(k, spec.form, matrices * rows, spec.inputs)

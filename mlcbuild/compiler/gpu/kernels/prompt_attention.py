@@ -70,8 +70,8 @@ def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> Kernel
 
 @dataclass(frozen=True)
 class _Keys:
-    """Emits code that reads the keys and values of one KV head of one sequence from the paged KV cache, one
-    float32 element at a time.
+    """Emits loads of the keys and values of one KV head of one sequence from the paged KV cache; each returns
+    one float32 element.
     """
 
     spec: AttentionSpec
@@ -97,8 +97,9 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """Emits attention of the rows of a prompt that one workgroup computes for one head. Four threads share a
-    row: each computes the scores of every fourth key of a tile, and every fourth dimension of the result.
+    """Emits attention of the rows of a prompt that one workgroup computes for one query head, from scores to
+    the result, which is stored in a row of the buffer `y` each. Four threads share a row: each computes the
+    scores of every fourth key of a tile, and every fourth dimension of the result.
     """
 
     spec: AttentionSpec
