@@ -207,7 +207,7 @@ def code_files(
     hashed but not parsed, and the imports of other files are added.
     """
     files = {} if files is None else files
-    imports = _imported if imports is None else imports
+    imports = {} if imports is None else imports
     packages = frozenset((*PACKAGES, *(module.partition(".")[0] for module in modules)))
     digests: dict[str, str] = {}
     pending = list(modules)

@@ -173,6 +173,8 @@ def test_a_file_whose_imports_are_remembered_is_hashed_and_not_parsed(
     imports: canon.ImportTable = {}
     before = canon.code_files(f"{package.name}.start", imports=imports)
     monkeypatch.setattr(canon, "ast", None)
+    assert canon.code_files(f"{package.name}.start", imports={}) == before, "this process has parsed it"
+    monkeypatch.setattr(canon, "_imported", {})
     assert canon.code_files(f"{package.name}.start", imports=imports) == before
     # The same bytes import other modules from a file of another package.
     source = (package / "deep" / "__init__.py").read_bytes()
