@@ -90,22 +90,22 @@ def listed(arguments: argparse.Namespace) -> int:
     from mlcbuild.cli.listing import show, table
     from mlcbuild.cli.store_access import ago
 
-    installed = entries.read(_root(arguments))
+    installed = [(item, _scheme(item)) for item in entries.read(_root(arguments))]
     rows = [("name", "scheme", "bytes", "last used", "source")]
     rows += [
-        (item.name, _scheme(item) or "-", sizes.show(item.size), ago(entries.ago(item)), item.source)
-        for item in installed
+        (item.name, scheme or "-", sizes.show(item.size), ago(entries.ago(item)), item.source)
+        for item, scheme in installed
     ]
     document = [
         {
             "name": item.name,
-            "scheme": _scheme(item) or None,
+            "scheme": scheme or None,
             "bytes": item.size,
             "used": item.used,
             "source": item.source,
             "bundle": str(item.bundle),
         }
-        for item in installed
+        for item, scheme in installed
     ]
     nothing = "nothing is installed: mlcbuild chat NAME builds or fetches a model, and keeps it"
     show(arguments.json, {"models": document}, table(rows) if installed else [nothing])
