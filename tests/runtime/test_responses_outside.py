@@ -92,6 +92,9 @@ def test_log_lines_are_one_line() -> None:
 def test_a_log_that_is_configured_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(logging, "basicConfig", lambda **options: calls.append(options))
+    levels: list[int] = []
+    monkeypatch.setattr(logging.getLogger("mlcbuild_runtime"), "setLevel", levels.append)
     logs.to_stderr()
+    assert levels == [logging.INFO], "a model that was loaded is a line"
     (handler,) = calls[0]["handlers"]
     assert isinstance(handler.formatter, logs.OneLineFormatter) and "force" not in calls[0]
