@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -12,17 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from mlcbuild_format.fields import Json
 from mlcbuild_runtime import Engine
-from mlcbuild_runtime.chat.chat_model import ChatModel, Speed
-from mlcbuild_runtime.chat.conversation import Conversation
 from mlcbuild_runtime.chat.local_model import BASE_TOKENS, LocalModel
-from mlcbuild_runtime.chat.rendering import plain_printer
 
 from . import shared
 from .test_server import with_template
@@ -98,26 +93,6 @@ def test_commands(toy_bundle: Path) -> None:
     assert "unknown field 'colour'" in text
     assert "stream cannot be set here" in text
     assert 'stop = "x"\nseed = null\nsystem message set\nsystem message removed\n' in text
-
-
-class _SilentModel:
-    """A model behind a server that reports no speed."""
-
-    speed = Speed()
-
-    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
-        yield "hi"
-
-
-def test_a_server_may_report_no_speed() -> None:
-    out = io.StringIO()
-    chat = Conversation(cast(ChatModel, _SilentModel()), out, plain_printer(out, False), terminal=False)
-    for line in ("/stats", "hi", "/stats"):
-        if line.startswith("/"):
-            chat.command(line)
-        else:
-            chat.answer(line)
-    assert out.getvalue() == "no answer yet\nhi\nthe speed of the last answer is not reported\n"
 
 
 def test_settings_count(toy_bundle: Path) -> None:

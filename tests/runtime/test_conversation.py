@@ -108,7 +108,6 @@ def test_the_last_message_is_answered_again() -> None:
     assert out.getvalue() == "there is no message to answer again\n"
     chat.answer("a")
     chat.answer("b")
-    chat.history[2:2] = []
     run(chat, "/regen")
     assert [messages for messages, _ in model.requests[1:]] == [chat.history[:3]] * 2
     assert len(chat.history) == 4
@@ -132,6 +131,14 @@ def test_commands_that_show(tmp_path: Path) -> None:
     forgotten = "the conversation is forgotten\n"
     assert out.getvalue() == f"prompt 1 tokens; answer 2 tokens; 2 tokens answered in all\n{forgotten * 2}"
     assert chat.history == []
+
+
+def test_a_server_may_report_no_speed() -> None:
+    chat, model, out = conversation()
+    chat.answer("a")
+    model.speed = Speed()
+    run(chat, "/stats")
+    assert out.getvalue() == "1 messages\nthe speed of the last answer is not reported\n"
 
 
 def test_every_command_is_known() -> None:
