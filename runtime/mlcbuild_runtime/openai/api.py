@@ -28,7 +28,7 @@ from mlcbuild_runtime.openai.body import (
     text,
     wrong,
 )
-from mlcbuild_runtime.openai.foreign_fields import read_body
+from mlcbuild_runtime.openai.foreign_fields import checked, translated
 from mlcbuild_runtime.openai.messages import CONTENT, MESSAGES, content_text, messages
 from mlcbuild_runtime.openai.reasoning import EFFORTS
 from mlcbuild_runtime.openai.tools import TOOL_CHOICE, TOOLS, Toolbox, toolbox
@@ -200,7 +200,7 @@ class CompletionCall:
 def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     """Returns the checked fields of a body of /v1/chat/completions. serving: the bundle's default sampling
     parameters. Raises RequestError for an invalid field, naming it."""
-    fields = read_body(body, CHAT)
+    fields = checked(translated(body), CHAT)
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(
@@ -237,7 +237,7 @@ def _prediction(prediction: Json) -> str:
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
     """Returns the checked fields of a body of /v1/completions. serving: the bundle's default sampling
     parameters. Raises RequestError for an invalid field, naming it."""
-    fields = read_body(body, COMPLETION)
+    fields = checked(translated(body), COMPLETION)
     options = _options(fields, serving, fields.integer("max_tokens"), fields.integer("logprobs"))
     listed = prompts("prompt", fields.get("prompt"))
     if len(listed) * options.n > MAX_CHOICES:

@@ -90,11 +90,10 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
     return _with_format(fields)
 
 
-def read_body(body: Mapping[str, Json], table: Table) -> RequestBody:
-    """Returns the checked fields of a request body, with the fields of other servers translated. table: the
-    fields that this server accepts. Raises RequestError for an invalid or unknown field; for a field in
-    NEUTRAL the error lists the accepted values."""
-    fields = translated(body)
+def checked(fields: Mapping[str, Json], table: Table) -> RequestBody:
+    """Returns the checked fields of a request body that `translated` has returned. table: the fields that
+    this server accepts. Raises RequestError for an invalid or unknown field; for a field in NEUTRAL the error
+    lists the accepted values."""
     for key, allowed in NEUTRAL.items():
         if key in fields and key not in table:
             raise not_among(key, fields[key], allowed, neutral=True)

@@ -14,7 +14,7 @@ from mlcbuild_runtime.openai import api
 from mlcbuild_runtime.openai.body import Table, boolean
 from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.chat_documents import error_document
-from mlcbuild_runtime.openai.foreign_fields import read_body, translated
+from mlcbuild_runtime.openai.foreign_fields import checked, translated
 from mlcbuild_runtime.openai.service import CompletionJob, rendered
 
 Document = dict[str, Json]
@@ -37,7 +37,7 @@ def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
     Raises RequestError for an invalid field."""
     fields = translated(body)
     unknown = {key: value for key, value in fields.items() if key not in api.COMPLETION or key in _OWN[:2]}
-    read_body(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
+    checked(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
     return fields
 
 
