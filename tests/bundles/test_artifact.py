@@ -184,7 +184,7 @@ def test_a_manifest_describes_the_bundle_and_its_files(registries: MemoryRegistr
     manifest, files = write_bundle(tmp_path)
     push(tmp_path, manifest, files, HERE, {})
     document = json.loads(registries.tags["host", "tiny"]["v1"])
-    assert document["artifactType"] == "application/vnd.mlcbuild.bundles.assemble.v1"
+    assert document["artifactType"] == "application/vnd.mlcbuild.bundle.v1"
     assert document["config"]["digest"] == digest_of((tmp_path / "bundle.json").read_bytes())
     assert document["annotations"] == {
         "org.opencontainers.image.title": "tiny-q0f32-host",

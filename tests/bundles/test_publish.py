@@ -80,7 +80,7 @@ def test_the_artifact_is_what_the_format_says(
     manifest = json.loads(data)
     assert manifest["schemaVersion"] == 2
     assert manifest["mediaType"] == "application/vnd.oci.image.manifest.v1+json"
-    assert manifest["artifactType"] == "application/vnd.mlcbuild.bundles.assemble.v1"
+    assert manifest["artifactType"] == "application/vnd.mlcbuild.bundle.v1"
     assert (
         registry_server.get(f"{repository}/blobs/{manifest['config']['digest']}")
         == (bundle / "bundle.json").read_bytes()

@@ -46,7 +46,7 @@ class Answers:
         self.manifest = {
             "schemaVersion": 2,
             "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "artifactType": "application/vnd.mlcbuild.bundles.assemble.v1",
+            "artifactType": "application/vnd.mlcbuild.bundle.v1",
             "config": {"mediaType": "application/json", **{k: layers[0][k] for k in ("digest", "size")}},
             "layers": layers,
         }

@@ -1,7 +1,7 @@
 """Publishes and downloads a bundle as an artifact of an OCI registry, one layer for each file, so that `oras
 pull` also gives the bundle.
 
-    artifactType  application/vnd.mlcbuild.bundles.assemble.v1
+    artifactType  application/vnd.mlcbuild.bundle.v1
     config        bundle.json
     layers        one for each file; annotations: its path (org.opencontainers.image.title), its BLAKE3
 
@@ -31,8 +31,8 @@ from mlcbuild.remotes.registry import MANIFEST as MEDIA_TYPE
 from mlcbuild.remotes.registry import Registry
 from mlcbuild.remotes.transport import Attempts
 
-TYPE = "application/vnd.mlcbuild.bundles.assemble.v1"
-CONFIG_TYPE = "application/vnd.mlcbuild.bundles.assemble.config.v1+json"
+TYPE = "application/vnd.mlcbuild.bundle.v1"
+CONFIG_TYPE = "application/vnd.mlcbuild.bundle.config.v1+json"
 TITLE = "org.opencontainers.image.title"
 BLAKE3 = "dev.mlcbuild.blake3"
 _AT_ONCE = 4
