@@ -1,4 +1,5 @@
-"""Checks whether this machine has what builds need."""
+"""Checks whether this machine has what builds need, such as a linker and a writable store. Each check has a
+result, a `Check`, with a name, whether it passed, and a message; a failed one raises no exception."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class Product:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Returns the names of the steps whose results end the variant, because no other step reads them: the
-        verification or, without it, the bundle, and the measurement of speed."""
+        """Returns the names of the last steps of one variant of a recipe, whose results no other step reads:
+        the verification or, without it, the bundle; and the measurement of speed, if there is one."""
         return (self.last,) if self.bench is None else (self.last, self.bench)
 
 

@@ -117,7 +117,7 @@ class Session:
 
     pipeline: Pipeline
     store: Store
-    """The store, for reading. Every call opens it again, so that threads share no state."""
+    """The store of built files. Every call opens its directory again, so that threads share no state."""
     key: Path | None = None
     """Path of the file with the signing key; None: the user's key is used, if there is one."""
 

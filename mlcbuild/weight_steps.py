@@ -20,8 +20,8 @@ from mlcbuild.targets.backends import backend
 MANY_CORES = 64
 """Number of cores that a step requests if it can use all cores of a machine."""
 BUDGET_FILES = ("budget.json", "quantization.yaml")
-"""Names of the two files, a report and a quantization for recipes, that bundles copy from the step which
-chose their quantization schemes under a budget."""
+"""Names of the two files that bundles copy from the step which chose their quantization schemes under a
+budget: the report on the choice, and the choice as text to copy into a recipe."""
 
 
 def storage_of(variant: Variant) -> quant.Storage:

@@ -127,8 +127,9 @@ class Planner:
         names = graph.closure(only) if only else graph.nodes
         self.steps = [step for step in graph.steps() if step.name in names]
         self.results: dict[str, Record | Tree] = {}
-        """Name of a directory of source files -> its files with their digests (a `Tree`); name of a step ->
-        the record of its result, if it is available."""
+        """The files of sources and the results of steps, in one mapping: name of a directory of source files
+        -> its files with their digests (a `Tree`); name of a step -> the record of its result. A step without
+        an available result has no entry."""
         self.stats: dict[str, dict[str, tuple[int, int]]] = {}
         """Name of a directory of source files -> file -> (size in bytes, mtime in ns) at the time
         of hashing.

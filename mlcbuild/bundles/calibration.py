@@ -1,4 +1,5 @@
-"""Measures the activations with which prompts multiply each matrix of a model, as the step
+"""Measures how strongly prompts use each column of each matrix of a model: writes the mean squares of the
+activations that are multiplied with the columns, as importance.npz, and a report. It is the step
 `calibrate/<model>`.
 """
 

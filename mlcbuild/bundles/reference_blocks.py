@@ -237,9 +237,9 @@ class _Biases:
     heads: slice
 
     def scores(self, products: Array, part: slice) -> Array:
-        """Returns the attention scores [g, rows, m] of g query heads, scaled, soft-capped and with ALiBi
-        biases, before masking. products: dot products of queries and keys, [g, rows, m]; part: range of these
-        query rows among the new tokens.
+        """Returns the attention scores [g, rows, m] of g query heads, for some of the new tokens and m keys,
+        scaled, soft-capped and with ALiBi biases, before masking. products: dot products of queries and keys,
+        [g, rows, m]; part: slice that selects the tokens of these queries from all new tokens.
         """
         spec, dtype = self.spec, products.dtype
         keys = np.arange(products.shape[-1])

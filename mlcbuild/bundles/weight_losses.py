@@ -40,8 +40,9 @@ class ScoredPrompt:
     path: Path
 
     def losses(self, logits: Array) -> float:
-        """Returns the sum over the prompt's n tokens of KL(exact || approximate) in nats, between the
-        next-token distributions of two models. logits: those of the approximate model, [n, vocab].
+        """Returns the sum over a prompt's n tokens of KL(exact || approximate) in nats, between the
+        next-token distributions of the exact model, whose logits are read from the file `path`, and of an
+        approximate one. logits: those of the approximate model, [n, vocab].
         """
         return float(divergence(log_softmax(np.load(self.path)), log_softmax(logits)).sum())
 

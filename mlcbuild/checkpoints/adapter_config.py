@@ -46,8 +46,8 @@ class AdapterConfig:
     dora: bool = False
     """True if the rows of a merged matrix are scaled to lengths that the adapter stores (DoRA)."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Regular expression for the end of a module's name -> rank of the module's two LoRA matrices, where it
-    differs from `rank`.
+    """Regular expression for the end of a module's name -> rank of the two LoRA matrices of the modules that
+    match it. Modules that no expression matches have the adapter's general rank, `rank`.
     """
     alphas: Mapping[str, float] = field(default_factory=dict)
 

@@ -228,9 +228,9 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Fills `out` [rows, ..] with rows of a parameter, from row `first` on, that the stored tensor
-        `piece` holds in another order or among rows of other parameters. ranges: a Piece, which lists the
-        parameter's rows within each block of the tensor's rows.
+        """Fills `out` [rows, ..] with rows of a model's parameter, from row `first` on. The stored tensor
+        `piece` holds them in another order or among rows of other parameters: in each block of its rows,
+        those that `ranges`, a `Piece`, lists are the parameter's.
         """
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1

@@ -60,8 +60,9 @@ class StoredParts:
         )
 
     def check(self, part: str, dtypes: Iterable[str], shape: tuple[int, ...]) -> Tensor:
-        """Returns the module's stored tensor whose name ends with `part`. Raises CheckpointError if it is
-        missing, its type is not one of `dtypes` (safetensors names), or it has another shape.
+        """Returns one of the stored tensors of a module of a model, such as model.layers.0.mlp.down_proj.
+        part: last part of the tensor's name, such as "qweight". Raises CheckpointError if the tensor is
+        missing, its type is not one of `dtypes` (safetensors names), or it has another shape than `shape`.
         """
         tensor, dtypes = self[part], tuple(dtypes)
         if tensor.dtype not in dtypes or tensor.shape != shape:
@@ -72,8 +73,9 @@ class StoredParts:
         return tensor
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """Returns (rows, columns) of the module's stored tensor whose name ends with `part`. Raises
-        CheckpointError if it is missing, empty, or not a matrix.
+        """Returns (rows, columns) of a matrix among the stored tensors of one module of a model, such as
+        model.layers.0.mlp.down_proj. part: last part of the tensor's name, such as "qweight". Raises
+        CheckpointError if the tensor is missing, empty, or not a matrix.
         """
         tensor = self[part]
         if len(tensor.shape) != 2 or not all(tensor.shape):

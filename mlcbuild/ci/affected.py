@@ -94,8 +94,9 @@ class _Search:
 
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
-    """Returns the paths, relative to a source directory, of its files that are among `files`. For a
-    checkpoint, whose whole directory is an input, deleted files are included.
+    """Returns the files of a source directory that changed, as paths relative to the directory. files:
+    absolute paths of all changed files. For a checkpoint, whose whole directory is an input, deleted files
+    are included.
     """
     root = source.root.resolve()
     # A link is an input in two respects: its target path, and the contents there.

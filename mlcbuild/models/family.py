@@ -146,7 +146,8 @@ class Common:
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """The differences of config.json in one model family from Llama's."""
+    """The differences between config.json in one model family and in Llama, such as fields that may be
+    absent, defaults, and names of fields. Llama itself states its rules with this class, too."""
 
     head_dim: int | None = None
     """Dimensions of an attention head if config.json does not state them; None: hidden_size /
@@ -368,8 +369,8 @@ def every(step: int, count: int) -> list[str]:
 
 
 def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Returns `layers`, those without rotary embedding where the entry of `rotated` is False, and unchanged
-    elsewhere."""
+    """Returns the specifications `layers` of a model's layers with some changed: a layer whose entry in
+    `rotated` is False has attention without rotary embedding."""
     return tuple(
         layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
         for layer, is_rotated in zip(layers, rotated, strict=True)

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping
 
 
 def f32(value: float) -> float:
-    """Returns the float32 nearest to a number, whose magnitude must be below 3.4e38."""
+    """Returns, as a Python float, the float32 nearest to a number, whose magnitude must be below 3.4e38."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
 
 
 def f16(value: float) -> float:
-    """Returns the float16 nearest to a number, whose magnitude must be below 65520."""
+    """Returns, as a Python float, the float16 nearest to a number, whose magnitude must be below 65520."""
     rounded: float = struct.unpack("<e", struct.pack("<e", value))[0]
     return rounded
 
 
 def bf16(value: float) -> float:
-    """Returns the bfloat16 (the upper half of a float32) nearest to a number; ties to even."""
+    """Returns, as a Python float, the bfloat16 (the upper half of a float32) nearest to a number; ties to
+    even."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
     bits += 0x7FFF + ((bits >> 16) & 1)
     rounded: float = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0]

@@ -69,8 +69,10 @@ class Piece:
 
     def to_json(self) -> list[Json]:
         """Returns this description of a checkpoint's tensor as the JSON list [tensor, rows, block, take,
-        columns, transposed], without the fields at the end that have their default value. take and columns
-        are lists of [start, stop, step]."""
+        columns, transposed], without the fields at the end that have their default value. tensor: its name;
+        rows: how many rows of a model's parameter it holds; block: rows per block of the tensor, or 0; take,
+        columns: [start, stop, step] of the parameter's rows in each block, and of its columns; transposed:
+        true if the tensor stores the matrix transposed."""
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [
             self.tensor,

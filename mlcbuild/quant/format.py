@@ -85,13 +85,14 @@ class Format:
     other formats."""
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
     """Function of (consecutive rows of an already quantized matrix, the parameter's name for error messages)
-    that returns the arrays to store, one for each item of `tensors`, without changing a value. Raises
-    CheckpointError for infinite or NaN scales and minima. None: the format cannot store quantized rows."""
+    that returns the arrays in which this format stores the rows, such as codes and scales, without changing a
+    value. Raises CheckpointError for infinite or NaN scales and minima. None: the format cannot store
+    quantized rows."""
     pack_calibrated: Callable[[Array, NDArray[np.float32], str], Sequence[Array]] | None = None
     """Function of (rows of a matrix [N, K], the importance of each column, float32 [K], the parameter's name
-    for error messages) that quantizes the rows and returns the arrays to store, one for each item of
-    `tensors`. The scales minimize squared errors times the importance of their columns. None: the format's
-    scales do not follow from squared errors."""
+    for error messages) that quantizes the rows and returns the arrays in which this format stores them, such
+    as codes and scales. The scales minimize squared errors times the importance of their columns. None: the
+    format's scales do not follow from squared errors."""
 
 
 @cache

@@ -201,7 +201,8 @@ class Program:
 
     signature: str
     params: tuple[Tensor, ...]
-    """(name, shape, dtype, layout) of every tensor of the weights, in order."""
+    """(name, shape, dtype, layout) of every tensor in which the model's weights are stored, in the order of
+    the model's parameters. layout: name of the physical order of the elements, such as "row"."""
     sizes: Sizes
     """Name of a size, such as the number of rows -> its maximum in any call; a smaller number of `pages` may
     be chosen when the GPU program is loaded.

@@ -1,4 +1,6 @@
-"""Sends bundles to their destinations one after the other; a failure does not stop the others."""
+"""Sends bundles to registries and model hubs, one after the other, and returns a result for each. If one
+fails, the result has the status "failed" and the error's text, and the others are still sent.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ _LARGEST_STATE = 4096
 
 @dataclass(frozen=True)
 class _Nested:
-    """The tensors and numbers by which scales that bitsandbytes stores as bytes are converted to float32."""
+    """The tensors and numbers by which one-byte scales of a bitsandbytes checkpoint are converted to float32:
+    scale i is table[byte i] * scales[i // block] + offset.
+    """
 
     table: Tensor
     scales: Tensor

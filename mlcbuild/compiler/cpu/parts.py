@@ -340,9 +340,9 @@ class Parts:
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
-        """Emits the kernel that samples a token from each row of logits [1, q, vocab] into `out`, int32 [q],
-        and returns the logits. params: float64 [q, 5], for each row 1 / temperature, logit_drop (the
-        threshold of min_p), top_p, top_k and a random number.
+        """Emits the kernel that samples a token from each of q rows of logits, float32 [1, q, vocab], into
+        `out`, int32 [q]. This function returns the logits, which stay unchanged. params: float64 [q, 5], for
+        each row 1 / temperature, logit_drop (the threshold of min_p), top_p, top_k and a random number.
         """
         func = sampling.sample(self.isa)
         shapes = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(out.shape, "int32")]

@@ -223,10 +223,10 @@ class LaunchBuilder:
         return [first, *self.add_normed(post_name, layer, rows)]
 
     def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for x += scale * norm(delta), which adds the rows that attention or feed-forward
-        left in the buffer `delta` to the residual stream x. In decoding (rows is not None), the result is []
-        for a layer whose feed-forward follows its attention: the addition is recorded in self.stream.pending,
-        and the next matrix product performs it.
+        """Returns a list with the launch for x += scale * norm(delta), which adds the rows that attention or
+        feed-forward left in the buffer `delta` to the residual stream x. rows: rows of x per workgroup; None
+        for prompts. In decoding, the list is empty for a layer whose feed-forward follows its attention: the
+        next matrix product performs the addition, which self.stream.pending records.
         """
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)

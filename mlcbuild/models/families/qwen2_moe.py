@@ -28,8 +28,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def _windows(fields: Fields, count: int) -> tuple[int | None, ...]:
-    """Returns the attention window, in tokens, of each of `count` layers; None: no window. If
-    use_sliding_window is set in config.json, every other layer below max_window_layers has one."""
+    """Returns one attention window, in tokens, for each of `count` layers; None: no window. If
+    use_sliding_window is set in config.json, layers 0, 2, 4 and so on below max_window_layers have one,
+    unless layer_types lists others."""
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):

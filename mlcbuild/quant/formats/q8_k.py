@@ -1,7 +1,8 @@
-"""The stored format `q8_k`: 8-bit codes and, for each group of 16 weights, a scale and a minimum, each the
-product of a float16 shared by 256 weights and a byte of the group.
+"""The stored format `q8_k`: weight = code * scale + minimum, with 8-bit codes. Each group of 16 weights has a
+scale and a minimum, each the product of a float16 shared by 256 weights and a byte of the group.
 
-It keeps the values of a parameter whose rows come from several types of tensors with such scales.
+It can hold, without change, the rows of a parameter that come from tensors of several quantized types with
+such scales.
 """
 
 from mlcbuild.quant.blocked import both

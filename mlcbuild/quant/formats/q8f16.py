@@ -2,7 +2,7 @@
 q8f16_1.
 
 code = clip(rint(w / scale + 127), 0, 254), scale = max|w| / 127 of the group. The bytes are those that
-mlc-llm writes where K is a multiple of 32.
+mlc-llm writes for a matrix whose number of columns is a multiple of 32.
 """
 
 from mlcbuild.quant.grouped import rows

@@ -133,10 +133,10 @@ class Trials(Generic[T]):
             return self._outcomes[key]
 
     def _tried(self, key: Hashable, number: int, grammar: str) -> TrialOutcome:
-        """Compiles and follows the constraint `grammar` in the child process of the stage with index
-        `number`. Returns the outcome, memory used or reason of refusal, and caches it for short constraints.
-        Raises TooCostlyError if the constraint reaches the stage's limit of CPU time or memory, unless this
-        is the last stage."""
+        """Compiles the constraint `grammar` (in Lark) on trial, and follows it for some tokens, in the child
+        process number `number`; these processes have rising limits of CPU time. Returns the outcome, memory
+        used or reason of refusal, and caches it under `key` for short constraints. Raises TooCostlyError if
+        the constraint reaches the process's limit of CPU time or memory, unless it is the last one."""
         each = self.tries[number]
         try:
             outcome = each.trial.run(grammar)

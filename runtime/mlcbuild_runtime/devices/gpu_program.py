@@ -71,7 +71,8 @@ class _Prepared:
     each launch of a kernel."""
     sizes: Sizes | None = None
     grids: Sequence[tuple[int, int]] = ()
-    """Number of workgroups (x, y) of each launch, for calls whose sizes are `sizes`."""
+    """Number of workgroups (x, y) of each kernel launch in a call of this GPU function. The numbers hold for
+    calls whose sizes, such as the number of rows, equal the attribute `sizes`: those of the last call."""
 
 
 class DeviceProgram:

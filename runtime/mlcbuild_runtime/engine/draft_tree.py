@@ -80,9 +80,9 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path of a draft tree (the draft, then the branches): the index of the row of logits of a token
-    on this path, minus the number of draft tokens from the draft's beginning up to this token. Tokens that a
-    branch shares with an earlier path do not count as its tokens."""
+    """For each path of a draft tree (the draft, then the branches): the number that is added to the depth of
+    a token on the path to get the index of its row of logits. The depth of a path's first draft token is 1,
+    that of the next one 2. Tokens that a branch shares with an earlier path have their rows on that path."""
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]

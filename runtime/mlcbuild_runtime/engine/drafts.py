@@ -157,10 +157,11 @@ class Credit:
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
         """Updates the number of tokens that a sequence may still spend on drafts, after a draft was verified:
-        adds `accepted` - `drafted` * `price`. Also adapts the length of the next draft. drafted, accepted:
-        numbers of tokens of the draft that were verified and accepted; price: cost of one draft token, in
-        tokens computed without drafts; gained: number of tokens accepted after them on an alternative to the
-        rest of the draft."""
+        adds `accepted` - `drafted` * `price`. Also sets the length of the next draft: after full acceptance
+        twice the length, up to 16, else `accepted` + `gained` + 1. drafted, accepted: numbers of tokens of
+        the draft that were verified and accepted; price: cost of one draft token, in tokens computed without
+        drafts; gained: number of tokens accepted after them on a branch, an alternative to the rest of the
+        draft."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 

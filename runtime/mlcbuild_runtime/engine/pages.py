@@ -62,12 +62,14 @@ class Pages:
 
     def depth(self, keys: Sequence[Key]) -> int:
         """Returns how many of a prompt's KV cache pages, from the first one on, are in the prefix tree, so
-        that they need not be computed. keys: the contents of the prompt's full pages, in order."""
+        that they need not be computed. keys: for each full page of the prompt, in order, a tuple that
+        identifies its content, mainly its tokens."""
         return len(self._path(keys))
 
     def share(self, keys: Sequence[Key]) -> list[int]:
-        """Returns the numbers of the pages in the prefix tree that hold the longest prefix of `keys`, and
-        counts one more user of each. keys: the contents of a sequence's full pages, in order."""
+        """Returns the numbers of the KV cache pages in the prefix tree that hold the longest prefix of
+        `keys`, and counts one more user of each. keys: for each full page of a sequence, in order, a tuple
+        that identifies its content, mainly its tokens."""
         path = self._path(keys)
         for node in path:
             node.users += 1
@@ -86,8 +88,9 @@ class Pages:
         return allocated
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
-        """Puts the first pages of a sequence, which the caller has filled, into the prefix tree. keys: the
-        contents of these pages, in order; pages: numbers of the sequence's pages.
+        """Puts the first KV cache pages of a sequence, which the caller has filled, into the prefix tree.
+        keys: for each of these pages, in order, a tuple that identifies its content, mainly its tokens;
+        pages: numbers of the sequence's pages.
 
         Where the tree already has a page for a key, that page replaces the sequence's own one in `pages`.
         """

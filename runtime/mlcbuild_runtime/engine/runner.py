@@ -163,9 +163,9 @@ class Runner:
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
         """Records, after a step, that the KV cache holds the keys and values of the step's tokens, and makes
-        the draft model, if there is one, compute the prompt tokens among them. parts: (sequence, number of
-        its tokens, draft tokens included); inputs: (new tokens, length after them, KV cache pages) of each
-        sequence; prompt: True if the tokens belong to prompts."""
+        the draft model, if there is one, compute the prompt tokens among them. parts: pairs (sequence, number
+        of its tokens in the step, with its draft tokens); inputs: (new tokens, length after them, KV cache
+        pages) of each sequence; prompt: True if the tokens belong to prompts."""
         prompts = [
             (s, step_input)
             for (s, _), step_input in zip(parts, inputs, strict=True)

@@ -82,9 +82,9 @@ class ModelStep(NamedTuple):
 
 
 class FollowingSteps(NamedTuple):
-    """The inputs of those decode steps that follow the first step of a call: random numbers, and the tokens
-    that end a sequence. In each of these steps the input of a sequence is the token that the step before has
-    sampled for it."""
+    """The inputs of the decode steps after the first one, where one device call executes several: random
+    numbers, and the tokens that end a sequence. In each of these steps the input of a sequence is the token
+    that the step before has sampled for it."""
 
     random_numbers: Sequence[Sequence[float]]
     """The random numbers, in [0, 1), with which tokens are sampled in the decode steps after the first one:

@@ -340,8 +340,8 @@ def prompts(key: str, value: Json) -> tuple[str | tuple[int, ...], ...]:
 
 
 def check_total(key: str, total: int, context: int) -> None:
-    """Raises RequestError if the prompts in the field `key` of a request have more tokens, `total`, than are
-    accepted. context: number of tokens of the model's context."""
+    """Raises RequestError (status 413) if the prompts in the field `key` of a request have more tokens
+    together, `total`, than both 262,144 and `context`, the number of tokens of the model's context."""
     most = max(MAX_PROMPT_TOKENS, context)
     if total > most:
         raise RequestError(

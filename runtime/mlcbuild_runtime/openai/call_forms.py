@@ -155,7 +155,8 @@ class CallSyntax:
     """Texts that a chat template must all contain to be recognised as one with this syntax of tool calls."""
     form: Form
     special: tuple[str, ...] = ()
-    """Texts of this syntax of tool calls that are special tokens in some vocabularies."""
+    """Texts of one syntax of tool calls, such as "<tool_call>", that are special tokens in the vocabularies
+    of some models."""
 
 
 _DEEPSEEK = (

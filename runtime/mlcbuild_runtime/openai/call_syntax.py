@@ -53,8 +53,9 @@ class JsonReader:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, int]:
-        """Reads more text of one JSON object. Returns (the text up to the brace that closes the object, or
-        all of it; the number of these characters)."""
+        """Reads the next text of one JSON object. Returns (the beginning of `text` up to and including the
+        brace that closes the object, or all of `text` if the object continues; the number of characters
+        returned)."""
         end = 0
         for letter in text:
             end += 1

@@ -53,8 +53,8 @@ class EmbeddingsJob:
     base64: bool
 
     def waves(self) -> Iterable[tuple[Request, ...]]:
-        """Yields the requests for the engine in groups of at most 64, which are submitted one group after the
-        other."""
+        """Yields the engine's requests that belong to this HTTP request, one for each text to embed, in
+        tuples of at most 64. The caller submits one tuple after the other."""
         for start in range(0, len(self.requests), AT_A_TIME):
             yield self.requests[start : start + AT_A_TIME]
 

@@ -105,8 +105,9 @@ def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
 
 
 def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
-    """Returns the fields of a body in which another server's field for a response format is replaced by
-    OpenAI's `response_format`. Raises RequestError for several formats, or an invalid one."""
+    """Returns the fields of a request in which a field of vLLM or llama.cpp that states a response format,
+    such as guided_json or json_schema, is replaced by OpenAI's `response_format`. Raises RequestError for
+    several formats, or an invalid one."""
     stated = {key: fields.pop(key) for key in (*_GUIDED, "json_schema") if key in fields}
     match fields.get("structured_outputs"):
         case dict() as outputs:
@@ -127,8 +128,8 @@ def _with_format(fields: dict[str, Json]) -> dict[str, Json]:
 
 
 def _format(key: str, value: Json) -> Json:
-    """Returns OpenAI's `response_format` that means the same as the field `key` of another server. Raises
-    RequestError for an invalid value."""
+    """Returns OpenAI's `response_format` that means the same as the field `key`, such as guided_json, of vLLM
+    or llama.cpp with the value `value`. Raises RequestError for an invalid value."""
     match key.replace("structured_outputs.", "guided_"), value:
         case "guided_json" | "json_schema", str(text):
             try:

@@ -75,8 +75,9 @@ time would have other last bits on other machines, and libraries would differ.
 
 
 def _gelu(floats: Floats, x: Expr) -> Expr:
-    """Emits the exact GELU of a float32 vector x, x (1 + erf(x / sqrt 2)) / 2, and returns its value. It uses
-    erfc(|x| / sqrt 2) = t exp(polynomial(t) - x^2 / 2), so that small results of negative x stay exact.
+    """Emits the exact GELU of a float32 vector x, x (1 + erf(x / sqrt 2)) / 2, and returns its value. With z
+    = |x| / sqrt 2 and t = 1 / (1 + z / 2), it uses erfc(z) = t exp(polynomial(t) - z^2), so that the small
+    results of negative x have a small relative error.
     """
     size = T.bind(floats.fabs(x))
     t = T.bind(

@@ -127,8 +127,9 @@ class Shape:
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """Returns the index, in the weight matrix, of tile `number`, from 0, of the tiles of 16 columns from
-        `column` on. In a matrix of gate and up projections, even numbers are gates, odd ones ups."""
+        """Returns the index, among the weight matrix's tiles of 16 result columns, of tile `number`, from 0,
+        of those from result column `column` on. If tiles of gates and ups alternate, even numbers are gates,
+        odd ones ups."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -142,14 +143,14 @@ class Packed:
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
-    """Distances of tiles at the beginning of a float32 tensor, in lines of 64 bytes (one row of a tile each):
-    (from 16 rows of x to the next 16, from 32 values of k to the next 32). None: the buffer is int32."""
+    """Distances of AMX tiles at the start of a float32 tensor, in lines of 64 bytes (a tile row each): (from
+    16 rows of x to the next 16, from 32 values of k to the next 32). None: tiles fill an int32 buffer."""
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns a Packed for act(gate) * up: its AMX tiles are stored at the start of the float32 tensor
-        [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles do not fit, and 32 values of k take m
-        lines of 64 bytes, one for each row."""
+        """Returns the place and order (`Packed`) of act(gate) * up as AMX tiles: at the start of `pair`, the
+        float32 tensor [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles do not fit, and 32
+        values of k take m lines of 64 bytes, one for each row."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))

@@ -70,10 +70,10 @@ class _Task:
 def attention(spec: AttentionKernel) -> PrimFunc:
     """Returns the attention kernel (qkv float32 [n, width] with rotated queries, pages [layers, pages, keys
     and values, KV heads, 16 * head_dim], q_indptr int32 [b+1], page_indptr int32 [b+1], page_table int32 [p],
-    kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt int64 if has_prompt_variant,
-    slopes float32 [heads] with ALiBi, sinks [heads] if any, out float32 [n, spec.columns or heads *
-    value_dim]). If `prompt` is not 0, AMX computes all rows, which it stores as bfloat16 tiles if
-    spec.columns is not 0."""
+    kv_lengths int32 [b], positions int32 [n], layer int64, window int64 (tokens), prompt int64 if the kernel
+    can use AMX, slopes float32 [heads] with ALiBi, sinks [heads] if any, out float32 [n, columns]). If
+    `prompt` is not 0, AMX computes all rows, and stores them as bfloat16 tiles if `out` is wider than heads *
+    value_dim."""
     heads = spec.heads
     with kernel("paged_attention") as function:
         rows, batch, table = size_var("n"), size_var("b"), size_var("p")
@@ -224,8 +224,9 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
 
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits the products query . key of a register tile of query vectors with the 16 keys of a page, and
-    their stores in task.weight. place: location of the page; ahead: the page that is prefetched meanwhile."""
+    """Emits the dot products of some query vectors (one head of one row each) with the 16 keys of a page, and
+    their stores in task.weight, float32 [query vectors, 16]. tile: number of this group of spec.tile query
+    vectors; place: location of the page; ahead: the page that is prefetched meanwhile."""
     if task.spec.heads.latent:
         _latent_scores(task, place, tile, ahead)
         return
@@ -285,8 +286,7 @@ def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> Non
 def _weights(task: _Task, place: _Place, tile: Expr, base: Expr, window: Expr) -> None:
     """Emits code that replaces a page's scores in task.weight by weights exp(score - maximum), times the
     scales of int8 values, and updates in `task` maximum, denominator and `shrink`, the factor that rescales
-    older sums to a new maximum. base: position of the page's first token; window: tokens that a query
-    sees."""
+    older sums to a new maximum. base: the page's first position; window: tokens that a query sees."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.scores, place
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)

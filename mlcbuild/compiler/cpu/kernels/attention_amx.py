@@ -104,8 +104,9 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of attention over 64 tokens, from token `number` * 64 on. Pages before `begin` or after `stop`
-    are not read: the step reads other pages in their place and masks the scores."""
+    """One step of attention over 64 tokens, four KV cache pages, from token `number` * 64 of the sequence on.
+    begin, stop: numbers of the first and the last page that is read, counted in the sequence. In place of
+    pages outside this range, the step reads page `begin` or `stop`, and masks the scores."""
 
     number: Expr
     begin: Expr
@@ -228,8 +229,9 @@ def _read_values(task: _Task, step: _Step) -> None:
 
 
 def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
-    """Returns 16 consecutive elements of one token's value vector. page: index of the KV cache page; token:
-    position in the page; at: index of the first element in the page."""
+    """Emits the load of 16 consecutive elements of one token's value vector, and returns them in their stored
+    type, or as float32 if they are int8. page: index of the KV cache page; token: index of the token in the
+    page; at: index of the first element among the values of the page's 16 tokens."""
     call, floats = task.call, task.floats
     cache = call.pages, (call.layer, page, 1, task.head)
     heads = call.spec.heads

@@ -180,8 +180,9 @@ class Call:
 
     @property
     def block(self) -> Expr:
-        """Returns an int32 expression of the kernel: the maximum number of rows of one sequence in an
-        attention task. It is larger for prompt rows that AMX computes.
+        """Returns an int32 expression of the kernel: the maximum number of rows (tokens) in an attention
+        task, the unit of work in which one core computes some rows of one sequence for one KV head. It is
+        larger for prompt rows that AMX computes.
         """
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
@@ -197,8 +198,10 @@ class Call:
         return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
-        """Returns the number of parts (each up to 16 pages) into which attention divides the pages that
-        `count` rows of a sequence attend to; 1 if there are many rows. first: index of the first row.
+        """Returns an expression of the kernel: the number of parts, of up to 16 KV cache pages each, into
+        which attention divides the pages that `count` new rows (tokens) of a sequence attend to; 1 if AMX
+        computes the rows, or for more than 16 rows. first: index of the first row among the rows of the
+        batch.
         """
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
         return T.bind(T.Select(self.few(count), stop // PART - start // PART + 1, 1))

@@ -290,9 +290,10 @@ def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
 
 
 def _rows(plan: _Plan, part: _Part, place: Expr, tile: Expr, row: Callable[[Expr], Expr]) -> None:
-    """Emits the product of one tile of an expert's matrix with all rows that have chosen the expert, in
-    batches. place: index of the expert among those that rows have chosen; tile: number of the tile; row:
-    function from a pair (row, chosen expert) to its row of x.
+    """Emits the product of one tile (some rows) of an expert's matrix with all rows of x that have chosen the
+    expert, a few of them at a time. place: index of the expert in plan.experts, the list of all experts that
+    rows have chosen; tile: index of the tile in the matrix; row: function from a pair (row, chosen expert) to
+    its row of x.
     """
     expert = T.bind(T.Cast("int64", plan.experts[place]))
     last = T.bind(T.Cast("int64", plan.starts[place + 1]))

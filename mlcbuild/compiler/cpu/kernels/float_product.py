@@ -125,13 +125,14 @@ class PackedRow:
 
     @property
     def step(self) -> int:
-        """Returns the number of float32 values in one block of a packed row of activations."""
+        """Returns the number of float32 values in one block of a packed row of x: planes * lanes columns of
+        x, and `lanes` more values if weights have an offset."""
         return (self.planes + self.offset) * self.lanes
 
     @property
     def stride(self) -> int:
-        """Returns the number of floats from one packed row of activations to the next: an odd number of cache
-        lines, so that rows do not share cache sets."""
+        """Returns the number of floats from one packed row of x to the next, which fill an odd number of
+        cache lines: rows then share no cache sets."""
         return odd_lines(self.blocks * self.step)
 
 
@@ -320,8 +321,7 @@ def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A range of blocks of each weight row, `count` from block `first` on, that is unpacked to float32 at a
-    time."""
+    """A range of blocks of each weight row, unpacked to float32 together: `count` blocks from `first` on."""
 
     first: Expr
     count: Expr

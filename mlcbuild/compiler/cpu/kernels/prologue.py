@@ -44,8 +44,8 @@ class RowSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Returns the beginning of the names of kernels that compute the input rows of a matrix product in
-        this way, such as silu_; "" if the rows are only read."""
+        """Returns the beginning of the names of kernels that compute the input rows of a matrix product with
+        this prologue, such as silu_; "" if the rows are only read."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:

@@ -1,5 +1,5 @@
-"""Emits reads of one row of logits for the sampling kernel, in blocks of 256 tokens whose maxima and sums of
-weights are stored.
+"""Emits code of the sampling kernel that reads one row of logits in blocks of 256 tokens and stores, for each
+block, the largest logit and the sum of the tokens' sampling weights, exp((logit - largest) / temperature).
 """
 
 from __future__ import annotations

@@ -348,8 +348,8 @@ def finish(
     at: tuple[GemvShape, Value],
 ) -> None:
     """Emits the sum over the threads that share a row of W, for each output, and stores the outputs. sums:
-    the thread's sums; norm: the RMSNorm whose factor is applied to sums, or None; target: elements of y that
-    are stored; at: (shape of the GEMV, index of the thread).
+    the thread's sums; norm: the RMSNorm whose factor is applied to sums, or None; target: rows and columns of
+    y that are stored, as index expressions (`Outputs`); at: (shape of the GEMV, index of the thread).
     """
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]

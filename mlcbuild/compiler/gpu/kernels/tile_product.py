@@ -59,8 +59,9 @@ def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
 
 @dataclass(frozen=True)
 class TileRows:
-    """The rows of x and of the result y that belong to a tile of 64 rows, as functions of a *line*, the
-    position of a row in the tile.
+    """The 64 rows of x and of the result y = x W^T that one workgroup computes as a tile. Functions map a
+    *line*, the position 0 to 63 of a row in the tile, to the row's index in y, to the condition for its
+    store, and to its values in x.
     """
 
     row: Callable[[Value], Value]
