@@ -302,6 +302,16 @@ def test_artifacts_that_are_no_bundles_are_refused(
         fetch("oci://host/tiny:v2", tmp_path)
 
 
+def test_no_more_is_written_than_a_manifest_states(registries: MemoryRegistries, tmp_path: Path) -> None:
+    """Checks that a body of 63 bytes that arrives in one piece fills no more than a byte beyond the stated
+    two, so that its digest is not that of the whole."""
+    registries.answers[WEIGHTS] = [[NUMBERS], [NUMBERS]]
+    document = {"layers": [layer("bundle.json", NUMBERS, size=2)]}
+    registries.tags["host", "tiny"]["v1"] = json.dumps(document).encode()
+    with pytest.raises(RemoteError, match=r"bundle\.json has other bytes than its digest states"):
+        fetch(HERE, tmp_path)
+
+
 def test_layers_without_a_title_are_left_out(registries: MemoryRegistries, tmp_path: Path) -> None:
     registries.blobs["host", "tiny"][WEIGHTS] = NUMBERS
     nameless = {key: value for key, value in layer("", NUMBERS).items() if key != "annotations"}

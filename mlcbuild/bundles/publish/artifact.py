@@ -196,8 +196,9 @@ def _append(origin: Registry, layer: Descriptor, path: Path) -> None:
             with body, path.open("r+b") as file:
                 file.seek(body.start)
                 file.truncate()
-                while (data := body.read()) and file.tell() <= layer.size:
-                    file.write(data)
+                # One byte more than stated is enough to refuse the file.
+                while (room := layer.size + 1 - file.tell()) > 0 and (data := body.read()):
+                    file.write(data[:room])
         except RemoteError as error:
             attempts.failed(error, path.stat().st_size - have, began)
         else:
