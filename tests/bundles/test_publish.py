@@ -214,7 +214,7 @@ WRONG: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
     "bare": (bare, "it is not a bundle: it holds no bundle.json"),
     "one byte more": (resized(lambda size: size + 1), r"has \d+ bytes where its manifest states \d+"),
     "one byte less": (resized(lambda size: size - 1), r"has \d+ bytes where its manifest states \d+"),
-    "two bytes": (resized(lambda size: 2), "has other bytes than its digest states"),
+    "two bytes": (resized(lambda size: 2), "has more than the 2 bytes that its manifest states"),
     "no bytes": (resized(lambda size: 0), "other bytes than its digest states|where its manifest states 0"),
     "a petabyte": (resized(lambda size: 10**15), r"states 10\d{14} bytes, and .* has room for"),
     "a negative size": (resized(lambda size: -size), "its manifest cannot be parsed"),

@@ -176,12 +176,15 @@ def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
         _append(origin, layer, path)
         with path.open("rb") as file:
             actual = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        size = path.stat().st_size
         if actual == layer.digest:
             break
         path.write_bytes(b"")
     else:
+        if size > layer.size:
+            raise RemoteError(f"{path.name} has more than the {layer.size} bytes that its manifest states")
         raise RemoteError(f"{path.name} has other bytes than its digest states")
-    if (size := path.stat().st_size) != layer.size:
+    if size != layer.size:
         raise RemoteError(f"{path.name} has {size} bytes where its manifest states {layer.size}")
 
 
