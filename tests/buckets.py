@@ -54,7 +54,7 @@ err to stderr = true
 keyring = {home}/keyring
 mon data = {home}/mon
 mon cluster log file =
-mon data avail crit = 0
+mon data avail crit = -1
 mon data avail warn = 0
 mon allow pool size one = true
 mon max pg per osd = 10000
@@ -148,7 +148,11 @@ class Server:
 
 @contextmanager
 def radosgw(home: Path, memory: int = 1 << 30) -> Iterator[Server]:
-    """Yields a running server that can hold `memory` bytes."""
+    """Yields a running server that can hold `memory` bytes.
+
+    Of its disk it needs some megabytes: with a limit of 0 percent (`mon data avail crit`), ceph-mon ends at its
+    start when less than one percent is free, whatever that is in bytes.
+    """
     home.mkdir(parents=True)
     for name in ("mon", "osd"):
         (home / name).mkdir()
@@ -179,6 +183,7 @@ def radosgw(home: Path, memory: int = 1 << 30) -> Iterator[Server]:
         run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{monitor}]", "monmap")
         run("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(home / "monmap"))
         start("ceph-mon", "-f", "-i", "a")
+        until_open(monitor, processes[-1], home / "ceph-mon.log")
         identity = str(uuid.uuid4())
         number = run("ceph", "osd", "new", identity)
         run("ceph", "osd", "crush", "add", f"osd.{number}", "1.0", "root=default")
