@@ -344,7 +344,7 @@ def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
         else step
         for step in plan.steps
     )
-    return Plan(tuple(steps))
+    return Plan(tuple(steps), plan.reads_remotes)
 
 
 def explained(planned: Planned, changes: tuple[Change, ...], lacks: Mapping[str, str]) -> Explanation:

@@ -13,6 +13,7 @@ from mlcbuild.build.events import (
     RunResult,
     RunStarted,
     StepFetched,
+    StepFetching,
     StepPlaced,
     StepResult,
     StepStarted,
@@ -279,7 +280,7 @@ class _Loop:
         lock.release()
         self.tracker.move(item, StepState.FETCHING)
         for name, files in missing.items():
-            self.report(self.inputs.fetch(name, files, item.name))
+            self._announce(self.inputs.fetch(name, files, item.name))
         return True
 
     def _start(self, item: TrackedStep, lock: HeldLock) -> None:
@@ -351,7 +352,14 @@ class _Loop:
     # Files of remotes
 
     def _fetch_all(self, name: str) -> None:
-        self.report(self.inputs.fetch_all(name))
+        self._announce(self.inputs.fetch_all(name))
+
+    def _announce(self, download: StepFetching) -> None:
+        """Reports the start of a download, unless the run reads no remote cache: the download then fails at
+        once, and the step runs.
+        """
+        if self.planner.sharing.reads:
+            self.report(download)
 
     def _fetched(self, fetched: Fetched) -> None:
         source, user = self.inputs.end(fetched)

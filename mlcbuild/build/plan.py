@@ -66,6 +66,10 @@ class Plan:
     """
 
     steps: tuple[Planned, ...]
+    reads_remotes: bool = True
+    """True if the run can download the files of the steps in state "remote"; False if it reads no remote
+    cache and knows their results from an earlier run.
+    """
 
     def __getitem__(self, name: str) -> Planned:
         return self.by_name[name]
@@ -96,7 +100,7 @@ def plan(
     """
     forced, selected_steps = graph.match(force), graph.match(only)
     planner = Planner(graph, store, force=forced, only=selected_steps, sharing=sharing, report=report)
-    planned = Plan(tuple(planner.all()))
+    planned = Plan(tuple(planner.all()), planner.sharing.reads)
     for sentence in planner.sharing.take_warnings():
         report(Warned(sentence))
     store.cache.save()
@@ -200,7 +204,8 @@ class Planner:
         if record is not None and not lost:
             return Planned(step.name, "hit", key, "", record)
         if step.shared and (remote := self.sharing.find(key)) is not None:
-            return Planned(step.name, "remote", key, f"from {remote.origin}", remote.record, remote.origin)
+            words = f"from {remote.origin}" + ("" if self.sharing.reads else ", which this run does not read")
+            return Planned(step.name, "remote", key, words, remote.record, remote.origin)
         if record is None:
             return Planned(step.name, "run", key, *self._why(step, key))
         return Planned(step.name, "run", key, lost, record)

@@ -70,8 +70,9 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _steps(recipe_plan: RecipePlan) -> list[str]:
+    words = WORDS if recipe_plan.plan.reads_remotes else {**WORDS, "remote": "known"}
     return [
-        f"{WORDS[step.state]:<6} {step.name}" + (f"  ({step.reason})" if step.reason else "")
+        f"{words[step.state]:<6} {step.name}" + (f"  ({step.reason})" if step.reason else "")
         for step in recipe_plan.steps
     ]
 
@@ -81,6 +82,8 @@ def _count(recipe_plan: RecipePlan) -> str:
     remote = [step.record for step in recipe_plan.steps if step.state == "remote" and step.record is not None]
     size = sizes.show(sum(record.size for record in remote))
     fetches = f"{count('remote')} to fetch ({size} at most), " if remote else ""
+    if remote and not recipe_plan.plan.reads_remotes:
+        fetches = f"{count('remote')} known without their files (to run if those are needed), "
     blocked = sum(step.reason.startswith("cannot run here") for step in recipe_plan.steps)
     if blocked:
         fetches = f"{blocked} of them cannot run here, {fetches}"

@@ -71,6 +71,11 @@ class Sharing:
         return not self.links and not self._known.is_dir()
 
     @property
+    def reads(self) -> bool:
+        """Returns True if the run can download the files of results: it reads at least one remote cache."""
+        return any(link.remote.reads for link in self.links)
+
+    @property
     def writers(self) -> tuple[str, ...]:
         """Returns the names of the remote caches to which the run uploads results."""
         return tuple(link.name for link in self.links if link.remote.writes())
@@ -203,7 +208,7 @@ class Sharing:
             if link.blob(entry, part, stop, on_bytes):
                 self.store.put_blob(entry.digest, part, hashed=True)
                 return ""
-        return f"no remote gives {entry.path}"
+        return f"no remote gives {entry.path}" if self.reads else "this run reads no remote"
 
     def _ask(self, keys: Iterable[str]) -> None:
         """Requests step records of many keys from the remote caches in other threads, and caches the answers,

@@ -58,6 +58,19 @@ def test_a_second_run_needs_no_remote(url: str, tmp_path: Path) -> None:
     assert alone.fetched() == []
 
 
+def test_a_run_without_its_remote_does_not_claim_to_fetch(url: str, tmp_path: Path) -> None:
+    User(tmp_path / "one", url).run()
+    User(tmp_path / "two", url).run()
+    alone = User(tmp_path / "two")
+    planned = plan(CHAIN, alone.store, sharing=alone.sharing())
+    assert not planned.reads_remotes and planned["a"].state == "remote"
+    assert planned["a"].reason == f"from {url}, which this run does not read"
+    result = alone.run(options=Options(executor="inline", force=("c",)))
+    assert statuses(result) == {"a": "built", "b": "built", "c": "built"}
+    assert by_name(result)["b"].reason == "its files cannot be fetched: this run reads no remote"
+    assert alone.fetched() == [] and alone.text(result, "c") == "C\nB\nA"
+
+
 def test_a_step_that_runs_gets_the_files_it_reads_and_no_others(url: str, tmp_path: Path) -> None:
     created = step("made", "files", files={"a.json": "1", "b.bin": "2" * 1000})
 

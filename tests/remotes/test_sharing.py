@@ -9,6 +9,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import threading
@@ -55,6 +56,26 @@ def test_a_recipe_is_pushed_and_pulled(tiny_bundles: Path, common_store: Path, t
     assert states(recipe, here) == {"hit"} and verify(Store(here)).ok
     again = checked(mlcbuild("cache", "push", "--all", url, store=here))
     assert again.startswith(f"{url}: sent 0 records with 0 B; {match[1]} of ")
+
+
+def test_a_plan_without_its_remote_does_not_claim_to_fetch(
+    tiny_bundles: Path, common_store: Path, tmp_path: Path
+) -> None:
+    recipe, here = tmp_path / "recipe.yaml", tmp_path / "here"
+    (tmp_path / "shared").mkdir()
+    url = (tmp_path / "shared").as_uri()
+    checked(mlcbuild("cache", "push", tiny_bundles / "recipe.yaml", url, store=common_store))
+    text = (tiny_bundles / "recipe.yaml").read_text()
+    shutil.copytree(tiny_bundles / "tiny", tmp_path / "tiny")
+    shutil.copy(tiny_bundles / "prompts.txt", tmp_path)
+    recipe.write_text(f"{text}\ncache:\n  remotes: [{{url: '{url}'}}]\n")
+    before = checked(mlcbuild("plan", recipe, store=here))
+    assert re.search(r"\(and may be reused\), \d+ to fetch \([\d.]+ \w+ at most\), 0 to reuse", before)
+    checked(mlcbuild("run", recipe, "--only", "tiny-q4f16_1-host", store=here))
+    alone = checked(mlcbuild("plan", recipe, "--no-remote", "--only", "tiny-q4f16_1-host", store=here))
+    assert "fetch" not in alone
+    assert re.search(rf"^known  \S+  \(from {re.escape(url)}, which this run does not read\)$", alone, re.M)
+    assert re.search(r" \d+ known without their files \(to run if those are needed\), ", alone)
 
 
 def test_one_variant_is_pushed_with_all_that_it_needs(
