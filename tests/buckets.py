@@ -150,8 +150,8 @@ class Server:
 def radosgw(home: Path, memory: int = 1 << 30) -> Iterator[Server]:
     """Yields a running server that can hold `memory` bytes.
 
-    Of its disk it needs some megabytes: with a limit of 0 percent (`mon data avail crit`), ceph-mon ends at its
-    start when less than one percent is free, whatever that is in bytes.
+    It needs some megabytes of disk. With a limit of 0 percent (`mon data avail crit`), ceph-mon ends at its
+    start when less than one percent is free, however much that is in bytes.
     """
     home.mkdir(parents=True)
     for name in ("mon", "osd"):

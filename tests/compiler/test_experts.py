@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from mlcbuild.bundles import reference
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.targets import presets
 from tests.experts_golden import VARIANTS, golden
 from tests.libharness import EVERY, Session, compiled, pack, unpacked
 from tests.schemes import SCHEMES
@@ -64,4 +66,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(tmp_path_factory: pytest.Te
         together = session.decode(*parts[:place], (9, model.tokens[place]), *parts[place:])
         assert np.array_equal(together[place], alone[place])
     prompts = session.prefill((10, model.tokens[:8]), (11, model.tokens[3:40]))
-    assert np.array_equal(prompts[:8], alone)
+    assert np.array_equal(prompts[:8], session.prefill((12, model.tokens[:8])))
+    if not isa_for(
+        presets.resolve("host")
+    ).amx:  # whose prompts do not round activations, but decode steps do
+        assert np.array_equal(prompts[:8], alone)

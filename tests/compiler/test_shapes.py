@@ -123,8 +123,10 @@ def test_prompts_of_whole_tiles(tmp_path_factory: pytest.TempPathFactory) -> Non
     library = compiled(tmp_path_factory, WHOLE, scheme, X86[0], context_window=8192, max_batch=7)
     expected = reference.logits(WHOLE, unpacked(WHOLE, scheme, tensors), TOKENS, dtype=np.float64)[rows()]
     error = (logits(Session(library / "model.so", tensors)) - expected) / expected.std()
-    assert np.sqrt((error**2).mean()) < 0.02
-    assert np.abs(error).max() < 0.1
+    prompts, decode = error[:-16], error[-16:]
+    assert np.sqrt((prompts**2).mean()) < 0.015 and np.abs(prompts).max() < 0.07
+    # Decode steps round activations to 8 bits on every processor; without AMX, prompts do too (0.025, 0.12).
+    assert np.sqrt((decode**2).mean()) < 0.035 and np.abs(decode).max() < 0.2
 
 
 BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 4097, 8191, 8192)
