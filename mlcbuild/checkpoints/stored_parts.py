@@ -38,7 +38,9 @@ class StoredParts:
 
     module: str
     tensors: Mapping[str, Tensor]
-    """Last part of a stored tensor's name, such as "qweight" -> the tensor."""
+    """The stored tensors of one module of a model, keyed by the last part of their names: "qweight" -> the
+    tensor model.layers.0.mlp.down_proj.qweight.
+    """
 
     def __getitem__(self, part: str) -> Tensor:
         if part not in self.tensors:

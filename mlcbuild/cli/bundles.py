@@ -113,9 +113,9 @@ def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns pairs ("kernel", text), one for each kernel of a bundle's library; the text is the kernel's
-    name and all that it computes. kernels: what is computed (a kind of matrix, or attention) -> name of the
-    kernel.
+    """Returns table rows, pairs ("kernel", text), one for each kernel of a bundle's library. The text states
+    the kernel's name and all that it computes. kernels: use (a kind of matrix, or attention) -> name of the
+    kernel that computes it.
     """
     rows = []
     for name in sorted(set(kernels.values())):

@@ -321,7 +321,9 @@ def graph(parser: argparse.ArgumentParser) -> None:
 
 
 def chat(parser: argparse.ArgumentParser) -> None:
-    """Adds to the parser of `chat` its model, and the settings of the runtime's own chat command."""
+    """Adds to the parser of the verb `chat` the name of the model to chat with, the optional message, and the
+    options of the runtime's own chat command.
+    """
     from mlcbuild_runtime.chat import chat_options
 
     chat_options.add(parser, NAMES)
@@ -351,7 +353,9 @@ def recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def init(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument for the model or the directory of `init` to its parser."""
+    """Adds to the parser of the verb `init` its optional argument: the model of the new recipe (a
+    checkpoint's directory, a GGUF file or hf://org/model), or the directory into which the recipe is written.
+    """
     parser.add_argument(
         "model",
         nargs="?",

@@ -55,8 +55,8 @@ def _publish_bundle(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
-    """Builds the recipe that a command line names, printing messages to stderr, and returns (the open recipe,
-    the result of the build).
+    """Builds the recipe that the arguments of `publish` name, with messages on stderr, and returns (the
+    Session of the open recipe, the Result of the build).
     """
     return build.build(argparse.Namespace(**{**vars(arguments), "json": True}))
 

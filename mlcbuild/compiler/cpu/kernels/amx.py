@@ -56,8 +56,9 @@ Ready = Callable[[Expr], tuple[Buffer, Expr]]
 """Function that emits the code which computes one row of activations x, and returns (buffer that holds the
 row as float32, index of the row in that buffer)."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
-"""Function (buffer, place, tile, step): emits the conversion of the weights of 16 columns (number `tile`) and
-32 values of k, from 32 * step on, to pairs of bfloat16, times 2**-104, in buffer[place], int32 [16, 16]."""
+"""Function (buffer, place, tile, step) that emits the conversion of weights to bfloat16, times 2**-104: the
+tile of result columns from 16 * tile on and of the values of k, the summed dimension, from 32 * step on. The
+emitted code writes to buffer[place], int32 [16, 16], two numbers in each int32."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class Shape:
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """Returns the index, among the weight matrix's tiles of 16 result columns, of tile `number`, from 0,
-        of those from result column `column` on. If tiles of gates and ups alternate, even numbers are gates,
-        odd ones ups."""
+        """Returns the index of one tile of a panel among the weight matrix's tiles of 16 result columns.
+        column: first column of the panel; number: the tile's number in the panel, from 0. With gate and up
+        projections, even numbers are tiles of gates, and odd ones tiles of the ups of the same columns."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -144,13 +145,13 @@ class Packed:
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
     """Distances of AMX tiles at the start of a float32 tensor, in lines of 64 bytes (a tile row each): (from
-    16 rows of x to the next 16, from 32 values of k to the next 32). None: tiles fill an int32 buffer."""
+    a block of 16 rows to the next, from 32 values of k to the next). None: tiles fill an int32 buffer."""
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns the place and order (`Packed`) of act(gate) * up as AMX tiles: at the start of `pair`, the
-        float32 tensor [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles do not fit, and 32
-        values of k take m lines of 64 bytes, one for each row."""
+        """Returns the buffer and strides (`Packed`) with which act(gate) * up is stored as AMX tiles at the
+        start of `pair`, the float32 tensor [m, 2 * k] that first holds gates and ups. If m < 8, whole tiles
+        do not fit, and 32 values of k take m lines of 64 bytes, one for each row."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
@@ -254,8 +255,7 @@ class _Pair:
     """Index of the first step (32 values of k, the summed dimension) in this pass over k."""
     count: Expr
     last: Expr
-    """Condition that is true in the last pass of a matrix product over k, after which the sums are
-    complete."""
+    """Condition of the last pass over k, the summed dimension: the product's sums are then complete."""
     tiles: tuple[Expr, Expr]
     """Indices, in the weight matrix, of two tiles that are multiplied with the same activations."""
 
@@ -268,8 +268,9 @@ class _Pair:
 
 
 def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
-    """Emits one pass over k for a pair of weight tiles: it adds their products with all rows of x to the
-    sums. part: index of the pass; number: index of the pair; blocks: number of blocks of 32 rows of x."""
+    """Emits one pass over a range of k, the summed dimension, for a pair of weight tiles: the code adds their
+    products with all rows of x to the sums. part: index of the pass; number: index of the pair of tiles;
+    blocks: number of blocks of 32 rows of x."""
     shape = task.shape
     first, count = _part(part, i64(shape.passes), i64(shape.steps))
     low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
@@ -373,8 +374,7 @@ def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
 
 
 def rounded(low: Expr, high: Expr) -> Expr:
-    """Returns int32 lanes whose low and high halves hold the vectors `low` and `high`, rounded to
-    bfloat16."""
+    """Returns int32 lanes with the vectors `low` and `high` as bfloat16 in their low and high halves."""
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
     first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))

@@ -42,7 +42,7 @@ MANY_TASKS = 16
 KV head. With fewer tasks, this order would not keep all cores equally busy. The order reduced a step of 8
 sequences of SmolLM2-135M's shape from 20.8 to 18.9 ms of CPU time (`ci/bench/cpu`)."""
 SHORT = 4
-"""Maximum number of rows per sequence for which reading the cache takes longer than computing attention."""
+"""Maximum new tokens per sequence, on average, with which reading the KV cache limits attention."""
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
 """The location of keys or values in the KV cache: (buffer of all pages, layer, page's index, KV head)."""
@@ -52,9 +52,8 @@ _Ahead = tuple[Expr, Expr]
 
 @dataclass(frozen=True)
 class _Task:
-    """The scratch buffers of one attention task, which computes a block of rows of a sequence for one kv
-    head: queries, weights, and sums of the running softmax. In this module a *vector* is one query head of
-    one row."""
+    """The scratch buffers of one attention task, which computes a block of rows of a sequence for one KV
+    head: queries, weights, and sums of the running softmax. A *vector* here is one query head of one row."""
 
     spec: AttentionKernel
     query: Buffer  # [capacity, dim], scaled
@@ -129,10 +128,10 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (row of the table of tasks, KV head) of the attention task with the number `index`. If
-    sequences have few new rows and many tasks, consecutive tasks read one page for all KV heads, because a
-    page stores their keys and values together. Otherwise the tasks of one KV head come before those of the
-    next, and early and late rows alternate. total: number of tasks per KV head."""
+    """Returns (row of the task table, KV head) for attention task number `index`; a task is one block of a
+    sequence's rows for one KV head. With few new rows and many tasks, the tasks of one block come one after
+    the other, since a page holds all KV heads. Otherwise all tasks of a KV head come before those of the
+    next, and early and late blocks alternate. rows: number of new rows; total: number of blocks."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -284,9 +283,10 @@ def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> Non
 
 
 def _weights(task: _Task, place: _Place, tile: Expr, base: Expr, window: Expr) -> None:
-    """Emits code that replaces a page's scores in task.weight by weights exp(score - maximum), times the
-    scales of int8 values, and updates in `task` maximum, denominator and `shrink`, the factor that rescales
-    older sums to a new maximum. base: the page's first position; window: tokens that a query sees."""
+    """Emits a step of the running softmax for the 16 tokens of a page: turns scores in task.weight into
+    weights exp(score - maximum), times the scales of int8 values, and updates in `task` maximum, denominator
+    and `shrink`, a factor that rescales older sums to the new maximum. tile: number of a group of spec.tile
+    query vectors; base: position of the page's first token; window: tokens that a query sees."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.scores, place
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)
@@ -385,8 +385,8 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 
 
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
-    """Emits code that divides the sums of weighted values by the denominators and stores the attention output
-    of a block's rows in call.out. block: (first row, number of rows, KV head)."""
+    """Emits the end of attention for a block of rows: code that divides the sums of weighted values by the
+    softmax denominators and stores the results in call.out. block: (first row, number of rows, KV head)."""
     spec, wide, heads, (first, count, head) = task.spec, task.spec.values, task.spec.heads, block
     with T.serial(count * heads.group) as vector:
         total = _denominator(task, vector)

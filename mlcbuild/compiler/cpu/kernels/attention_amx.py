@@ -240,9 +240,10 @@ def _value(task: _Task, page: Expr, token: Expr, at: Expr) -> Expr:
 
 
 def _paired(task: _Task, halves: list[Expr], written: list[Expr] | None) -> Expr:
-    """Returns 16 int32 lanes that hold two 16-bit vectors of the KV cache, the first of `halves` in the low
-    bits and the second in the high bits. written: for each vector, the condition that it has been written,
-    since zeros must otherwise replace it; None: both are used as they are."""
+    """Emits the packing of two vectors of 16 numbers from the KV cache into int32 lanes, and returns these:
+    in bfloat16, the first vector of `halves` in the low bits and the second in the high bits. written: for
+    each vector, the condition that the cache has been written there, else zeros replace it; None: no
+    check."""
     low, high = halves
     if not task.shifted:
         if written is not None:
@@ -326,9 +327,10 @@ def _weigh(task: _Task, pair: Expr) -> None:
 
 
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
-    """Emits code for 16 query vectors. If a score of a vector exceeds the vector's running maximum by more
-    than SLACK, a base-2 exponent, the code raises the maximum and rescales the vector's sums. Each vector
-    depends only on its own scores. half: 0 or 1, the half of 32 vectors; first: index of the first vector."""
+    """Emits an update of the running softmax of 16 query vectors (one head of one row each). Where a score
+    exceeds its vector's maximum by more than SLACK, a base-2 exponent, the code raises the maximum and
+    rescales the vector's sums. half: 0 or 1, the half of 32 vectors; first: index of its first vector; slope:
+    16 lanes with the factor from scores to base-2 exponents."""
     floats = task.floats
     tops = []
     for row in range(LANES):

@@ -260,9 +260,8 @@ def join(call: Call, sequence: Expr) -> None:
 
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
     """Emits code that combines the partial attention results of one row and query head, and stores the
-    output. lines: (index of the row's first partial result, distance from one partial result to the next,
-    number of partial results), where one unit is the results of all query heads of a row; place: (row, query
-    head).
+    output. A record is the partial results of all query heads of a row. lines: (index of the row's first
+    record, distance to the row's next record, number of the row's records); place: (row, query head).
     """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar

@@ -103,11 +103,11 @@ class Products:
         return 8 // low_bits(self.bits)
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits code that unpacks stored codes into operands of the dot-product instruction. Returns, for
-        each quad (four consecutive weights of each row) in `packed`, its operands: int32 vectors with a lane
-        for each row. packed: one of the int32 vectors that hold the codes of a group of 32 columns, with four
-        bytes for each row; j: number of this vector in the group, from 0; high: the vectors with the high
-        bits, those above `low_bits`.
+        """Emits code that unpacks weight codes into operands of the dot-product instruction. Returns, for
+        each quad (four consecutive columns) in `packed`, a list of its one or two operands: int32 vectors
+        with a lane for each weight row. packed: int32 vector `j`, from 0, of those that hold the low bits of
+        the codes of a group of 32 columns, four bytes for each row; high: the group's vectors that hold the
+        other bits of its codes, empty if there are none.
         """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:

@@ -30,8 +30,8 @@ class Stores(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a product: a buffer float32 [m, n], stored in vectors whose columns start at multiples of
-    their length.
+    """The output of a matrix product: a float32 buffer [m, n] into which a kernel stores vectors of
+    consecutive columns. The first column of a vector is a multiple of the vector's length.
     """
 
     buffer: Buffer
@@ -72,8 +72,9 @@ class Output:
 
 @contextmanager
 def once(rows: Sequence[Expr], i: int) -> Iterator[None]:
-    """Returns a context manager: the code emitted inside it is skipped, when the kernel runs, if rows[i]
-    equals rows[i - 1], because repeated rows only pad a batch and a residual would be added twice.
+    """Returns a context manager for code that a kernel executes for the i-th of some rows. The kernel skips
+    this code if rows[i], the row's index, equals rows[i - 1]: a repeated row only pads a batch, and its
+    residual would be added twice.
     """
     if i == 0:
         yield

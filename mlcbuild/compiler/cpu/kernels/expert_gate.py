@@ -34,8 +34,8 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the beginning of the names of kernels that start with this gated activation, such as
-        "silu_bias_", or "clamped_" for clamped gates.
+        """Returns the first part of the names of kernels that compute a gated activation before their
+        product, such as "silu_bias_" for SiLU with biases, or "clamped_" for clamped gates and ups.
         """
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
@@ -52,9 +52,10 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes the activated gates times the ups of one pair (token, chosen expert), and
-        returns (buffer float32 [1, size] that holds them, index 0 of its row). inputs: float32 [pairs, 2 *
-        size], gates first, and perhaps biases and choices of experts; row: index of the pair.
+        """Emits code that computes act(gate) * up for one pair (token, chosen expert), and returns (buffer
+        float32 [1, size] that holds the result, index 0 of its row). inputs: float32 [pairs, 2 * size] with
+        gates, then ups; if the experts have biases, also the biases and the buffer of each token's chosen
+        experts. row: index of the pair.
         """
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))

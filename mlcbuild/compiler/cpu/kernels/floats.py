@@ -72,7 +72,9 @@ def kernel(name: str) -> Iterator[Kernel]:
 
 
 def size_var(name: str) -> Var:
-    """Returns the symbol of a dimension whose value is known only when the library runs."""
+    """Returns a TVM variable, int64, for a dimension of a tensor whose size is known only when the library
+    runs. name: the variable's name.
+    """
     return Var(name, "int64")
 
 

@@ -51,7 +51,8 @@ class ActivationRows:
     have minima, sums of activations.
     """
     rows: Sequence[Expr]
-    """Indices, in the buffer of quantized rows, of the rows of x that are multiplied."""
+    """Indices of the rows of activations to multiply, in the buffer that holds activations quantized to
+    int8."""
 
 
 def paired(matrix: TiledMatrix, rows: int) -> bool:

@@ -40,8 +40,8 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns in a row of qkv: queries, keys and values; only queries for latent
-        attention.
+        """Returns the number of columns of qkv, the tensor whose rows hold a token's queries, keys and
+        values, or only its queries with latent attention.
         """
         return (self.query + (0 if self.latent else 2 * self.kv)) * self.dim
 

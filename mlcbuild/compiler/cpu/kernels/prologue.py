@@ -37,8 +37,8 @@ class RowSource(Protocol):
 
     @property
     def packed(self) -> bool:
-        """Returns True if the first tensor from which a matrix product reads its input already holds rows
-        packed as tiles for AMX.
+        """Returns True if the input of a matrix product needs no packing: the first tensor from which it is
+        read already holds its rows as tiles for AMX.
         """
         ...
 
@@ -163,7 +163,8 @@ class Activated:
     dtype: str | None
     """Stored type of the bias that is added before the activation; None if there is none."""
     scalars: str | None = None
-    """Stored type of the scalar parameters of the activation function; None if it has none."""
+    """Stored type, such as "float16", of the scalar parameters of the activation function (only xIELU has
+    some); None if it has none."""
     packed = False
 
     @property

@@ -133,7 +133,8 @@ class Records:
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
         """Returns the vector `scales`, float32 scales of weights, multiplied by the scale of a row's
-        activations in the same group. No element of `scales` may be 0.
+        activations in the same group. No element of `scales` may be 0, because power-of-two scales of
+        activations are added to exponents.
         """
         lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
         if not self.powers:
@@ -145,10 +146,11 @@ class Records:
         return records[row, self.place(group, 1 + half)]
 
     def place(self, group: Expr, number: int) -> Expr:
-        """Returns the index, in a row of int32 words that holds quantized activations, of one of the numbers
-        that follow the int8 codes of a group of 32. number: 0 for the scale; 1 to `halves` for the
-        corrections for unsigned weights; the next `halves` numbers for the sums, if weights have minima.
-        halves: the number of scales, 1 or 2, of a group of weights.
+        """Returns the index of one number of a group of 32 quantized activations in a row of int32 words,
+        where such numbers follow the group's int8 codes. number: 0 for the scale of the activations; 1 to
+        `halves` for the corrections that unsigned weight codes need; the next `halves` for the sums of
+        activations, stored only if weights have minima. halves: number of scales, 1 or 2, of a group of
+        weights.
         """
         return group * self.step + self.step - (self.numbers - number)
 

@@ -90,8 +90,8 @@ class Append:
 
     @property
     def joint(self) -> bool:
-        """Returns True if one norm spans all query heads of a token, and another all key heads, instead of
-        one head.
+        """Returns True if one norm spans all query heads of a token together and another all key heads; False
+        if each head is normalized alone, or none.
         """
         return self.norms is not None and self.norms[0].size > self.heads.dim
 
@@ -214,9 +214,9 @@ def _normalize_all(spec: Append, token: _Row) -> None:
 def _normalize(
     spec: Append, norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0
 ) -> None:
-    """Emits the norm of a token's values from column `start` of qkv on, in place, and clips its results if
-    the model does so before the rotation. weights: buffers of the norm's weights and biases; first: index in
-    them of the first element that applies.
+    """Emits code that normalizes a part of a token's row in qkv (queries, keys and values) in place, from
+    column `start` on, and clips the results if the model clips between norm and rotation. weights: buffers of
+    the norm's weights and biases; first: index in these buffers of the first element that applies.
     """
     norm_floats = norm.floats
     clip = spec.clip if spec.clips_norms else None

@@ -117,9 +117,9 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
 
 def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
-    """Returns the scale or minimum of one half of a group of 32 values. numbers: the scales or minima of both
-    halves, or the only one of the group; half: 0 or 1; None: the half that contains the four consecutive
-    values with the index `quad`.
+    """Returns the scale or minimum that applies to four consecutive values of a group of 32. numbers: one for
+    each half of the group, or a single one. half: index in `numbers`; None: the code that is emitted chooses
+    between two numbers by `quad`, the index from 0 to 7 of the four values in the group.
     """
     return numbers[half] if half is not None else T.Select(quad < QUADS // 2, numbers[0], numbers[1])
 
