@@ -127,7 +127,7 @@ class Rows:
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
         """Returns `count` rows of a stored tensor from row `first` on, as a new float32 array [count,
-        columns], or [count] for a vector.
+        columns], or [count] for a vector. Raises CheckpointError if the file cannot be read or is too short.
         """
         out = np.empty((count, *tensor.shape[-1:]) if len(tensor.shape) > 1 else (count,), np.float32)
         self._plain(tensor, first, out)
@@ -137,7 +137,7 @@ class Rows:
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
         """Returns elements [rows, columns] of a stored tensor in its stored dtype. rows, columns: ranges
-        (start, stop); None: all columns.
+        (start, stop); None: all columns. Raises CheckpointError if the file cannot be read or is too short.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
         other.
@@ -157,7 +157,8 @@ class Rows:
 
     def _plain(self, piece: Tensor, first: int, out: Array) -> None:
         """Fills `out` with rows of a stored tensor from row `first` on, in stored order. `out` has the
-        tensor's dtype (if that is float32, float16 or bfloat16 as uint16) or float32.
+        tensor's dtype (if that is float32, float16 or bfloat16 as uint16) or float32. Raises CheckpointError
+        if the file cannot be read or is too short.
         """
         if isinstance(piece, ComputedTensor):
             out.view(np.float32)[...] = piece.load(self, first, len(out)).reshape(out.shape)
@@ -172,7 +173,8 @@ class Rows:
 
     def _rows(self, piece: Tensor, first: int, count: int) -> Array:
         """Returns `count` rows of a stored matrix, or elements of a vector, from index `first` on. float32,
-        float16 and bfloat16 (as uint16) keep their dtype; all other types are converted to float32.
+        float16 and bfloat16 (as uint16) keep their dtype; all other types are converted to float32. Raises
+        CheckpointError if the file cannot be read or is too short.
         """
         if isinstance(piece, PackedTensor | ComputedTensor) or piece.dtype not in DTYPES:
             return self.values(piece, first, count)
@@ -228,17 +230,20 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Fills `out` [rows, ..] with rows of a model's parameter, from row `first` on. The stored tensor
-        `piece` holds them in another order or among rows of other parameters: in each block of its rows,
-        those that `ranges`, a `Piece`, lists are the parameter's.
+        """Fills `out`, [rows, ..], with rows of a model's parameter, from the parameter's row `first` on.
+        They are read from the stored tensor `piece`, which has them in another order or among rows of other
+        parameters. ranges: a Piece, which lists the parameter's rows in each block of the tensor's rows.
+        Raises CheckpointError if the file cannot be read or is too short.
         """
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1
         _cast(self._rows(piece, low, high - low)[rows - low], out)
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
-        """Fills `out` with rows of a parameter, from row `first` on, that are columns of the stored tensor
-        `piece`. Only these columns are read.
+        """Fills `out` with rows of a parameter, from row `first` on, that are stored as columns of the tensor
+        `piece`. Only these columns are read. order: a Piece, which lists the columns and the rows of the
+        tensor that belong to the parameter. Raises CheckpointError if the file cannot be read or is too
+        short.
         """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
@@ -270,7 +275,8 @@ class Rows:
 
     def wide(self, source: ParameterSource, start: int, stop: int) -> NDArray[np.float32]:
         """Returns rows start..stop-1 of the parameter that `source` locates, as a new float32 array. Rows
-        beyond the parameter's end are left out.
+        beyond the parameter's end are left out. Raises CheckpointError if a file cannot be read or is too
+        short.
         """
         stop = min(stop, source.rows)
         raw = np.empty((stop - start, *source.row_shape), source.dtype)
@@ -279,7 +285,8 @@ class Rows:
 
     def _raw(self, piece: PackedTensor, first: int, count: int) -> NDArray[np.uint8]:
         """Returns the stored bytes, uint8 [count, bytes of a row], of `count` rows of a tensor from row
-        `first` on, in the row order of transformers.
+        `first` on, in the row order of transformers. Raises CheckpointError if the file cannot be read or is
+        too short.
         """
         size = piece.size // piece.shape[0]
         dim = piece.shape[0] // piece.interleaved_heads if piece.interleaved_heads else 1

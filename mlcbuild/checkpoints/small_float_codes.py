@@ -19,7 +19,9 @@ from mlcbuild.checkpoints.stored_parts import Floats, whole
 from mlcbuild.quant.blocks import BlockRows
 
 _TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Code of a 4-bit float (E2M1) -> twice its value, without a sign of zero."""
+"""Twice the value of each 4-bit float (E2M1), as an integer; the index is the float's code, from 0 to 15.
+Minus zero becomes 0.
+"""
 _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
 """Byte of a power-of-two scale (E8M0) -> half of the scale's value, which is exact in float32. Byte 255 is
 not treated as NaN: such weights become infinite or huge, and are refused where weights are stored.

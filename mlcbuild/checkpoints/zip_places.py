@@ -72,8 +72,9 @@ def members(file: BinaryIO) -> dict[str, Member]:
 
 
 def _directory(file: BinaryIO) -> tuple[int, int, int]:
-    """Returns (number of members, size, offset) of the central directory; size and offset in bytes. Raises
-    ZipError if the file has none.
+    """Returns (number of members, size, offset) of a zip file's central directory, the list of its members;
+    size and offset are in bytes. Raises ZipError if the file has none, or if its end record contradicts the
+    file.
     """
     end = file.seek(0, os.SEEK_END)
     first = file.seek(max(0, end - _LONGEST_TAIL))
@@ -114,8 +115,9 @@ def _zip64(extra: bytes) -> tuple[int, ...]:
 
 
 def place(file: BinaryIO, by_name: Mapping[str, Member], name: str) -> tuple[int, int]:
-    """Returns (offset, size) in bytes of the content of the member `name`. by_name: member name -> member.
-    Raises OSError if the file cannot be read, ZipError if it has no such member.
+    """Returns (offset, size), in bytes, of the content of the member `name` in a zip file. by_name: member
+    name -> Member, as the file's central directory lists them. Raises OSError if the file cannot be read,
+    ZipError if the member is missing, compressed, encrypted or damaged.
     """
     member = by_name.get(name)
     name = name[-80:]

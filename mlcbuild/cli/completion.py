@@ -1,4 +1,4 @@
-"""The verb that prints completion scripts for shells, made of the parser's tables."""
+"""The verb that prints completion scripts for shells, made from the parser's verbs, options and values."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ NAMES = (
     "a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), hf://org/model, "
     "oci://host/name:tag, or an installed model"
 )
-"""The kinds of names that `chat` and `serve` accept, for messages and help."""
+"""Text that lists the kinds of names which `chat` and `serve` accept, for messages and help."""
 
 
 def affected(parser: argparse.ArgumentParser) -> None:

@@ -99,10 +99,10 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the paths of those directories of bundles, and of their parents, whose mtime will change with
-    any later change of the names in them. Other directories are added to `listed` (directory, number of
-    entries, then name and inode of each), and the bundles' files to `blobs`. looked: time of the check, in ns
-    since 1970.
+    """Yields those directories of bundles, and their parents, whose mtime is certain to change with any later
+    change of the names in them. For each other directory, appends to `listed` its path, its number of
+    entries, and the name and inode of each. Adds the bundles' files to `blobs`. outputs: the bundles'
+    directories; looked: time of the check, in ns since 1970.
     """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
@@ -167,7 +167,7 @@ class _Blobs:
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
-    """Path of a file in the store, relative to the store's directory cas/ -> its size in bytes."""
+    """Sizes of files in the store: path relative to the store's directory cas/ -> size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
     """Absolute path -> size in bytes, for files in bundles that are not among the stored files of any build
     step's result.
@@ -196,10 +196,11 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the paths of those directories of one bundle whose mtime will change with any later change of
-    the names in them. Other directories are added to `listed` (directory, number of entries, then name and
-    inode of each), and the bundle's files that are no hard links to the store's to `blobs`. looked: time of
-    the check, in ns since 1970.
+    """Yields those directories of one bundle whose mtime is certain to change with any later change of the
+    names in them. For each other directory, appends to `listed` its path, its number of entries, and the name
+    and inode of each. Adds the bundle's files to `blobs`, except hard links to files of the store. output:
+    the bundle's directory; looked: time of the check, in ns since 1970. Raises _DoubtError for a directory
+    that is a symbolic link, and for a changed file.
     """
     if output.is_symlink():
         raise _DoubtError(output)

@@ -34,11 +34,10 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one row of an AMX weight tile, a float16x32, for 16 columns of results: from a group of 32
-    weights of each column, the codes with the indices 4 * j + byte and 16 + 4 * j + byte, minus 2**(bits -
-    1). j, byte: 0 to 3, chosen when code is emitted; lines: int32x16 vectors with the group's codes of `bits`
-    bits, 4 vectors with 4 bits, 5 with 5 (the last has the fifth bits), 8 with 8; a lane belongs to one
-    column.
+    """Returns one row of an AMX weight tile for 16 columns of results, a float16x32 with two weights of each
+    column: its codes with the indices 4 * j + byte and 16 + 4 * j + byte in a group of 32, minus 2**(bits -
+    1). j, byte: integers from 0 to 3. lines: the group's codes as int32x16 vectors, one lane for each column:
+    4 vectors for codes of 4 bits, 8 for 8 bits, 5 for 5 bits, where the last has the fifth bits.
     """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)

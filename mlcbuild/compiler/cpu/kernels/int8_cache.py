@@ -24,7 +24,9 @@ _LEAST = 1e-30
 infinite.
 """
 _ROUNDER, _ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
-"""Adding 1.5 * 2**23 to a small float32 leaves the nearest integer in the low bits of the sum."""
+"""1.5 * 2**23, and its bits as a float32. Adding the number to a small float32 leaves the nearest integer in
+the low bits of the sum.
+"""
 
 Place = tuple[Expr | int, ...]
 """The location of keys or values in the cache: (layer, page, 0 for keys or 1 for values, kv head)."""

@@ -296,9 +296,10 @@ def stream_tile(
 
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
-    """Emits the float32 accumulators of products of the rows `rows` of x with `vectors` vectors of weight
-    rows, and returns them as [row][vector]. They start at 0, or at NaN for a row of x that power-of-two
-    scales cannot represent, such as one with a NaN.
+    """Emits the float32 accumulators for products of rows of x with weight rows, and returns them as
+    [row][vector]. They start at 0, or at NaN for a row of x that power-of-two scales cannot represent, such
+    as one with a NaN. rows: indices of the rows of x; vectors: number of vectors, each with one weight row
+    per lane.
     """
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]

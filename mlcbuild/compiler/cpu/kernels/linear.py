@@ -32,8 +32,8 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """Returns the name of the kernel that computes this matrix product, and of its instruction set, for
-        example w4a8.avx512vnni.
+        """Returns a name such as w4a8.avx512vnni: the name of the kernel that computes this matrix product, a
+        dot, and the name of its instruction set.
         """
         rows = row_format(self)
         return f"{rows.name if rows else tiles(self).name}.{self.isa.name}"

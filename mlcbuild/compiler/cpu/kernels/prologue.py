@@ -131,8 +131,8 @@ class Gated:
     is none.
     """
     packed: bool = False
-    """True if gate_up already holds act(gate) * up, packed as AMX tiles by the product that computed gate and
-    up.
+    """True if the tensor from which rows are read, [m, 2 * k], no longer holds gates and ups but already
+    act(gate) * up, packed as AMX tiles by the product that computed gates and ups.
     """
 
     @property

@@ -32,7 +32,7 @@ FAR = 87.0
 is 1e-38."""
 
 _ROUND = 1.5 * 2.0**23
-"""A float32 constant. Adding it to a float32 leaves the nearest integer in the last bits of the sum."""
+"""1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits of the sum."""
 _NODES = np.cos((np.arange(6) + 0.5) * np.pi / 6) / 2
 _EXP2: list[float] = np.polynomial.Polynomial.fit(_NODES, np.exp2(_NODES), 5).convert().coef.tolist()
 _EXP2[0] = 1.0
