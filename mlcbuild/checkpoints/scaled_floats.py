@@ -87,9 +87,10 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
 def _block_sizes(
     parts: StoredParts, rows: int, columns: int, block: object
 ) -> list[tuple[tuple[int, int], list[tuple[int, ...]]]]:
-    """Returns ((rows per scale, columns per scale), possible shapes of the tensor of scales) for each size
-    of blocks that a matrix may have. rows, columns: shape of the matrix; block: the size that
-    quantization_config states.
+    """Returns the possible sizes of the blocks of weights that share a scale, preferred ones first, each as
+    ((rows, columns) of a block, list of the shapes that the tensor of scales may then have). rows, columns:
+    shape of the matrix; block: the size of blocks that quantization_config states, or None. Raises
+    CheckpointError if it is not two positive integers.
     """
     match block:
         case None:

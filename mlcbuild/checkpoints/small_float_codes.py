@@ -70,8 +70,8 @@ class Fp4Matrix:
         return scales
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns `count` rows of the matrix from row `first` on, as float32 weights [count, columns].
-        reader: reads the checkpoint's files.
+        """Returns `count` rows of a matrix of 4-bit floats, from row `first` on, as float32 weights [count,
+        columns]. reader: reads the checkpoint's files.
         """
         rows: Floats = _TWICE.take(self._codes(reader, first, count)).astype(np.float32)
         groups = rows.reshape(count, -1, self.group)

@@ -103,7 +103,9 @@ def _wide_directory(file: BinaryIO, tail: bytes, at: int) -> tuple[int, int, int
 
 
 def _zip64(extra: bytes) -> tuple[int, ...]:
-    """Returns the numbers in a member's zip64 extra field; () if it has none."""
+    """Returns the 64-bit integers (sizes and offsets) in the zip64 field among a zip member's extra fields,
+    whose bytes are passed; () if there is none.
+    """
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)

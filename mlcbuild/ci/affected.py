@@ -24,7 +24,9 @@ from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 
 _DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
-"""Files of mlcbuild's repository that determine versions of tools."""
+"""Paths, relative to mlcbuild's repository, of files that determine versions of tools; a change of one
+affects every variant.
+"""
 
 
 def changed(directory: Path, revisions: str) -> frozenset[Path]:
@@ -67,7 +69,9 @@ class _Search:
             for node in pipeline.graph.nodes.values()
             if isinstance(node, Source)
         }
-        """Name of a directory of source files in the graph -> its files that were changed or deleted."""
+        """Directory of source files, by the name of its node in the graph of build steps -> its changed and
+        deleted files, as paths relative to the directory.
+        """
         self.presets = [
             (replace(target, name=""), f"the target preset {path.name} changed")
             for name, target in presets.presets().items()

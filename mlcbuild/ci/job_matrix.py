@@ -25,7 +25,9 @@ Targets that no hosted runner can run are compiled on the runner OTHER.
 """
 OTHER = "ubuntu-latest"
 DONE = ("hit", "remote")
-"""The states in which a planned build step needs no work."""
+"""States of planned build steps without work: the result is in the store ("hit") or in a remote cache
+("remote").
+"""
 ANY = "*"
 
 
@@ -45,7 +47,7 @@ class CiJob:
     reason: str
     """The reason why the CI job has work to do; "" if it has none."""
     arguments: str
-    """Arguments for `mlcbuild run`, quoted for a shell."""
+    """Arguments with which the CI job calls `mlcbuild run`, quoted for a shell."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ def annotate(problems: Iterable[Problem]) -> None:
 
 
 def annotation(problem: Problem, workspace: Path | None = None) -> str:
-    """Returns the line of text with which GitHub Actions shows a problem beside its file. workspace: root
-    of the repository, to which the file's path is relative; None: from the environment.
+    """Returns the line of text with which GitHub Actions shows `problem`, an error in a file, beside its
+    place in the file. workspace: root of the repository, to which the printed path is relative if the file is
+    below it; None: the printed path is absolute.
     """
     path = Path(problem.file).absolute()
     if workspace is not None and path.is_relative_to(workspace.absolute()):

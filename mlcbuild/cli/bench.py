@@ -18,8 +18,8 @@ from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 PER_CLIENT, OPEN_REQUESTS = 8, 100
-"""Default number of requests of each client in a closed loop, and default number of all requests in an open
-loop.
+"""Default numbers of requests in a load test: of each client in a closed loop, where a client sends a request
+after the answer to the one before, and of all requests in an open loop, where nobody waits for answers.
 """
 
 

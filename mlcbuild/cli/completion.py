@@ -91,7 +91,10 @@ def _bash(verbs: Iterable[_Verb]) -> str:
 
 
 def _value_cases(verbs: Iterable[_Verb], command: str) -> list[str]:
-    """Returns the cases "VERB OPTION" of a shell's `case` that complete the values of options."""
+    """Returns lines of a shell's `case`, one for each option that accepts certain values: `'VERB OPTION')
+    COMMAND ;;`. command: shell code that offers the option's values for completion; {} stands for these
+    values, separated by spaces.
+    """
     return [
         f"'{verb.name} {name}') {command.format(' '.join(option.values))} ;;"
         for verb in verbs

@@ -54,7 +54,7 @@ def serve(arguments: argparse.Namespace) -> int:
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
     """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers. text: a
     model's name, or NAME=MODEL, which serves it under another name. An installed model is served under the
-    name that `list` prints.
+    name that `list` prints. Raises UsageError if NAME is stated for several bundles.
     """
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():

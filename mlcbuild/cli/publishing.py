@@ -98,7 +98,9 @@ def _row(sent: Sent) -> dict[str, str | int]:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Downloads a published bundle into a directory, and prints the directory and an immutable address."""
+    """Downloads a published bundle into a directory, and prints the directory and an immutable address of the
+    bundle. Raises UsageError for an address from which nothing can be downloaded.
+    """
     if problem := fault(arguments.source, writing=False):
         raise UsageError(f"mlcbuild pull: {problem}")
     directory = Path(arguments.directory or _name(arguments.source))

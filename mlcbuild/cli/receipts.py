@@ -45,8 +45,9 @@ class Printed:
 
 
 class _DoubtError(Exception):
-    """The error that prevents the writing of a receipt, by which a later run sees that nothing has changed:
-    an input's mtime is too recent to detect a later change, or a file is not in the state that the run left.
+    """The error raised when no receipt may be written. A receipt assures later runs that nothing has changed,
+    but here it could hide a change: an input's mtime is too recent, or a file is not in the state that the
+    run left.
     """
 
 
@@ -199,8 +200,8 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
     """Yields those directories of one bundle whose mtime is certain to change with any later change of the
     names in them. For each other directory, appends to `listed` its path, its number of entries, and the name
     and inode of each. Adds the bundle's files to `blobs`, except hard links to files of the store. output:
-    the bundle's directory; looked: time of the check, in ns since 1970. Raises _DoubtError for a directory
-    that is a symbolic link, and for a changed file.
+    the bundle's directory; looked: time of the check, in ns since 1970. Raises _DoubtError if `output` is a
+    symbolic link, or if a file was changed since the run wrote it.
     """
     if output.is_symlink():
         raise _DoubtError(output)
@@ -226,9 +227,9 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 
 
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
-    """Returns name of a directory of step records in the store (two hex digits) -> three numbers of its stat,
-    or zeros if its mtime is too recent to detect a later change. records: keys of the records, all of which
-    must exist; looked: time of the check, in ns since 1970.
+    """Returns directory of step records in the store (its name, two hex digits) -> [inode, mtime, ctime],
+    with times in ns; zeros if one is too recent to detect a later change. records: keys of the records in
+    question; looked: time of the check, in ns since 1970. Raises _DoubtError if a record no longer exists.
     """
     stats = {}
     directories: set[str] = set()
@@ -255,5 +256,7 @@ def _without_work(log: RunLog) -> RunLog:
 
 
 def _texts(printed: Printed, log: RunLog) -> list[str]:
-    """Returns (text before, text after) the duration in what a run with the log `log` prints."""
+    """Returns, as two texts, what a run with the log `log` prints before its duration and what it prints
+    after it. printed: the parts of this output that do not depend on the log.
+    """
     return ["\n".join([*printed.lines, f"{counts(log)} in "]), printed.places]

@@ -29,8 +29,9 @@ def settings(pairs: list[str]) -> dict[str, str]:
 
 
 def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None = None) -> Session:
-    """Opens the recipe that a command line names. remotes: used instead of the recipe's; None: those of the
-    recipe are used.
+    """Opens the recipe that a command line names, and returns it as a Session. remotes: remote caches that
+    replace those of the recipe; None: the recipe's own. With --no-remote there are none. Raises InputError
+    for mistakes in the recipe, UsageError for sources that are not locked.
     """
     from mlcbuild import session
 

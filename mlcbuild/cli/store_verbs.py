@@ -158,7 +158,10 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def take(arguments: argparse.Namespace) -> int:
-    """Runs `cache import FILE`: adds to the store of this machine the results that another store exported."""
+    """Runs `cache import FILE`: adds to this machine's store the results that `cache export` wrote from
+    another store to the file. Raises UsageError unless exactly one readable file is named, and for an invalid
+    archive; results that precede the fault are kept.
+    """
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))

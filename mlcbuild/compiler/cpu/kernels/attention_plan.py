@@ -107,8 +107,8 @@ class AttentionKernel:
 
     @property
     def value_vectors(self) -> int:
-        """Returns the number of vectors of an output row that are kept in registers at a time; it divides the
-        number of vectors of a row.
+        """Returns the number of vectors of one head's output that attention keeps in registers at a time. It
+        divides the number of vectors of that output.
         """
         limit = max(1, self.registers // (2 * self.tile))
         vectors = self.heads.value_dim // self.values.lanes

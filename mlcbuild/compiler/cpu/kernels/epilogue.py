@@ -38,8 +38,9 @@ class Output:
     n: int
     bias: Buffer | None
     step: int
-    """Results are computed for columns up to the next multiple of this number, which is a multiple of the
-    length of the vectors that are stored. Those beyond the output's n columns are dropped.
+    """Granularity, in columns, of the computed results: they are computed for columns up to the next multiple
+    of this number, which is a multiple of the length of the stored vectors. Those beyond the output's n
+    columns are dropped.
     """
     residual: bool
     """True if the product's results are added to the values that the output buffer already holds."""

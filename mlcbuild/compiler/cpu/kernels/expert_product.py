@@ -283,8 +283,8 @@ def _scatter(
 
 
 def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
-    """Emits code that sets a range of columns, (first, after the last), of the first `rows` rows of `out` to
-    zero."""
+    """Emits code that sets some columns of the first `rows` rows of `out` to zero. columns: (first, after the
+    last)."""
     with T.serial(0, rows) as row, T.serial(0, columns[1] - columns[0]) as column:
         T.buffer_store(out, T.float32(0), [row, columns[0] + column])
 

@@ -154,7 +154,7 @@ def streamed_batch(form: RowFormat) -> int:
 
 def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
     """Returns the kernel (tensors from which x [m, k] is computed, stored weights W [n, k], bias float32 [n]
-    if fused, out float32 [m, n]) of x @ W.T. exact: True if a row's bits must not depend on m."""
+    if fused, out float32 [m, n]) of x @ W.T. exact: True if no bit of a row of `out` may depend on m."""
     name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
     def body() -> None:
@@ -190,11 +190,10 @@ class FloatCall:
     output: Stores
     m: Expr
     first: Expr | None = None
-    """First row of the multiplied matrix in stored tensors that hold a stack of them; None for one matrix."""
+    """Index of the multiplied matrix's first row, if stored tensors hold several matrices; None if one."""
 
     def row(self, row: Expr) -> Expr:
-        """Returns the index of a weight row in the stored tensors. A row beyond the end is replaced by the
-        last one; its results are not stored."""
+        """Returns the index of a weight row in the stored tensors; the last row replaces rows beyond it."""
         bounded = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
         return bounded if self.first is None else self.first + bounded
 
@@ -281,7 +280,8 @@ def stream_tile(
 
 @dataclass(frozen=True)
 class _XBlock:
-    """Part of a few rows of x, in the packed buffer `lines`, that meets one block of a weight row."""
+    """A part of some rows of x, those columns that are multiplied with one block of a weight row. lines:
+    buffer of packed rows; rows: indices of the rows in it; block: index of the block."""
 
     lines: Buffer
     rows: Sequence[Expr]
@@ -314,8 +314,7 @@ def _stream_block(
 
 
 def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
-    """Returns the initial value of the sum of products for row i of x in a block: the offset term that the
-    packed row holds, or zero."""
+    """Returns the initial sum of products for row i of x in a block: its packed offset term, or zero."""
     return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
@@ -363,8 +362,9 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """Emits code that unpacks the blocks `chunk` along k of a weight row to float32 in row `r` of the buffer
-    `scratch`, in the order of packed x. It is row `r` of the `index`-th group of weight rows."""
+    """Emits code that unpacks a part of a weight row to float32, in the order of packed x, and writes it to
+    row `r` of the buffer `scratch`. index: number of the group of weight rows that are unpacked together; r:
+    the row's index in this group; chunk: the range of the row's blocks along k to unpack."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:

@@ -249,7 +249,7 @@ class Floats:
         return T.Select(x < self.constant(0.0), self.constant(0.0) - value, value)
 
     def soft_cap(self, x: Expr, cap: float) -> Expr:
-        """Returns cap * tanh(x / cap)."""
+        """Emits the soft cap cap * tanh(x / cap) of a float32 vector x and returns its value."""
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))
 
     def whole(self, value: Expr) -> Expr:

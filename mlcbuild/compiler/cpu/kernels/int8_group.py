@@ -83,8 +83,9 @@ def add_group(
 
 def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
     """Emits the integer dot products of rows of x with weights over the columns that share a scale: a whole
-    group of 32, or its half with the index `half` if each half has a scale. Returns int32 vectors, with a
-    lane for each weight row, as [row of x][item of `columns`].
+    group of 32, or if each half has a scale, its half with the index `half`. Returns int32 vectors, with a
+    lane for each weight row, as [row of x][item of `columns`]. columns: the group's weights, an item for each
+    vector of weight rows.
     """
     isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
@@ -105,8 +106,9 @@ def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[
 
 def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
     """Emits the integer dot products of rows of x, two rows at a time, with weights over the columns that
-    share a scale: a whole group of 32, or its half with the index `half` if each half has a scale. Returns
-    int32 vectors, with a lane for each weight row, as [row of x][item of `columns`].
+    share a scale: a whole group of 32, or if each half has a scale, its half with the index `half`. Returns
+    int32 vectors, with a lane for each weight row, as [row of x][item of `columns`]. columns: the group's
+    weights, an item for each vector of weight rows.
 
     While they are summed, a register holds four sums [row of x, row of weights]: of weight rows 0 and 1 in
     the first of two registers, of rows 2 and 3 in the second.

@@ -17,7 +17,8 @@ from mlcbuild_format.abi import PAGE
 from tvm.tirx import Expr
 
 SCALE_BYTES = 4
-"""Bytes of the float32 scale of one token's key, or value, in one kv head of an int8 cache."""
+"""Number of bytes of a scale in an int8 KV cache: a float32 for each token's key, or value, in one KV
+head."""
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 
 

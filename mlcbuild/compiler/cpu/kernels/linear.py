@@ -94,17 +94,17 @@ def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
 
 
 def row_format(of: Linear) -> float_product.RowFormat | None:
-    """Returns the RowFormat that reads the matrix of the product `of` row by row; None for a matrix in the
-    x16 layout, which stores tiles of 16 rows.
+    """Returns a RowFormat, which emits reads of the stored weight matrix of a product row by row; None for a
+    matrix in the x16 layout, which stores tiles of 16 rows. of: the product.
     """
     rows = kernel_for(of.scheme).rows
     return None if rows is None else rows(of.isa, of.n, of.k)
 
 
 def tiles(of: Linear) -> TiledMatrix:
-    """Returns a TiledMatrix, which emits reads of the matrix of the product `of` in the x16 layout, tiles of
-    16 rows and 32 columns. AMX is used only for formats with a single scale per group of 32 weights and no
-    minima, since it would round other weights to bfloat16.
+    """Returns a TiledMatrix, which emits reads of the weight matrix of a product in the x16 layout, tiles of
+    16 rows and 32 columns. of: the product. AMX is used only for formats with a single scale per group of 32
+    weights and no minima, since it would round other weights to bfloat16.
     """
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)
@@ -112,9 +112,10 @@ def tiles(of: Linear) -> TiledMatrix:
 
 @cache
 def kernel(of: Linear, fusion: Fusion) -> PrimFunc:
-    """Returns the kernel of the matrix product `of`. Its arguments are the tensors from which rows of x are
-    computed, the tensors that store the weights, the bias if it is fused, int64 prompt (not 0 for prompt
-    rows) if there is a variant for prompts, and out. Equal products share one object.
+    """Returns the kernel that computes a matrix product. Its arguments are the tensors from which rows of x
+    are computed, the tensors that store the weights, the bias if it is fused, int64 prompt (not 0 for prompt
+    rows) if there is a variant for prompts, and out. of: the product; fusion: what the kernel computes before
+    and after it. Equal products share one kernel object.
     """
     rows = row_format(of)
     if rows:

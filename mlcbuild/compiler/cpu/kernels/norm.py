@@ -145,8 +145,9 @@ def gather_norm(norm: Norm) -> PrimFunc:
 def _between(
     norm: Norm, source: tuple[Buffer, Expr], weights: Weights, target: tuple[Buffer, Expr]
 ) -> tuple[Read, Weights, Write]:
-    """Returns the arguments (read, weights, write) of Norm.row: read loads a vector of the source row, write
-    stores one to the target row. source, target: (buffer, index of the row).
+    """Returns the arguments (read, weights, write) for Norm.row, which emits the norm of a row: `read` loads
+    a vector of the source row, `write` stores one to the target row, and `weights`, the buffers of the norm's
+    weights and biases, is passed on. source, target: (buffer, index of the row).
     """
     floats = norm.floats
     return (
