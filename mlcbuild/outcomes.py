@@ -36,9 +36,10 @@ class RecipePlan:
     """The plan of a recipe: the steps that a run would execute, and those whose results it would reuse."""
 
     plan: Plan
-    """The plan of every step, in the order of the dependency graph."""
+    """The build plan: whether each step would run or is a cache hit, in the order of the dependency graph."""
     products: tuple[Product, ...]
-    """The names of each selected variant's steps."""
+    """For each variant (combination of model, quantization and target) that is selected: the names of the
+    steps that build and check it."""
     memory: Mapping[str, dict[str, int] | None]
     """Name of a variant -> {"weights", "kv_cache", "workspace": bytes of memory while its bundle is served},
     without "workspace" before its library is compiled; None for a model that is not downloaded yet."""
@@ -54,8 +55,8 @@ class Explanation:
 
     planned: Planned
     changes: tuple[Change, ...]
-    """The differences from the most similar earlier record of this step; () if there is no such record, or
-    while an input of the step is not built."""
+    """What differs between the inputs, parameters and tools of this step and those in the most similar record
+    of an earlier build of it; () if there is no such record, or while an input of the step is not built."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,9 @@ class Result:
 
 
 def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) -> tuple[VariantResult, ...]:
-    """Merges the results of a run's variants from two attempts, and returns those of the later attempt. A
-    bundle that only the earlier one wrote has the status "built" and not "reused"."""
+    """Returns the variants' results of the later of two attempts at a run. A bundle that the earlier attempt
+    built and the later one reused has the status "built", since this run built it. before, after: results of
+    the earlier and of the later attempt."""
     written = {item.name for item in before if item.status == "built"}
     return tuple(
         replace(item, status="built") if item.status == "reused" and item.name in written else item

@@ -298,9 +298,10 @@ class _Assembly:
     def _bundle(
         self, variant: Variant, steps: Mapping[str, str], budget: str | None, calibrated: str | None
     ) -> str:
-        """Adds the step that assembles a bundle, and returns its name. steps: "library", "weights" and
-        "tokenizer" -> name of the step that provides it. budget: name of the step that chose the formats, or
-        None. calibrated: name of the step that measured activations, or None."""
+        """Adds the step that assembles a variant's bundle to the build graph, and returns the step's name.
+        steps: "library", "weights" and "tokenizer" -> name of the step that provides it. budget: name of the
+        step that chose stored formats under a budget or for a quantized checkpoint, or None. calibrated: name
+        of the step that measured activations, or None."""
         inputs = {argument: Input(step) for argument, step in steps.items()}
         if calibrated is not None:
             inputs[importance.INPUT] = Input(calibrated, (importance.REPORT,))
@@ -335,8 +336,9 @@ class _Assembly:
     def _calibration(
         self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str
     ) -> str | None:
-        """Adds the step that measures the importance of matrix columns, and returns its name; None if the
-        variant's scheme has no calibration."""
+        """Adds a step to the build graph that measures, on prompts, how much each column of the model's
+        matrices counts when weights are rounded, and returns the step's name. Returns None if the variant's
+        quantization scheme has no calibration prompts."""
         if (prompts := variant.scheme.calibration) is None:
             return None
         inputs = self._prompt_inputs({"config": config, "tokenizer": tokenizer}, prompts)
@@ -357,8 +359,10 @@ class _Assembly:
 
 @cache
 def _runtime_library(target: targets.Target) -> Source | None:
-    """Returns the shared libraries of TVM's runtime that a bundle includes, as a directory of source files;
-    None if those of this machine do not suit the target."""
+    """Returns the files of TVM's runtime (shared libraries on this machine) that a bundle for `target`
+    includes, as a source of the build: a directory and the names of files in it. Returns None if the bundle
+    needs none, if a file is missing, or if this machine has another operating system or architecture than the
+    target."""
     host = presets.resolve(presets.HOST)
     stems = backend(target).runtime_files
     files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]

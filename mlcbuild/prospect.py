@@ -124,9 +124,9 @@ class Checkpoint:
 
     @cached_property
     def largest(self) -> int:
-        """Returns the size in float32 of the model's largest matrix, in bytes. The matrices of experts count
-        one by one, since every step reads them one at a time. Without a config it is a quarter of the assumed
-        size."""
+        """Returns the size in bytes of the model's largest matrix with float32 elements. Each expert's matrix
+        counts alone, since build steps read experts one at a time. While the model's config.json is unknown,
+        returns a quarter of the upper bound that is assumed for all weights."""
         if self.config is None:
             return self.most // 4
         return 4 * max(math.prod(param.matrix or param.shape) for param in self.parameters)

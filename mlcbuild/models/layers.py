@@ -74,8 +74,9 @@ class Rope:
 
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
-    """Returns (inverse frequencies, attention factor) of a rotary embedding in a compiled library.
-    context_window: that of the library, in tokens, which decides between the two sets of LongRoPE."""
+    """Returns (inverse frequencies, attention factor) of a rotary embedding in a compiled library. LongRoPE
+    has two such pairs, for short and for long contexts. context_window: that of the library, in tokens; the
+    pair for long contexts is returned if it exceeds the context of the original training."""
     if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
         return rope.inv_freq, rope.attention_factor
     if context_window <= rope.original_max_position:
@@ -184,8 +185,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Block:
-    """One kind of mixer or feed-forward: its name in JSON, and functions of its description (such as an
-    Attention) that return its parameters, the shape of its cache, and contradictions."""
+    """The properties of one kind of mixer (such as attention) or feed-forward: its name in JSON, and
+    functions which compute from a description of this kind its parameters, the shape of what it caches for
+    each token, and error messages for contradictory fields."""
 
     kind: str
     """Value of the field `kind` that stands for one class of mixers or feed-forwards in JSON, such as
@@ -359,7 +361,8 @@ def rope_faults(rope: Rope) -> list[str]:
 
 
 def positive(numbers: Sequence[float]) -> list[str]:
-    """Returns a list with one error message if any number is not finite or not above 0; otherwise []."""
+    """Returns a list with one error message if any of a model's `numbers`, such as scales or the epsilon of a
+    norm, is not finite or not above 0; otherwise []."""
     if all(math.isfinite(number) and number > 0 for number in numbers):
         return []
     return ["frequencies, scales, caps and the norm's epsilon must be finite and above 0"]

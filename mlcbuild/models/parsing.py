@@ -67,8 +67,8 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
 
 
 def _model(fields: Fields, family: Family) -> ModelConfig:
-    """Reads a text model from the fields of config.json and returns it. Adds a problem to the collection in
-    `fields` for each wrong field; the model is then not valid."""
+    """Reads the text model that the fields of config.json describe, and returns it. Each wrong field adds a
+    problem to `fields`, and the returned model must then not be used."""
     fields = fields.respelled(family.config.spellings, family.config.defaults)
     config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)

@@ -61,8 +61,8 @@ class RopeRules:
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
     aliases: Mapping[str, str] | None = None
     original_max_position: int | None = None
-    """Value that replaces an absent original_max_position_embeddings; None: the value of
-    max_position_embeddings replaces it."""
+    """Number of tokens that replaces the field original_max_position_embeddings of config.json if it is
+    absent; None: the value of max_position_embeddings replaces it."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,10 @@ class Llama3:
 
 
 def llama3(inv_freq: Sequence[float], scaling: Llama3) -> tuple[float, ...]:
-    """Returns inverse frequencies scaled as in Llama 3.1: those of long waves are divided by the factor,
-    those of short waves stay, and those between are blended. inv_freq: unscaled, in radians per position."""
+    """Returns inverse frequencies of a rotary embedding, scaled as in Llama 3.1: those of long waves are
+    divided by the factor, those of short waves stay, and those between are blended. inv_freq: unscaled, in
+    radians per position; scaling: the factor and the limits of long and short waves, as fields of config.json
+    state them."""
     long_wave = scaling.original_max_position / scaling.low_freq_factor
     short_wave = scaling.original_max_position / scaling.high_freq_factor
     factor, low = f32(scaling.factor), f32(scaling.low_freq_factor)

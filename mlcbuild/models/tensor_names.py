@@ -48,23 +48,23 @@ class Piece:
 
     @property
     def taken(self) -> list[int]:
-        """Returns one list with the indices, within each block of `block` rows of the checkpoint's tensor, of
-        the rows that belong to the model's parameter, in the parameter's order; it is the same for every
-        block."""
+        """Returns which rows of each block of a checkpoint's tensor belong to the model's parameter: their
+        indices within the block, in the parameter's order. A block is `block` consecutive rows, and the list
+        holds for every block."""
         return [row for part in self.take for row in range(*part)]
 
     @property
     def stored_rows(self) -> int:
-        """Returns the number of rows that the checkpoint's tensor has. Must not be called for a transposed
-        tensor.
-        """
+        """Returns the number of rows of a checkpoint's tensor, computed from its description: the tensor may
+        hold rows of several parameters of the model. Must not be called for a tensor that stores a matrix
+        transposed."""
         return self.rows // len(self.taken) * self.block if self.block else self.rows
 
     @property
     def in_order(self) -> bool:
-        """Returns True if the rows and columns of the checkpoint's tensor are those of the parameter, in the
-        same order.
-        """
+        """Returns True if a checkpoint's tensor holds exactly the rows and columns of a model's parameter, in
+        the same order, so that it can be used as it is: without selecting rows or columns, and without
+        transposing."""
         return not (self.block or self.columns or self.transposed)
 
     def to_json(self) -> list[Json]:
@@ -163,12 +163,12 @@ def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
 
 
 def other_names(sources: Sequence[str], stored: Sequence[str]) -> Mapping[str, str]:
-    """Returns name of a tensor in the checkpoint -> the name in `sources` that it stands for, if the
-    checkpoint stores the text model under another prefix: inside a model of several parts, or without its
-    head.
+    """Maps tensor names of a checkpoint that stores the model under another prefix than `sources` expects:
+    stored name -> name in `sources`. Such a checkpoint has the text model inside a model of several parts
+    ("language_model." is added), or has the model without its output head (the prefix "model." is absent).
 
-    sources: names of the tensors that parameters need, the embedding's first. stored: names in the
-    checkpoint. If the embedding's name is among them, the result is empty.
+    sources: names of the tensors that the model's parameters need, the embedding's first. stored: names in
+    the checkpoint. Returns {} if the embedding has its expected name.
     """
     first, names = sources[0], set(stored)
     if first in names:

@@ -176,7 +176,8 @@ def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns
 
 
 def _by_rows(tensor: Array) -> NDArray[Any]:
-    """Returns the numbers of a tensor [tiles, count, 16] in the order of matrix rows, [tiles * 16, count]."""
+    """Returns the numbers of a tensor [tiles, count, 16], which holds `count` numbers for each of the 16
+    matrix rows of a tile, as [tiles * 16, count], one matrix row after the other."""
     tiles = tensor.shape[0]
     rows_of_tiles = tensor.reshape(tiles, -1, TILE_ROWS).swapaxes(1, 2)
     return np.ascontiguousarray(rows_of_tiles).reshape(tiles * TILE_ROWS, -1)

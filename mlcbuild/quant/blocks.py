@@ -79,7 +79,8 @@ class BlockRows:
     """The scales of the weights as float32: [rows, columns / 32], one for each group; or, with two-level
     scales, [rows, columns / 256], which `steps` multiplies by an integer for each group."""
     steps: NDArray[np.int8] | None = None
-    """The integer factor of each group's scale, [rows, columns / 16 or 32]; None: all are 1."""
+    """The integers by which `scale` is multiplied for each group of 16 or 32 weights, [rows, columns / 16 or
+    32]; None: all are 1."""
     minimum: NDArray[np.float32] | None = None
     """The float32 numbers that are added to the products of codes and scales, in the shape of `scale`; None:
     nothing is added."""

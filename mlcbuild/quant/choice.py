@@ -1,6 +1,6 @@
-"""Reads the choice of formats that a build step made for a model, under a budget or by the types of a
-checkpoint's tensors, as a scheme for later steps.
-"""
+"""Reads which stored format an earlier build step chose for each matrix of a model, and returns the choice as
+a quantization scheme. That step chooses under a budget (a limit of size or loss), or by the types of a
+checkpoint's tensors."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ stays in a core's cache, and the cost of each NumPy call is spread over many wei
 
 
 class Scratch:
-    """Scratch arrays of one thread, allocated once and reused from one matrix to the next."""
+    """Scratch arrays for packing weights in one thread, allocated once and reused from one matrix to the
+    next."""
 
     def __init__(self) -> None:
         self._memory: dict[str, NDArray[np.uint8]] = {}
@@ -71,10 +72,12 @@ def widened(raw: Array) -> NDArray[np.float32]:
 
 
 def _widen_half(raw: Array, out: NDArray[np.float32]) -> None:
-    """Converts float16 to float32 by integer steps: NumPy's own cast is three times slower on x86.
+    """Converts the float16 numbers `raw` to float32, exactly, and writes them into `out`. It shifts integers,
+    because NumPy's own cast is three times slower on x86.
 
     The sign moves to bit 31, exponent and fraction to bits 13 and up; a product with 2**112 then corrects the
-    exponent's bias, subnormals included. Only infinities and NaN come out wrong, at 2**16 and above.
+    exponent's bias, subnormals included. Infinities and NaN become numbers of magnitude 2**16 and above; if
+    there are any, NumPy's cast converts the array again.
     """
     bits = out.view(np.uint32)
     np.copyto(bits, raw.view(np.int16), casting="unsafe")

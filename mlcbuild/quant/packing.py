@@ -91,7 +91,8 @@ class Packer:
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
         """Quantizes the rows of `block` [rows, columns], and writes codes, packed in 32-bit words, into
-        `q_weight` [rows, words] and scales into `q_scale` [rows, groups] (the layout `row`)."""
+        `q_weight` [rows, words] and scales into `q_scale` [rows, groups] (the layout `row`). Raises
+        CheckpointError for infinite or NaN weights, and for scales beyond float16."""
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))
@@ -112,7 +113,8 @@ class Packer:
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
         """Quantizes the rows of `block`, whole tiles of 16, and writes the codes into `q_weight`, uint8
         [tiles, groups, 64 * bits], whose bytes are ordered [quad][row][weight of the quad], and the scales
-        into `q_scale` [tiles, groups, 16]. A quad is four consecutive weights."""
+        into `q_scale` [tiles, groups, 16]. A quad is four consecutive weights. Raises CheckpointError for
+        infinite or NaN weights, and for scales beyond float16."""
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)
@@ -122,9 +124,10 @@ class Packer:
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE_ROWS)[...] = words.transpose(1, 2, 0, 3)
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
-        """Quantizes groups of 32 weights and returns their codes, one byte each from 0 to `groups.top`, uint8
-        [8, 4 * groups] in scratch memory. planes: float32 in the same shape, whose row i holds the i-th four
-        weights of every group; overwritten. out: receives the scale of each group, [groups]."""
+        """Quantizes groups of 32 weights and returns their codes, one byte each from 0 to the format's
+        largest code, uint8 [8, 4 * groups] in scratch memory. planes: the weights, float32 in the same shape,
+        whose row i holds the i-th four weights of every group; overwritten. out: receives the scale of each
+        group, [groups]. Raises CheckpointError for infinite or NaN weights, and for scales beyond float16."""
         groups = self._format
         out[...] = scale = self._scales(planes)
         divisor = scale.astype(np.float32)

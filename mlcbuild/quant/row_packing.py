@@ -65,10 +65,11 @@ def _from_words(words: NDArray[np.uint32], width: int) -> NDArray[np.uint8]:
 
 
 def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:
-    """Returns (q_weight, q_scale), which store quantized rows one by one (the layout `row`): uint32 [rows,
-    words] with the packed codes, and the scales [rows, groups]. With minima or two-level scales, q_scale is
-    uint32, each word with float16 or 8-bit numbers. conformed: arrays of codes, then of scales and minima, in
-    the format's types."""
+    """Packs a quantized matrix row by row (the layout `row`) and returns (q_weight, q_scale). q_weight is
+    uint32 [rows, words] with the packed codes. q_scale has the scales [rows, groups] in the format's type;
+    with minima or two-level scales it is uint32, and each word holds several float16 or 8-bit numbers.
+    blocks: types of codes and scales; conformed: the arrays of codes, scales and minima, already in these
+    types."""
     codes, *numbers = conformed
     words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
     if blocks.scale == "levels":
@@ -80,11 +81,12 @@ def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tup
 
 
 def _levels(numbers: Sequence[NDArray[np.generic]], each: int) -> Array:
-    """Returns uint32 [rows, blocks of 256 weights * words], which store two-level scales and minima: for each
-    block a word with the float16 of its scales and, above it, that of its minima, then the 8-bit factors of
-    its scales, then those of its minima, four to a word.
+    """Packs the two-level scales and minima of a matrix into 32-bit words and returns them, uint32 [rows,
+    blocks * words of a block]. A block is 256 weights of a row. Its first word has the float16 of its scales
+    in the low half and that of its minima in the high half. Then come the 8-bit factors of its scales, four
+    to a word, and those of its minima.
 
-    numbers: factors [rows, groups] and float16 numbers [rows, blocks] of the scales, then those of the minima
+    numbers: the scales' factors [rows, groups] and float16 numbers [rows, blocks], then those of the minima
     if there are any. each: number of groups in a block; the last block of a row is padded with zeros.
     """
     rows, count = numbers[1].shape

@@ -68,8 +68,8 @@ class Budget:
 
     kind: BudgetKind
     limit: float
-    """The limit: bits per weight, bytes of all stored tensors, or a mean KL divergence in nats, depending on
-    `kind`."""
+    """The value that the quantized model must not exceed: bits per weight, bytes of all stored tensors, or a
+    mean KL divergence in nats, depending on `kind`."""
     candidates: tuple[Scheme, ...]
     """Schemes, from the smallest to the largest, of which one is chosen for each parameter of the model. None
     of them has overrides, that is other schemes for some parameters."""
@@ -90,9 +90,9 @@ class Storage:
 
     @property
     def definition(self) -> Format:
-        """Returns the stored format of the scheme in its layout. Raises UsageError if the format does not
-        have this layout.
-        """
+        """Returns the stored format (tensors, types of codes and scales) that this quantization scheme uses,
+        in the physical layout which the device's backend has chosen. Raises UsageError if the format does not
+        have this layout."""
         return load_format(self.format, self.layout)
 
     @property

@@ -254,9 +254,10 @@ def _check_sizes(
     schemes: Mapping[str, Scheme],
     settings: Mapping[tuple[int, ...], Settings],
 ) -> None:
-    """Adds a problem to the recipe's list if the overrides of quantizations, or the characters of prompts,
-    are too many once they are summed over all combinations of model, quantization and target that the recipe
-    builds. schemes: by name; settings: by the include entries that apply."""
+    """Adds a problem to the recipe's list if the combinations of model, quantization and target that it
+    builds have too many overrides of quantization schemes in total, or too many characters of verification
+    prompts in total. schemes: name of a quantization -> its scheme; settings: indices of the `include`
+    entries that apply to a combination -> the resulting settings."""
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()

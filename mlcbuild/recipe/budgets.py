@@ -50,8 +50,9 @@ def is_budget(reading: Reading, where: Where) -> bool:
 
 def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> bool:
     """Returns True if an item of a recipe's list of quantizations states a budget: a limit of bits, size or
-    KL divergence. A key that is allowed only for a quantization with a name becomes a problem of the recipe.
-    where: path of the item; kinds: its keys that are budgets."""
+    KL divergence. Adds a problem to the recipe's list if it does not, and for each key that is allowed only
+    where a quantization has a name, such as `calibrate`. where: path of the item in the recipe; kinds: those
+    of its keys that state a budget, such as "max_size"."""
     named = [key for key in ("scheme", "overrides", "calibrate") if key in reading.mapping(*where)]
     for key in named:
         message = (
@@ -66,8 +67,9 @@ def _is_listed_budget(reading: Reading, where: Where, kinds: Sequence[BudgetKind
 
 
 def _report_further(reading: Reading, where: Where, kinds: Sequence[BudgetKind]) -> None:
-    """Adds a problem to the recipe's list for each budget of a quantization (limit of bits, size or KL
-    divergence) after its first one. where: path of the quantization; kinds: its keys that are budgets."""
+    """Adds a problem to the recipe's list for each further budget of a quantization, which may have only one:
+    a limit of bits, size or KL divergence. where: path of the quantization in the recipe; kinds: those of its
+    keys that state a budget, such as "max_size", in order."""
     for kind in kinds[1:]:
         message = f"'{kind}' and '{kinds[0]}' are two budgets; give each a quantization of its own"
         reading.report((*where, kind), message, on_key=True)

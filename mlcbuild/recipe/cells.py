@@ -84,8 +84,8 @@ def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]
 
 def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
     """Returns the name of a model, quantization or target that stands at the path `where` of a recipe.
-    Returns None for a name that the recipe does not define, with a problem added to the recipe's list;
-    without definitions (`places` is empty) every name is returned."""
+    Returns None, with a problem added to the recipe's list, if the recipe does not define the name. places:
+    defined name -> path of its definition; if it is empty, every name is returned."""
     name = reading.text(*where)
     if name is None or name in places or not places:
         return name

@@ -132,8 +132,10 @@ class _Index:
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """Returns the indices of the entries whose names all occur in a combination, as one list for each set
-        of axes that entries name, such as all matching entries that name only a model. names: (model,
-        quantization, target) of the combination."""
+        """Returns the indices of the include or exclude entries that match a combination. An entry names a
+        model, a quantization, a target, or several of these, and matches if all of them occur in the
+        combination. The result has one list for entries that name only a model, one for those that name a
+        model and a target, and so on; lists without a match are absent. names: (model, quantization, target)
+        of the combination."""
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

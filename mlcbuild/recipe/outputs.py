@@ -56,12 +56,13 @@ def render(template: str, names: Names) -> str:
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
-    """Adds problems to the recipe's list for bundles with equal output directories, and for output
-    directories that contain or lie in a protected path.
+    """Adds problems to the recipe's list for bundles with equal output directories, for output directories
+    that contain or lie in a protected path, and for those that a filesystem may be unable to hold.
 
     Names are compared without case, because many filesystems do so. No output contains another: names contain
-    no '/', so all have the same depth. template: of output directories; cells: (model, quantization, target)
-    of each bundle; protected: words for a message -> path that bundles must not replace.
+    no '/', so all have the same depth. template: path of output directories, such as
+    "dist/{model}-{quantization}-{target}"; cells: (model, quantization, target) of each bundle; protected:
+    name of a path in messages -> path that bundles must not replace.
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []

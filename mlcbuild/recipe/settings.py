@@ -29,8 +29,8 @@ _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 
 @dataclass(frozen=True)
 class RequestedLimits:
-    """The limits of a compiled library as the recipe states them, before a model's defaults replace missing
-    ones."""
+    """The limits of a compiled library that a recipe states: tokens of a sequence, prompt tokens of one call,
+    and sequences of one call. A missing context window is not yet replaced by the model's own."""
 
     context_window: int | None = None
     """Number of tokens of one sequence, prompt and answer together. None: the maximum of the model, but not

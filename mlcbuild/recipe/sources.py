@@ -53,7 +53,7 @@ class RecipeModel:
     place: Place
     """File, line and column of the model's source in the recipe."""
     adapters: tuple[RecipeAdapter, ...] = ()
-    """The LoRA adapters, in the order in which they are merged."""
+    """The LoRA adapters of a recipe's model, in the order in which they are merged into its weights."""
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -128,11 +128,11 @@ class _Hashed(io.RawIOBase):
 
 def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
     """Imports an archive into a store: blobs with the right bytes, and step records that are consistent and
-    complete. Returns their numbers.
+    complete. Returns how many of each were in the archive.
 
-    trust: public keys; if there are any, one of them must have signed each record. Nothing is written
-    before it was checked. Raises StoreError, or UsageError with the reason, at the first invalid member;
-    what was imported before it stays.
+    trust: public keys; if there are any, one of them must have signed each record. Nothing is written before
+    it was checked. Raises StoreError, or UsageError with the reason, at the first invalid member; what was
+    imported before it stays.
     """
     trusted = tuple(trust)
     blobs: dict[str, int] = {}

@@ -119,9 +119,10 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """Returns a stream of an HTTP response's body. start: the first byte of the object that was
-        requested. share: number of concurrent transfers that together must not be slower than SLOWEST. Raises
-        RemoteError if the response is another range, or later if the server is too slow."""
+        """Returns a stream of an HTTP response's body. start: offset of the first byte that was requested.
+        share: number of concurrent transfers, which together must reach the minimum rate of one transfer.
+        Raises RemoteError if the response has another range of bytes; reading from the stream raises it if
+        the server is too slow."""
         begin = 0
         if response.status == 206:
             stated = re.match(r"bytes ([0-9]{1,18})-", response.headers.get("Content-Range", ""))
@@ -143,9 +144,8 @@ class Client:
         return data[:_SHORT]
 
     def is_missing(self, response: Response) -> bool:
-        """Returns True if an HTTP response means that the requested name does not exist; then also reads
-        the response to its end.
-        """
+        """Returns True if an HTTP response has the status 404 or 410: the requested name does not exist. Its
+        body is then read too, so that the connection can be reused."""
         if response.status not in (404, 410):
             return False
         self.end(response)

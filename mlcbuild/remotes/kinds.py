@@ -160,9 +160,8 @@ def scheme(url: str) -> str:
 
 
 def normal(url: str) -> str:
-    """Returns the normal form of a remote cache's URL, in which equal addresses are equal texts: scheme in
-    small letters, no slashes at the end. `fault` must accept the URL.
-    """
+    """Returns the normal form of a valid URL of a remote cache, so that equal addresses are equal texts: the
+    scheme in small letters, no slashes at the end."""
     kind, separator, rest = url.partition("://")
     return f"{kind.lower()}{separator}{rest.rstrip('/')}"
 
@@ -191,9 +190,9 @@ def fault(url: str) -> str:
 
 
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
-    """Opens the remote cache with a URL that `fault` accepts, and returns its transport. timeout: seconds to
-    wait for a response. Raises RemoteError if it cannot be opened.
-    """
+    """Connects to the remote cache with the given URL, which must be valid, and returns the connection (a
+    `Transport`). timeout: seconds to wait for a response. Raises RemoteError if the connection cannot be set
+    up."""
     kind = KINDS[urlsplit(url).scheme]
     assert kind.connect is not None  # `fault` refuses any other URL.
     with border():

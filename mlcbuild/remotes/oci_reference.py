@@ -107,7 +107,8 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def parse(url: str) -> RegistryAddress:
-    """Parses an oci:// URL, which `fault` must have accepted, into host, repository and reference."""
+    """Parses a valid oci:// URL into the host, the repository, the tag or digest, and whether the connection
+    is unencrypted."""
     parts = urlsplit(url)
     repository, reference = _split(parts.path)
     local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))

@@ -32,7 +32,8 @@ EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 LARGEST = 4 << 20
 """Maximum size of an OCI manifest in bytes, a limit of registries."""
 PIECE = 64 << 20
-"""Number of bytes of a blob in one request, which are sent again when a connection breaks."""
+"""Bytes of a blob that one upload request sends. When a connection breaks, the bytes of the current request
+are sent again."""
 _ATTEMPTS = 3
 _REDIRECTS = 5
 _ADDRESSES = 256

@@ -86,9 +86,8 @@ class Pace:
         self._count = 0
 
     def add(self, count: int) -> None:
-        """Counts transferred bytes. Raises SlowError at the end of a window in which too few were
-        transferred.
-        """
+        """Adds `count` transferred bytes to those of the current time window. Raises SlowError if the window
+        has ended and its bytes are fewer than the minimum rate requires."""
         self._count += count
         elapsed = time.monotonic() - self._since
         if elapsed <= self._timeout:
@@ -113,11 +112,12 @@ class Attempts:
         self._vain = 0
 
     def failed(self, error: RemoteError, count: int, began: float) -> None:
-        """Records a request that began at `began` (time.monotonic()) and brought `count` new bytes before it
-        failed with `error`.
+        """Records a request of a download that began at `began` (time.monotonic()) and brought `count` new
+        bytes before it failed with `error`.
 
-        Raises `error` if it is a SlowError, or after three requests in a row that brought less than SLOWEST
-        bytes per second: a server that breaks off after each byte must not get one request per byte.
+        Raises `error` if it is a SlowError, or if this is the third request in a row below the minimum rate
+        (SLOWEST, in bytes per second). Thus a server that breaks off after each byte does not get one request
+        per byte.
         """
         enough = max(1, SLOWEST * min(time.monotonic() - began, TIMEOUT))
         self._vain = 0 if count >= enough else self._vain + 1
@@ -172,15 +172,15 @@ class Transport(Protocol):
         """
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        """Writes `size` bytes of `source` as the object `name`. Readers see either all of them or nothing
-        new.
+        """Stores the next `size` bytes of the stream `source` in the remote cache as the object `name`, such
+        as "cas/<digest>". Readers see either the whole object or no change.
 
-        new: True if no object of this name existed before; an object that another machine has written since
-        then may stay in place.
+        new: True if the caller has seen that no object of this name exists; one that another machine has
+        written since then may stay instead of this one. Raises RemoteError on failure.
         """
 
     def close(self) -> None:
-        """Closes all connections, even those that other threads are using."""
+        """Closes all connections to the remote cache, even those that other threads are using."""
 
 
 class Bordered:

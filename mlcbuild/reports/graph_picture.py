@@ -227,8 +227,9 @@ def _layers(graph: Graph) -> list[list[str]]:
 
 
 def _neighbours(graph: Graph, names: Set[str]) -> dict[str, list[str]]:
-    """Returns name of a node -> the nodes that it depends on directly and those that depend directly on it.
-    names: the nodes to consider."""
+    """Returns name of a node -> names of its neighbours in the graph: the nodes that depend on it directly,
+    and those on which it depends directly. names: the nodes to consider; all others are absent from keys and
+    values."""
     neighbours: dict[str, list[str]] = {name: [] for name in names}
     for name in graph.nodes:
         for user in graph.users[name]:
