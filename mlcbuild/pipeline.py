@@ -80,7 +80,8 @@ class Product:
     bundle: str
     verify: str | None
     unverified: str = ""
-    """The reason why the variant is not verified, such as UNVERIFIED; "" if it is."""
+    """The reason why the variant is not verified, such as that the caller did not request it; "" if it is
+    verified."""
     bench: str | None = None
     """Name of the step that measures the bundle's speed; None if there is no such step. The bundle does not
     depend on this step.

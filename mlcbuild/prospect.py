@@ -293,7 +293,7 @@ class _Local:
 
     root: Path
     files: tuple[str, ...]
-    """Names, relative to `root`, of the checkpoint's files that steps read."""
+    """Paths of the files that build steps read from a local checkpoint, relative to its directory."""
     config: ModelConfig
     digest: str
     """BLAKE3 digest, in hexadecimal, of the ModelConfig that the checkpoint's config.json describes."""

@@ -1,4 +1,5 @@
-"""Reads the fields of config.json that families with latent attention share."""
+"""Reads the config.json fields that describe multi-head latent attention, and that all model families with
+such attention share."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ class Rope:
     """Rotary position embedding, independent of how a checkpoint spells it.
 
     The pair (i, i + dim/2) at position p is rotated by the angle p * inv_freq[i]; cos and sin are multiplied
-    by `attention_factor`. `inv_freq_long` and `long_factor` replace `inv_freq` and `attention_factor` when
-    the context window exceeds `original_max_position` (LongRoPE; chosen once per library by `frequencies`).
-    Either all three are present or none.
+    by `attention_factor`. With LongRoPE, `inv_freq_long` and `long_factor` replace `inv_freq` and
+    `attention_factor` when the context window exceeds `original_max_position`; `frequencies` chooses once per
+    library. Without LongRoPE, `inv_freq_long`, `long_factor` and `original_max_position` are None.
     """
 
     dim: int
@@ -306,8 +306,9 @@ such descriptions: parameters and contradictions."""
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
-    """Returns (functions, description) of a layer's mixer, then of its feed-forward. functions: the Block
-    that belongs to the description's class, such as Attention."""
+    """Returns two pairs (functions, description), the first for a layer's mixer and the second for its
+    feed-forward. The description is an object such as an Attention; the functions, a `Block`, are those of
+    the description's class."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
 

@@ -53,8 +53,8 @@ class RopeRules:
     """The value of rope_theta for layers with an attention window if config.json lacks rope_local_base_freq;
     None: that of the other layers."""
     extensions: tuple[Extension, ...] = ()
-    """The optional features of config.json's rope object that a model family has, of "alpha", "mscale" and
-    "beta"; other families refuse their fields."""
+    """The optional features of config.json's rope object that the checkpoints of a model family may use: any
+    of "alpha", "mscale" and "beta". The fields of features that are not listed are refused."""
     ignored: tuple[str, ...] = ()
     """Names of fields in the rope object of config.json (rope_scaling or rope_parameters) that do not change
     results for text."""
@@ -162,8 +162,10 @@ def _original(fields: Fields) -> int | None:
 
 
 def _objects(fields: Fields) -> dict[str, Fields]:
-    """Returns name of a field of config.json -> a Fields that reads the rope object in it. Without a rope
-    object it returns an empty one under the name "rope_theta"."""
+    """Returns name of a field of config.json, "rope_scaling" or "rope_parameters" -> reader (a `Fields`) of
+    the rope object in it. An object for one kind of layer has a key of its own. If there is no rope object,
+    returns "rope_theta" -> a reader of an empty object. For a field with anything but an object or null, a
+    problem is added to `fields`."""
     objects: dict[str, Fields] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name)
@@ -262,9 +264,9 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
 
 
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
-    """Returns the number in a field that may stand in the rope object of config.json (`inner`), beside it
-    (`outer`, its value there or None), or in both; None if it stands in neither. If both differ, a problem is
-    recorded, and the value of `inner` returned. high: maximum."""
+    """Returns the number that a field of config.json states: in the rope object (`inner`), beside it
+    (`outer`, its value there or None), or in both; None if in neither. If the two differ, a problem is added
+    to `inner`, and the value in the rope object is returned. high: maximum of a valid number."""
     low = 1.0 if name == "rope_theta" else 0.0
     if not inner.has(name):
         inner.get(name)

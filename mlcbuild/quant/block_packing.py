@@ -128,11 +128,11 @@ def _in_each_byte(value: int) -> np.uint32:
 
 
 def _high_bits(width: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Packs the high bits of codes, `width` (1 or 2) of each code, and yields uint32 arrays [tiles, groups,
-    rows], 1 or 2 of them. A quad is four consecutive weights. Byte i of a word holds the bits of weight i of
-    8 / width consecutive quads, those of the first quad in its lowest bits.
+    """Packs the high bits of codes, `width` (1 or 2) of each code, and yields `width` arrays uint32 [tiles,
+    groups, rows]. A quad is four consecutive weights. Byte i of a word holds the high bits of the i-th weight
+    in each of 8 / width consecutive quads, those of the first quad in its lowest bits.
 
-    high: these bits, uint32 [tile, group, quad, row], with one byte for each weight of a quad.
+    high: the high bits, uint32 [tile, group, quad, row], with one byte for each weight of a quad.
     """
     count = 8 // width
     for first in range(0, QUADS, count):

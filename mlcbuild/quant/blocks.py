@@ -69,9 +69,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Rows of a quantized matrix [rows, columns], whose weights are code * (scale * step) + minimum *
-    minimum_step. Each operation is rounded to float32.
-    """
+    """Some rows of a quantized matrix [rows, columns], whose weights are code * (scale * step) + minimum *
+    minimum_step. Steps are the integer factors of each group of 16 or 32 weights, if the format has them.
+    Each operation is rounded to float32."""
 
     codes: NDArray[np.int8] | NDArray[np.uint8]
     """The codes of the weights, [rows, columns]."""
@@ -82,10 +82,12 @@ class BlockRows:
     """The integers by which `scale` is multiplied for each group of 16 or 32 weights, [rows, columns / 16 or
     32]; None: all are 1."""
     minimum: NDArray[np.float32] | None = None
-    """The float32 numbers that are added to the products of codes and scales, in the shape of `scale`; None:
-    nothing is added."""
+    """The minima of the groups, in the shape of `scale`. Each is multiplied by the integer in
+    `minimum_steps`, if there are any, and added to the products of codes and scales; None: nothing is added.
+    """
     minimum_steps: NDArray[np.uint8] | None = None
-    """The integer factor of each group's minimum, [rows, columns / 16 or 32]; None: all are 1."""
+    """The integers by which `minimum` is multiplied for each group of 16 or 32 weights, [rows, columns / 16
+    or 32]; None: all are 1."""
 
     def take(self, rows: NDArray[np.intp]) -> BlockRows:
         """Returns a new BlockRows with some rows of this one. rows: their indices, in the order of the

@@ -47,8 +47,9 @@ def byte_limit(kind: BudgetKind, limit: float, params: Sequence[Param]) -> int |
 def budget_fault(
     kind: BudgetKind, limit: float, candidates: Sequence[Storage], params: Sequence[Param]
 ) -> str:
-    """Returns an error message if a model in the smallest of the candidate schemes for each parameter is
-    larger than a budget of size, `limit`; "" if it is not or the budget is `max_kl`."""
+    """Checks whether a budget of size can be met: `limit` bits per weight or bytes, depending on `kind`.
+    Returns an error message if the model exceeds it even in the smallest candidate scheme for each parameter;
+    "" if it does not, or for the budget `max_kl`, which limits loss."""
     most = byte_limit(kind, limit, params)
     least = sum(min(stored_bytes([param], candidate) for candidate in candidates) for param in params)
     if most is None or least <= most:

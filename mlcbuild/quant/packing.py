@@ -60,9 +60,8 @@ class Packer:
                 self._lines(block, q_weight[first:last], q_scale[first:last])
 
     def _padded(self, block: Array) -> Array:
-        """Returns rows of the matrix as a contiguous array, padded with zeros to whole groups of 32 columns
-        and, for tiles, to a multiple of 16 rows.
-        """
+        """Returns `block`, some rows of a matrix, as a contiguous array, padded with zeros to whole groups of
+        32 columns and, for the layout in tiles, to a multiple of 16 rows."""
         rows, columns = -(-block.shape[0] // self._tile) * self._tile, self._groups * GROUP
         if block.shape == (rows, columns):
             return np.ascontiguousarray(block)
@@ -72,11 +71,11 @@ class Packer:
 
     def _planes(self, block: Array, shape: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.float32]:
         """Rearranges the weights of some rows and returns them as float32 [8, 4 * groups] in scratch memory:
-        row i holds the i-th four weights (a quad) of every group of 32 weights.
+        row i holds the i-th quad (four consecutive weights) of every group of 32 weights.
 
-        shape: (..., 8), the dimensions into which the quads of `block` are divided, eight quads to a group.
-        order: permutation of these dimensions that puts the last one first; the others determine the order of
-        groups in the result.
+        block: the rows. shape: (..., 8), the dimensions in which the quads of `block` are counted; the last
+        one is the quad within its group. order: permutation of these dimensions, with the last one first; the
+        order of the others is that of the groups in the result.
         """
         quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
         quads = block.view(quad).reshape(shape).transpose(order)
@@ -172,9 +171,10 @@ class Packer:
 
 
 def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Packs codes of 4 or 5 bits. q: the codes, one byte each, in eight rows. Returns four rows, whose byte
-    holds the low four bits of a code of row j and, above them, of the same position in row 4 + j. With 5
-    bits, a fifth row follows, whose bit i is the fifth bit of the code in row i. Overwrites `q`."""
+    """Packs the codes of quantized weights, of 4 or 5 bits. q: uint64 in eight rows, each byte one code;
+    overwritten. Returns four rows: each byte of row j holds the low four bits of the code at its place in row
+    j and, above them, those of the code at the same place in row 4 + j. With 5 bits, a fifth row follows; bit
+    i of its bytes is the fifth bit of the code in row i."""
     low, high = q[: QUADS // 2], q[QUADS // 2 :]
     fifth = None
     if bits == 5:

@@ -30,8 +30,8 @@ class Search:
     `top`, with the second `top - 1`; so groups whose weights are multiples of such a step are represented
     exactly."""
     top: int
-    """The largest code. Codes are 1 - top .. top; the sign of a group's scale is such that the weight of
-    largest magnitude is positive after the division by it."""
+    """The largest code. Codes are 1 - top .. top. The sign of a group's scale is chosen such that the weight
+    of largest magnitude, divided by the scale, is positive."""
 
 
 SEARCHES = {4: Search(504, 3, (63, 72, 59), 8), 5: Search(240, 4, (15, 16), 16)}
@@ -110,9 +110,9 @@ def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
 
 
 def _group_sums(sums: NDArray[np.int16]) -> NDArray[np.float32]:
-    """Returns the sums of every four neighbours along the last axis of `sums`, int16 [..., 4 * groups], as
-    float32 [..., groups]. Numbers must not be negative, because two are added in one 32-bit half of a word;
-    `sums` is overwritten."""
+    """Adds every four neighbours along the last axis of `sums`, int16 [..., 4 * groups], and returns the
+    totals as float32 [..., groups]. The numbers must not be negative, because four of them are added at once
+    as parts of a 64-bit integer. Overwrites `sums`."""
     words, halves = sums.view(np.uint64), np.uint64(0x0000FFFF0000FFFF)
     pairs = words & halves
     np.right_shift(words, 16, out=words)

@@ -128,8 +128,9 @@ def _limit(reading: Reading, where: Where, kind: BudgetKind) -> float | None:
 
 def _candidates(reading: Reading, where: Where) -> tuple[Scheme, ...] | None:
     """Returns the candidate schemes from which one is chosen for each matrix under a budget, from the
-    smallest to the largest: those that the recipe names at the path `where`, or CANDIDATES. Returns None if
-    one is invalid, with a problem added to the recipe's list."""
+    smallest to the largest: those that the recipe lists in the quantization at the path `where`, or six
+    default ones if it lists none. Returns None, with a problem added to the recipe's list, if one is invalid
+    or fewer than two are listed."""
     names, is_valid = list(CANDIDATES), True
     if "candidates" in reading.mapping(*where):
         count = len(reading.items(*where, "candidates"))

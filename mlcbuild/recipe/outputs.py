@@ -114,8 +114,9 @@ def _check_protected(
 
 
 def _file_above(directory: Path) -> tuple[Path, str] | None:
-    """Returns (path, kind of the file in words) of the nearest existing file at or above an output's parent
-    directory if it is not a directory; None otherwise."""
+    """Looks for a file in the place of a directory above an output: examines `directory`, which need not
+    exist, then its parents, up to the first one that exists. Returns (path, kind of the file in words, such
+    as "a regular file") if that one is not a directory; None otherwise."""
     for path in (directory, *directory.parents):
         file_kind = kind(path)
         if file_kind != "missing":

@@ -72,7 +72,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings for one combination of model, quantization and target."""
+    """The settings for one combination of model, quantization and target: limits of the compiled library,
+    limits on the loss of accuracy, and the form of the KV cache."""
 
     limits: RequestedLimits
     verify: Verify | None

@@ -153,10 +153,9 @@ def _like(old: Scalar, text: str) -> Scalar:
 
 
 def _faults(text: str, variables: Mapping[str, Variable], used: set[str]) -> Iterator[str]:
-    """Yields an error message for each invalid reference to a variable in a text. If an unknown name is
-    probably a misspelling, the variable that it resembles is added to `used`, so that it is not also reported
-    as unused.
-    """
+    """Yields an error message for each invalid reference to a variable, written ${name}, in a text of a
+    recipe. used: names of variables to which the recipe refers; if an unknown name is probably a misspelling,
+    the variable that it resembles is added, so that it is not also reported as unused."""
     for match in _REFERENCE.finditer(text):
         name, closed = match[1], match[2]
         if match[0] == "$${":

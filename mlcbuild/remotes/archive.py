@@ -39,9 +39,9 @@ _MARK = canonical({"format": FORMAT}) + b"\n"
 _BLOCK = 512
 _CHUNK = 1 << 20
 _SPARSEST = 1000
-"""Maximum ratio of a file's size in an archive to the bytes that the archive stores for it; `cp --sparse`
-turns zeros into holes.
-"""
+"""Maximum ratio of the size of a file in an archive to the bytes that the archive occupies on the disk for
+it. A higher ratio means that the archive is a sparse file which only claims to hold the bytes; a low ratio is
+normal, since `cp --sparse` turns zeros into holes."""
 _KINDS = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -211,9 +211,10 @@ def _header(header: bytes) -> tuple[str, int]:
 
 
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
-    """Moves one blob from an archive into the store. It is hashed before it is written, because an archive
-    of a few kB may claim to hold 1 TB of zeros. digest, size: those that the archive states.
-    """
+    """Moves one blob from an archive into the store. It is hashed before it is written, because an archive of
+    a few kB may claim to hold 1 TB of zeros. file: the archive, positioned at the blob's first byte; digest,
+    size: those that the archive states. Raises RefusedError if they are wrong, and OSError if the disk is too
+    full."""
     start, file_size = file.tell(), os.fstat(file.fileno()).st_size
     if size > file_size - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")

@@ -117,7 +117,8 @@ def _from_docker(path: Path, host: str) -> str | None:
 
 def _from_helper(helper: str, host: str) -> str | None:
     """Runs a helper program of Docker's credential protocol, and returns the value of the Authorization
-    header; None if the helper has no entry for the host.
+    header. helper: the end of the program's name, docker-credential-<helper>. Returns None if the program is
+    not installed or has no credentials for the host. Raises RemoteError if it does not follow the protocol.
     """
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None

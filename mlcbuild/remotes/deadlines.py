@@ -22,7 +22,8 @@ from mlcbuild.remotes.transport import CONNECT, TIMEOUT
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads bytes from a socket until a deadline, however slowly they arrive."""
+    """A reader of a socket's bytes with one deadline for any number of reads. After the deadline a read
+    raises TimeoutError, however slowly or fast bytes arrive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.until = 0.0

@@ -121,7 +121,9 @@ def _prepare(root: Path, *directories: Path) -> None:
 
 
 def _opened(root: Path, name: str) -> int | None:
-    """Returns a file descriptor of the regular file `name` below `root`, or None if there is none."""
+    """Opens the regular file `name` below `root` for reading and returns its file descriptor; None if it does
+    not exist. Raises RemoteError if `root` is no directory, and DamagedError for anything but a regular file.
+    """
     _check(root)
     try:
         descriptor = os.open(root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -55,8 +55,10 @@ def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
     """Requests the rest of a remote object until all of its bytes are in the file `target`, and returns True;
-    returns False if the remote cache does not have the object.
-    """
+    returns False if the remote cache does not have the object. name: the object's, such as "cas/<digest>";
+    stop: event that cancels the download; on_bytes: called with the number of new bytes. Raises
+    CancelledError when `stop` is set, RemoteError after several failed requests, DamagedError if the object
+    has another size."""
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
         before, began = target.have, time.monotonic()

@@ -115,9 +115,8 @@ class Link:
         return True
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` to the remote cache as the blob that `entry` describes, and returns True
-        if the remote has the blob afterwards. Raises CancelledError if `stop` is set.
-        """
+        """Uploads the file `place` to the remote cache as a blob, and returns True if the remote has the blob
+        afterwards. entry: digest and size of the blob. Raises CancelledError if `stop` is set."""
         if self.unwritten:
             return False
         try:

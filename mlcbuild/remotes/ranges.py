@@ -31,8 +31,8 @@ while one fast connection transfers the object."""
 PIECE = 4 << 20
 """Number of bytes in each range when several ranges of a remote object are requested at the same time."""
 AHEAD = 6
-"""Maximum number of ranges of a remote object that are requested at the same time. Memory holds at most these
-and the one in use."""
+"""Maximum number of ranges of a remote object that are requested at the same time. Memory holds at most this
+many ranges, and one more while its bytes are used."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 LARGEST = 4 << 20
 """Maximum size of an OCI manifest in bytes, a limit of registries."""
 PIECE = 64 << 20
-"""Bytes of a blob that one upload request sends. When a connection breaks, the bytes of the current request
-are sent again."""
+"""Bytes of a blob that one upload request sends, and so at most the bytes that are sent again when a
+connection breaks."""
 _ATTEMPTS = 3
 _REDIRECTS = 5
 _ADDRESSES = 256
@@ -106,9 +106,9 @@ class Registry:
     # Writing
 
     def mount(self, digest: str, repository: str) -> bool:
-        """Makes a blob of another repository of the same registry available in this one, and returns True;
-        returns False if the blob must be uploaded.
-        """
+        """Makes a blob of another repository of the same registry available in this one without an upload,
+        and returns True; returns False if the registry does not do that and the blob must be uploaded.
+        digest: the blob's, as sha256:<64 hex>; repository: the other one. Raises RemoteError on failure."""
         query = urlencode({"mount": digest, "from": repository})
         response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
         self._home.end(response)
@@ -117,7 +117,8 @@ class Registry:
         return response.status == 201
 
     def send(self, source: UploadSource, size: int) -> str:
-        """Uploads a blob and returns its digest, which is computed while the bytes are sent."""
+        """Uploads the `size` bytes of `source` to the registry as a blob, and returns the blob's digest,
+        sha256:<64 hex>, which is computed while the bytes are sent. Raises RemoteError on failure."""
         response = self._ask("POST", "blobs/uploads/", {"Content-Length": "0"})
         self._home.end(response)
         self._demand(response, 202)
@@ -134,12 +135,14 @@ class Registry:
         return digest
 
     def send_bytes(self, data: bytes) -> str:
-        """Uploads these bytes as a blob, unless the registry has it, and returns the blob's digest."""
+        """Uploads `data` as a blob to the registry, unless the registry has a blob with these bytes, and
+        returns the blob's digest, sha256:<64 hex>. Raises RemoteError on failure."""
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         return digest if self.has(digest) else self.send(io.BytesIO(data), len(data))
 
     def tag(self, reference: str, manifest: bytes) -> str:
-        """Uploads a manifest under a tag and returns the manifest's digest."""
+        """Uploads an OCI manifest to the registry under a tag, and returns the manifest's digest, sha256:<64
+        hex>. reference: the tag; manifest: the bytes of the JSON document. Raises RemoteError on failure."""
         headers = {"Content-Type": MANIFEST, "Content-Length": str(len(manifest))}
         response = self._ask("PUT", f"manifests/{reference}", headers, io.BytesIO(manifest))
         self._home.end(response)
@@ -161,9 +164,10 @@ class Registry:
     def _piece(
         self, location: str, source: UploadSource, before: hashlib._Hash, start: int, end: int
     ) -> tuple[str, hashlib._Hash]:
-        """Uploads the bytes start..end-1 of a source as a part of a blob. before: state of the SHA-256 of the
-        bytes before `start`. Returns (URL for the next part, state of the SHA-256 after this part).
-        """
+        """Uploads the bytes start..end-1 of `source` as a part of a blob, and repeats what did not arrive if
+        a connection breaks. location: URL for this part; before: state of the SHA-256 of the bytes before
+        `start`. Returns (URL for the next part, state of the SHA-256 after this part). Raises RemoteError if
+        the upload fails."""
         begin = start
         for attempt in range(_ATTEMPTS):
             piece = _Piece(source, before.copy(), start, begin, end)
@@ -212,8 +216,8 @@ class Registry:
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
         """Sends a request to the registry and follows redirects to other servers, which receive no
-        credentials. Returns (client of the last server, its response).
-        """
+        credentials. Returns (client of the last server, its response). Raises RemoteError for a redirect to
+        an address without encryption, and SlowError if redirects exceed the time limit."""
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"
         until = time.monotonic() + self._timeout
@@ -233,8 +237,8 @@ class Registry:
 
     def _client(self, place: SplitResult) -> Client:
         """Returns an HTTP client for a server to which the registry redirects. It is created at the first
-        call for an address, and used again for the same address.
-        """
+        call for an address, and used again for the same address. Raises RemoteError if the registry redirects
+        to too many servers."""
         address = f"{place.scheme}://{place.netloc}"
         with self._guard:
             if address not in self._clients:
@@ -254,8 +258,10 @@ class Registry:
         *,
         mounts: str = "",
     ) -> Response:
-        """Sends a request to the registry with the authorization that it requires, and returns the
-        response. mounts: repository from which a blob is mounted, or "".
+        """Sends a request to the registry with the authorization that it requires, and returns the response.
+        If the server answers 401, the request is sent a second time with the authorization that the answer
+        requires; RemoteError is raised if there is none. mounts: other repository whose blob the request
+        makes available in this one, or "".
         """
         target = name if name.startswith("/") else f"/v2/{self.place.repository}/{name}"
         scope = f"repository:{self.place.repository}:{'pull' if method in ('GET', 'HEAD') else 'pull,push'}"
@@ -277,8 +283,10 @@ class Registry:
         return self._home.ask(method, target, _with(headers, granted), source)
 
     def _answer(self, challenge: str, scope: str) -> str | None:
-        """Returns the Authorization header that answers a server's challenge (WWW-Authenticate) for `scope`;
-        None for an unsupported challenge."""
+        """Returns the value of the Authorization header that answers a server's challenge. challenge: the
+        server's WWW-Authenticate header; scope: the rights to request, such as "repository:name:pull".
+        Returns None for an unsupported challenge, or if there are no credentials for it. Raises RemoteError
+        if a token is refused."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             return self._login
@@ -336,8 +344,7 @@ class _Piece:
 
     def seek(self, offset: int) -> int:
         """Moves the stream of a request's body back to its beginning, as HTTP clients do before they retry a
-        request. offset: must be that beginning.
-        """
+        request. offset: must be the position of the beginning, which is returned."""
         self.hasher = self._before.copy()
         self._source.seek(self._start)
         self._left = self._begin - self._start

@@ -82,7 +82,8 @@ class S3:
 
     @property
     def _patience(self) -> float:
-        """Returns the number of seconds during which obstore may retry a request."""
+        """Returns the maximum number of seconds for one request to S3, with the retries by obstore, the
+        library that sends it."""
         return self._timeout + 2 * PAUSES[-1]
 
     def _opened(self, chosen: Mapping[str, Any], timeout: float) -> S3Store:
@@ -283,9 +284,10 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """Requests the bytes start..end-1 of the object, or all bytes if the range is empty, and returns
-        the response; None if the object is missing. version: ETag that the object must have, or "". share:
-        number of concurrent transfers."""
+        """Requests the bytes start..end-1 of the object, and returns the response; None if the object is
+        missing. If it has no bytes in this range and any version will do, the whole object is requested.
+        version: ETag that the object must have, or "" for any. share: number of concurrent transfers. Raises
+        RemoteError if the server refuses, or sends another range."""
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:

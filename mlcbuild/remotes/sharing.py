@@ -109,8 +109,9 @@ class Sharing:
             self._place(key).unlink()
 
     def keep(self, remote: RemoteRecord) -> None:
-        """Stores a step record of a remote cache on this machine, so that later runs know it without the
-        remote."""
+        """Stores a step record, which describes the result of a step and was read from a remote cache, on
+        this machine, so that later runs can read it without the remote. It is not stored if the directory
+        cannot be written."""
         if remote.origin in self._ledgers:
             self._ledgers[remote.origin].add(remote.record.key)
         place = self._place(remote.record.key)
@@ -186,9 +187,9 @@ class Sharing:
         return tuple(missing)
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place`, which `entry` describes (path, digest, size), to a remote cache from
-        which the run also reads, and returns True if such a remote has it afterwards. Raises CancelledError
-        if `stop` is set."""
+        """Uploads the file at the path `place` to the first remote cache that accepts it, of those from which
+        the run also reads. Returns True if such a remote has the file afterwards. entry: digest and size of
+        the file; stop: event that cancels the upload. Raises CancelledError if `stop` is set."""
         chosen = [link for link in self.links if link.remote.writes() and link.remote.reads]
         return any(link.offer(entry, place, stop) for link in chosen)
 

@@ -60,9 +60,8 @@ class Body:
     """Offset, within the object, of the first byte that `read` returns; 0 if the remote cache ignored the
     range."""
     read: Callable[[], Buffer]
-    """Function that returns the next bytes of the object, b"" at the end. The next call reuses the buffer. It
-    raises RemoteError.
-    """
+    """Function that returns the next bytes of the object, b"" at the end. The next call reuses the returned
+    buffer. Raises RemoteError if the transfer fails or is too slow."""
     close: Callable[[], None]
 
     def __enter__(self) -> Body:
@@ -75,9 +74,8 @@ class Body:
 
 
 class Pace:
-    """Measures the rate of a transfer in windows of `timeout` seconds, and makes a transfer fail that is
-    too slow.
-    """
+    """Measures the rate of a transfer in windows of `timeout` seconds, and raises SlowError at the end of a
+    window in which too few bytes were transferred. slowest: minimum rate in bytes per second."""
 
     def __init__(self, timeout: float, slowest: float = SLOWEST) -> None:
         self._timeout = timeout
@@ -97,8 +95,7 @@ class Pace:
         self._since, self._count = time.monotonic(), 0
 
     def is_slow(self) -> bool:
-        """Returns True if fewer bytes have arrived in the current window than the slowest accepted rate
-        requires.
+        """Returns True if fewer bytes have arrived in the current time window than the minimum rate requires.
         """
         return self._count < self._slowest * (time.monotonic() - self._since)
 

@@ -31,7 +31,8 @@ LEAST = 1e-7
 """Mean KL divergence, in nats, up to which a variant's loss counts as a rounding error: the scatter plot
 draws the variant in its row for exact ones."""
 _DOTS = 12
-"""Maximum number of points of a curve that are drawn as dots."""
+"""Maximum number of points of a curve whose points are drawn as dots. A curve with more points is only a
+line."""
 _GREY = 'fill="#5d6877"'
 
 
@@ -184,7 +185,8 @@ Box = tuple[float, float, float, float]
 
 def _around(place: tuple[float, float], start: float, length: float) -> Box:
     """Returns the rectangle (left, top, right, bottom), in pixels, around a dot or a line of text in a chart.
-    place: (x, y), y being its middle; start, length: its left edge relative to x, and its width."""
+    place: (x, y), a point in the vertical middle of the rectangle; start: offset of the left edge from x;
+    length: width of the rectangle."""
     x, y = place
     return x + start, y - 6.5, x + start + length, y + 6.5
 

@@ -281,10 +281,10 @@ def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[
 
 
 def _spread(wish: list[float], pitch: float) -> list[float]:
-    """Returns positions in the order of `wish`, at least `pitch` apart, with the smallest sum of squared
-    distances from the wished positions. With the pitch subtracted this is isotonic regression, solved by
-    pooling adjacent violators.
-    """
+    """Spreads nodes of a picture along one axis, so that neighbours are at least `pitch` pixels apart. wish:
+    the position, in pixels, that each node would have without this rule. Returns positions in the same order
+    with the smallest sum of squared distances from those in `wish`. With the pitch subtracted this is
+    isotonic regression, solved by pooling adjacent violators."""
     blocks: list[tuple[float, int]] = []  # pairs (mean, count)
     for index, value in enumerate(wish):
         mean, count = value - index * pitch, 1
