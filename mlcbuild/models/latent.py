@@ -43,8 +43,8 @@ class LatentAttention:
     window: int | None = None
     """Number of most recent positions that a query attends to, including its own; None: all."""
     bias: bool = False
-    """True if the matrices of multi-head latent attention that compute the short cached vectors (latents)
-    have biases."""
+    """True if the matrices that project the layer's input to latents, the short vectors of multi-head latent
+    attention from which queries, keys and values are computed, have biases."""
     output_bias: bool = False
 
     @property

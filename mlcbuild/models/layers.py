@@ -75,8 +75,9 @@ class Rope:
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
     """Returns (inverse frequencies, attention factor) of a rotary embedding in a compiled library. LongRoPE
-    has two such pairs, for short and for long contexts. context_window: that of the library, in tokens; the
-    pair for long contexts is returned if it exceeds the context of the original training."""
+    has two such pairs, for short and for long contexts. context_window: number of tokens of a sequence in the
+    library; if it exceeds the context of the model's original training, the pair for long contexts is
+    returned."""
     if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
         return rope.inv_freq, rope.attention_factor
     if context_window <= rope.original_max_position:

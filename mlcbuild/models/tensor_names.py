@@ -49,8 +49,8 @@ class Piece:
     @property
     def taken(self) -> list[int]:
         """Returns which rows of each block of a checkpoint's tensor belong to the model's parameter: their
-        indices within the block, in the parameter's order. A block is `block` consecutive rows, and the list
-        holds for every block."""
+        indices within the block, in the parameter's order. A block is `block` consecutive rows; the indices
+        are the same in every block."""
         return [row for part in self.take for row in range(*part)]
 
     @property

@@ -45,9 +45,9 @@ def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[
 
 def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
     """Converts quantized rows to the numbers that a format stores, and returns a list of arrays with all
-    rows: codes uint8 [rows, columns], then scales and, if the format has them, minima, each [rows, count].
-    rows: consecutive rows of a matrix, in one or several objects. Raises CheckpointError, naming `name`, if a
-    scale or a minimum is not a finite number below 2**120."""
+    rows: codes uint8 [rows, columns], then scales and, if the format has them, minima, each [rows, numbers of
+    a row]. rows: consecutive rows of a matrix, in one or several objects. Raises CheckpointError, with `name`
+    in its message, if the magnitude of a scale or a minimum is not a finite number below 2**120."""
     parts = [_conformed(blocks, part, name) for part in rows]
     return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
 
@@ -60,10 +60,11 @@ def _number_dtypes(blocks: Blocks) -> list[DTypeLike]:
 
 def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any], ...]:
     """Converts quantized rows to the numbers that a format stores, and returns the codes, uint8 [rows,
-    columns], then scales and minima [rows, count], in the order of the format's tensors. If the format's
-    groups are smaller than those of the rows, scales and minima are repeated.
+    columns], then scales and minima, each [rows, numbers of a row], in the order of the format's tensors. If
+    the format has smaller groups of weights than `rows`, each scale and minimum is repeated for them.
 
-    Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
+    Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or its magnitude is
+    2**120 or larger.
     """
     codes = rows.codes.view(np.uint8) + np.uint8(blocks.zero)
     for number in (rows.scale, rows.minimum):

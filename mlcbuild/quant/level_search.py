@@ -18,9 +18,9 @@ widths from which the search for a scale starts. With half of them the squared e
 Student's t, 5 degrees of freedom); each takes 2 of the 30 ns that the search takes for a weight."""
 _SIGNED_STARTS = (0.0, 0.2, 0.4, 0.6, 0.8, -0.2)
 """Starting points of the search for the scale of eight signed codes, -4 to 3. For each number s, the search
-starts from the scale that divides the weight of largest magnitude to s - 4, so 0 gives it the lowest code.
-With the first number alone, the squared error of gaussian weights is 6 % larger. With 64 codes, the other
-numbers gain nothing."""
+starts from the scale that divides the weight of largest magnitude to s - 4; with s = 0, this is the lowest
+code. With the first number alone, the squared error of gaussian weights is 6 % larger. With 64 codes, the
+other numbers gain nothing."""
 _WEIGHED_SIGNED_STARTS = (*_SIGNED_STARTS, -0.5, -1.0, -1.5, -2.0, -3.0)
 """Starting points of the search for a group's scale with signed codes if columns differ in importance. For
 each number s, the search starts from the scale with which the weight of largest magnitude is s steps above

@@ -105,7 +105,9 @@ class Storage:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Returns the sorted names of all formats that the scheme, its overrides and its candidates use."""
+        """Returns the sorted names of all stored formats that a quantization scheme uses: its own, those of
+        its overrides (other schemes for some parameters), and those of the candidates among which a build
+        step chooses."""
         others = [other.format for _, other in self.overrides]
         return tuple(sorted({self.format, *others, *(other.format for other in self.candidates)}))
 

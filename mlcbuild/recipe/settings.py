@@ -34,7 +34,7 @@ class RequestedLimits:
 
     context_window: int | None = None
     """Number of tokens of one sequence, prompt and answer together. None: the maximum of the model, but not
-    more than models.LARGEST_DEFAULT."""
+    more than 4096 tokens (models.LARGEST_DEFAULT)."""
     prefill_chunk: int = _PREFILL_CHUNK
     """Number of prompt tokens that one call of the library processes, at most context_window."""
     max_batch: int = _MAX_BATCH

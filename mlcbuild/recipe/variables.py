@@ -41,8 +41,8 @@ class Substitution:
     problems: Problems = field(default_factory=Problems)
     used: set[str] = field(default_factory=set)
     size: int = 0
-    """Number of characters, so far, of the recipe's texts with references to variables and of the values that
-    replace these."""
+    """Number of characters so far: those of the recipe's texts that refer to variables, plus those of the
+    values that replace the references. The sum is limited."""
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:

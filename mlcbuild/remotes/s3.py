@@ -238,8 +238,9 @@ class _Tasks:
             raise RemoteError("the run ends")
 
     def run(self, question: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine of obstore on the event loop and returns its result. Raises RemoteError;
-        exceptions that the source of an upload raises are passed on unchanged."""
+        """Runs a coroutine of obstore, the client library for S3, on the event loop and returns its result.
+        Raises RemoteError if the request fails, exceeds the time limit, or the run ends. Exceptions that the
+        source of an upload raises are passed on unchanged."""
         from obstore import exceptions
 
         task = self._start(question)

@@ -95,8 +95,7 @@ class Pace:
         self._since, self._count = time.monotonic(), 0
 
     def is_slow(self) -> bool:
-        """Returns True if fewer bytes have arrived in the current time window than the minimum rate requires.
-        """
+        """Returns True if the bytes of the current time window are fewer than the minimum rate requires."""
         return self._count < self._slowest * (time.monotonic() - self._since)
 
 
