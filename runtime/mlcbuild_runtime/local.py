@@ -275,7 +275,8 @@ class AsyncChat:
 
 
 class AsyncCompletions:
-    """The chat or the text completions of a bundle in this process, for calls from an event loop."""
+    """Generates the answers of a bundle that is loaded in this process, chat answers or text completions, for
+    callers in an asyncio event loop."""
 
     def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
         self._running, self._prepare = running, prepare

@@ -106,8 +106,8 @@ class Lookup:
 
 
 class Prediction:
-    """The text that a client expects as the answer, such as a text with a few changes, as a source of draft
-    tokens."""
+    """A source of draft tokens for one answer: the text that the client expects as the answer (OpenAI's
+    predicted output), such as a text in which the model changes a few places."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._answered, self._place = list(tokens), 0, 0
@@ -215,8 +215,9 @@ class Prices:
     """
 
     _TRIES = 2
-    """Number of measured times that steps with given numbers of rows and draft tokens must have before the
-    shortest of them influences how many tokens are drafted."""
+    """Minimum number of measurements of a kind of step before its shortest time influences how many tokens
+    are drafted. Steps are of one kind if they compute equally many tokens and verify equally many draft
+    tokens."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[int, int, int], float] = {}
@@ -236,8 +237,8 @@ class Prices:
 
     def price(self, batch: int, drafted: int) -> float:
         """Returns the cost of verifying one draft token, as the number of tokens that could be computed
-        without drafts in the same time. batch: rows of the step without drafts; drafted: number of draft
-        tokens, at least 1."""
+        without drafts in the same time. batch: number of tokens that the step computes besides the drafts;
+        drafted: number of draft tokens, at least 1."""
         undrafted_time, drafted_time = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
         extra = (
             drafted * self._GUESS

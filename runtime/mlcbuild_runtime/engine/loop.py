@@ -145,8 +145,8 @@ class Loop:
             self._pace[len(parts)] = (time.perf_counter() - begun) / steps
 
     def _burst_length(self, sequences: List[Sequence]) -> int:
-        """Returns the number of decode steps to execute in one burst, without delivering tokens in between.
-        KV cache pages for their tokens are allocated."""
+        """Returns the number of decode steps to execute in one burst, that is, without delivering tokens to
+        clients in between. It also allocates the KV cache pages for the tokens of these steps."""
         if any(sequence.prefilling for sequence in self._schedule.active):
             return 1
         count = min((sequence.steps_ahead for sequence in sequences), default=1)

@@ -138,8 +138,9 @@ class Pages:
         return path
 
     def _victim(self) -> _Node:
-        """Returns the idle page of the prefix tree to evict: the least recently used one, or an idle page
-        that continues the same prompt after it."""
+        """Returns the KV cache page to evict from the prefix tree. It starts at the page that has been idle
+        longest, and returns the deepest page that it reaches by moving from a page to an idle one which
+        continues the same prompt."""
         node = self._nodes[next(iter(self._idle))]
         while (
             below := next((child for child in node.children.values() if not child.users), None)

@@ -24,10 +24,10 @@ ROW_MULTIPLE = 16
 """The prompt tokens that are computed between two decode steps are a multiple of this number: the rows that
 the widest int8 kernels compute together."""
 SMALLEST = 64
-"""Minimum number of prompt tokens that are computed between two decode steps: fewer rows leave int8 products
-waiting for weights, whose 4.5 bits are read once for all rows: 0.009 bytes for each multiplication with 64
-rows, 0.035 with 16. `ci/bench/constants --bundle BUNDLE prompt_turns.SMALLEST` compares the cost of a token.
-"""
+"""Minimum number of prompt tokens that are computed between two decode steps. With fewer, int8 matrix
+products wait for the weights, 4.5 bits each, which are read once for all tokens: 0.035 bytes for each
+multiplication with 16 tokens, 0.009 with 64. `ci/bench/constants --bundle BUNDLE prompt_turns.SMALLEST`
+compares the cost of a token."""
 
 
 class TurnLength:

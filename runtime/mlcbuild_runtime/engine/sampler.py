@@ -109,9 +109,9 @@ class Sampler:
 
     def next_number(self, position: int) -> float | None:
         """Returns the random number, in [0, 1), with which the device samples the token at index `position`
-        of the answer before the tokens in front of it are delivered; sets the sampler's attribute `mask` to
-        the logit mask for it, or to None. Returns None if the host must sample the token, or if the
-        constraint allows only one token."""
+        of the answer, in a burst of steps whose earlier tokens are not delivered yet. Stores the logit mask
+        for it in the attribute `mask`, None if it is sampled without one. Returns None if the device must not
+        sample the token: the host samples it, or the constraint allows only one token."""
         matcher = self._matcher
         if matcher is None:
             return self._numbers.at(position)

@@ -231,8 +231,9 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Appends tokens to the answer as long as the constraint allows only one, and an event for the client
-        of each to `events`. Returns `events`."""
+        """Appends the tokens that follow to the answer without sampling, for as long as the constraint allows
+        only one token. Appends an event for the client of each such token to `events`, and returns `events`.
+        """
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
@@ -312,8 +313,9 @@ class Sequence:
         return self.sampler.allowed(draft)
 
     def propose(self, logits: Floats) -> bool:
-        """Adds a token to the sequence's draft, sampled from a row of the draft model's logits. Returns False
-        if no draft token can follow it."""
+        """Samples the next draft token of the sequence and appends it to the draft. logits: one row of the
+        draft model's logits, for the position after the draft. Returns False if the draft must end there: the
+        token ends the text, or no token could be sampled."""
         draft = self.draft
         if not draft.tokens:
             draft.doubts = []

@@ -45,8 +45,9 @@ class ModelSource:
         return cls(Path(text))
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns one ModelSource for each bundle in this source's directory; a list of this source alone if
-        it is a bundle itself or was given a name."""
+        """Returns one ModelSource (path and name of a bundle) for each bundle in this source's directory.
+        Returns only this source itself if its path is a bundle, if the directory contains none, or if the
+        source has a name."""
         if self.name is not None:
             return [self]
         return [ModelSource(path) for path in directories(self.path)] or [self]

@@ -86,7 +86,7 @@ class Speculation:
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Returns (sequence, maximum number of draft tokens) for those of `sequences` that may draft in the
-        coming step. rows: number of rows of the step without drafts."""
+        coming step. rows: number of tokens that the step computes besides drafts."""
         room = self.rows - rows
         candidates = [
             (sequence, most)
@@ -273,9 +273,10 @@ class Drafter:
         return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Returns those of `parts`, (sequence, number of draft tokens), for which one step of the draft model
-        can compute all tokens that are not in its KV cache yet. While no such sequence precedes it, a
-        sequence with too many of these tokens has as many of them computed now as one step allows."""
+        """Returns those of `parts`, (sequence, number of draft tokens), whose tokens that the draft model has
+        not computed yet fit together into its next step. A sequence with more such tokens than one step holds
+        is left out; a step of the draft model computes as many of them as fit at once, unless a sequence that
+        is returned comes before it."""
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
         for sequence, count in parts:

@@ -37,8 +37,9 @@ class ModelStep(NamedTuple):
     differently; using them only for prompts keeps an answer independent of the other sequences in its steps.
     """
     forks: Sequence[tuple[int, int, int]] = ()
-    """Copies for branches of drafts, as (source page, destination page, tokens at the start of the page);
-    they are made in this order, after all new keys and values are in the cache."""
+    """Copies within the KV cache for branches of drafts, as (source page, destination page, number of tokens
+    to copy from the start of the page). They are made in this order, after the keys and values of all the
+    step's tokens are in the cache."""
 
     @classmethod
     def of(

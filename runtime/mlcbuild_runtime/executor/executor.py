@@ -22,8 +22,8 @@ class StepOutput(NamedTuple):
     """The sampled tokens and the logits of one step of the model."""
 
     tokens: list[int]
-    """The token sampled from each row of `ModelStep.rows`; -2 for a row from which no token was to be
-    sampled, -1 for a row whose largest logit is NaN."""
+    """The token sampled from each row of logits that the step computed, in order; -2 for a row from which no
+    token was to be sampled, -1 for a row whose largest logit is NaN."""
     logits: Callable[[], Floats]
     """Function that returns the masked logits, float32 [rows, vocabulary]. It must be called before the
     executor's next step; a device copies logits to the host only for this call. Later steps do not change the
@@ -146,9 +146,9 @@ def next_step(step: ModelStep, tokens: Sequence[int]) -> ModelStep:
 def guided_by_step(
     executor: Executor, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks
 ) -> GuidedSteps:
-    """Yields the output (tokens and logits) of decode steps, the first of which is `step`; after each, the
-    caller sends a list with the next token, random number and logit mask of every sequence. It calls `step`
-    of an executor for each: an implementation for devices without a faster one."""
+    """Executes decode steps one after another with the executor's method `step`, for devices without a faster
+    implementation. The first one computes `step`. Yields the output (tokens and logits) of each; the caller
+    then sends a list with the next token, random number and logit mask of every sequence."""
     params = list(sampling_params)
     while True:
         inputs = yield executor.step(step, params, masks)

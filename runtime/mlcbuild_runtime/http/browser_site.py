@@ -59,8 +59,8 @@ browsers."""
 
 
 def site_files(bundle: Path) -> dict[str, Path]:
-    """Returns path on the web site -> file, for the page and a bundle that it runs. Raises BundleError for a
-    damaged bundle, or one for another device than browsers' GPUs."""
+    """Returns the files of the web site that runs a bundle in browsers: path on the site -> file on disk.
+    Raises BundleError for a damaged bundle, or for one whose device is not WebGPU."""
     manifest = form.read(bundle)
     if manifest.machine.output != "program" or manifest.machine.device != "webgpu":
         raise BundleError(

@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILERS, MAX_COMPILING = 200, 128
-"""COMPILERS is the maximum number of requests with constraints whose bodies are processed at a time,
-MAX_COMPILING the maximum number of further requests that wait for that. Most of the bodies that are processed
-wait until their constraints are compiled, in queues of 192 in all: see constraints/stages.py."""
+"""COMPILERS is the maximum number of requests with constraints (grammars, JSON schemas) whose bodies are
+processed at a time, and MAX_COMPILING the maximum number of further requests that wait for one of these
+places. There are about as many places as requests that may wait for the compilation of their constraints,
+192: see constraints/stages.py."""
 RENDERERS = 80
 """Maximum number of requests with chat messages whose bodies are processed at a time. Most of them wait in
 the queues for rendering the chat template, which hold 64 requests."""

@@ -34,11 +34,12 @@ class RequestInput:
         """Number of bytes parsed so far of the request's head or, in a chunked body, of its framing: chunk
         sizes, line ends and trailers."""
         self._ahead, self._at = b"", 0
-        """The received bytes of the connection, and the index among them of the first byte that has not been
-        parsed.
-        """
+        """The received bytes of the connection (`_ahead`), and the index among them of the first byte that
+        has not been parsed (`_at`)."""
         self._tail = b""
-        """The last two bytes that were parsed outside of a request body with a Content-Length."""
+        """The last two bytes that were parsed, where a blank line may end the head or the body of a request:
+        with the next bytes they show a blank line that arrives in two parts. Bytes of a body with a
+        Content-Length are not included."""
         self._payload = self._fields = 0
         """Two counts of the HTTP request that is being read: bytes of its body's content so far, and header
         fields so far or, in its body, trailers."""

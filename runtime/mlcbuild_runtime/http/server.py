@@ -102,7 +102,8 @@ def _others(server: _Server) -> list[Route]:
 
 
 def _routes(server: _Server, keys: bool) -> list[Route]:
-    """Returns the routes of the server's own API. keys: True if requests must have an API key."""
+    """Returns the routes (path, handler, methods) of the server's endpoints, except those of other programs'
+    APIs. keys: True if requests must have an API key."""
     return [
         Route("/", page),
         Route("/health", server.health),

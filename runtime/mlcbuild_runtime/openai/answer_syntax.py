@@ -22,8 +22,8 @@ class AnswerSyntax(Protocol):
     reasoning, text and tool calls."""
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the special tokens that belong to the syntax of answers and so must
-        appear in their text."""
+        """Returns text -> number of the token in the vocabulary, for the special tokens that belong to the
+        syntax of answers (such as the marks of tool calls) and so must appear in the text of the answer."""
         ...
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
@@ -54,7 +54,8 @@ class ChannelSyntax:
     channels: Harmony
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the special tokens that divide an answer into channels."""
+        """Returns text -> number of the token in the vocabulary, for the special tokens that divide an answer
+        into channels, such as "<|channel|>"."""
         return self.channels.tokens
 
     def constraint(self, call: ChatCall, space: bool) -> Constraint | None:

@@ -22,8 +22,8 @@ MAX_VALUES, MAX_CONTAINERS, MAX_FIELDS = 1 << 20, 1 << 17, 1 << 16
 objects: two bytes of JSON can take a hundred bytes of memory, and Python's decoder blocks all other threads
 for half a microsecond per field."""
 _WINDOW = 1 << 16
-"""Bytes of a request body that one call of a regular expression examines. A call blocks all other threads,
-including the event loop: for 0.2 s with a body of 8 MB."""
+"""Number of bytes of a request body that are searched with a regular expression at a time. The search blocks
+all other threads, including the event loop; over a whole body of 8 MB it would do so for 0.2 s."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _WHOLE_TEXTS = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -140,8 +140,8 @@ class Field:
     /openapi.json."""
 
     schema: Mapping[str, Json]
-    """JSON Schema of the field's values. A single `type` other than array, `minimum`, `maximum` and `enum`
-    are checked here, the rest by the code that reads the field."""
+    """JSON Schema of the values that this field of a request body may have. A single `type` other than array,
+    `minimum`, `maximum` and `enum` are checked here, the rest by the code that reads the field."""
     about: str = ""
     neutral: bool = False
     """True for a feature that this server lacks; the schema then lists the values that do not request it."""
@@ -182,9 +182,9 @@ def ignored(*names: str) -> dict[str, Field]:
 
 
 def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
-    """Returns name of a request field -> Field (its JSON schema and a sentence for /openapi.json), for fields
-    of features that this server lacks. values: for each field the values that do not request the feature;
-    only these are accepted."""
+    """Returns the table entries for request fields of features that this server lacks: name of the field ->
+    Field (its JSON schema and a sentence for /openapi.json). values: name of the field -> the values that do
+    not request the feature; only these are accepted."""
     about = "Not supported: only values that request nothing are accepted."
     return {name: Field({"enum": [*allowed]}, about, neutral=True) for name, allowed in values.items()}
 

@@ -62,8 +62,8 @@ class Form:
     """The texts around name and arguments in a model's tool calls, if each begins with the called tool's
     name; None: calls are JSON objects."""
     optional: bool = False
-    """True if the text that precedes all tool calls of an answer (the field `first`) may be absent. For a
-    vocabulary in which it is not a special token, the syntax has no such text at all."""
+    """True if a model may leave out the text `first` that precedes all tool calls of an answer. If that text
+    is not a special token of the vocabulary, it is then dropped from the syntax altogether."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Text -> token, for the special tokens that occur in the texts of this syntax of tool calls."""
     short_ids: bool = False
@@ -96,8 +96,8 @@ class Form:
 
     @property
     def mark(self) -> str:
-        """Returns the text that distinguishes tool calls from prose; "" if a call is recognised by its
-        opening brace."""
+        """Returns the text at the beginning of tool calls that prose never contains, such as "<tool_call>";
+        "" if the syntax has no such text, so that a call is recognised by its opening brace."""
         return self.first or self.lead
 
     def head(self, name: str) -> str:

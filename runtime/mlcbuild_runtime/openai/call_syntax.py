@@ -13,7 +13,8 @@ from mlcbuild_runtime.openai.bare_arguments import BareReader
 from mlcbuild_runtime.openai.call_forms import Form, Tags
 
 _OBJECT = '{"name": "'
-"""The text with which a tool call begins in the syntax that has no mark to distinguish calls from prose."""
+"""The text with which a tool call begins in the syntax whose calls are bare JSON objects, without a mark that
+distinguishes them from prose."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class Prompt:
     echo: str = ""
     """Text of the prompt that the response repeats in front of the answer; "" for none."""
     tokens: Sequence[int] = ()
-    """The tokens of the prompt text that the response repeats, if their log-probabilities are reported,
-    too."""
+    """All tokens of the prompt, if the response repeats the prompt's text and reports log-probabilities for
+    it; otherwise empty."""
     offsets: Sequence[int] = ()
     """For each token of the prompt text that the response repeats, the offset in characters at which the
     token's text begins."""

@@ -35,8 +35,8 @@ class Harmony:
     """
 
     tokens: Mapping[str, int]
-    """Text of a mark of OpenAI's harmony format, such as "<|channel|>" -> number of its special token, for
-    all of MARKS."""
+    """Text of a mark, such as "<|channel|>" -> number of its special token, for all marks with which OpenAI's
+    harmony format divides an answer."""
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary) -> Harmony | None:

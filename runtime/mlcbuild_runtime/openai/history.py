@@ -29,7 +29,8 @@ Item = dict[str, Json]
 class Kept:
     document: dict[str, Json]
     before: tuple[Item, ...]
-    """All items of the conversation before the request whose response is stored."""
+    """The items (messages, tool calls, tool results) of the earlier conversation which the request continues,
+    without those that the request itself added."""
     items: tuple[Item, ...]
     """The items (messages, tool calls, tool results) that the request itself added to the conversation."""
 

@@ -198,7 +198,8 @@ class _OpenCalls:
         """Number of tool calls that were added to the conversation."""
 
     def add(self, name: str, id: str | None) -> str:
-        """Adds a tool call and returns its id; a call without an id gets a new one."""
+        """Adds a call of the function `name` to the tool calls of a chat that have no result yet. Returns its
+        id: `id`, or a new one for None or ""."""
         id = id or f"call_{self._count}_{name}"
         self._count += 1
         self._names[id] = name
@@ -226,9 +227,10 @@ class _OpenCalls:
 
 
 def _message(where: str, message: Json, calls: _OpenCalls) -> Json:
-    """Returns a message of Ollama's API as an OpenAI chat message. calls: the chat's tool calls without a
-    result so far, to which the message's tool calls are added, and from which the call is removed to which
-    the message is the result. where: the message's place, for errors."""
+    """Returns a message of an Ollama chat as an OpenAI chat message. calls: the tool calls that have no
+    result yet; those of this message are added to it, and if the message is the result of a call, that call
+    is removed. where: the message's place in the request, for errors. Raises RequestError for an invalid
+    message."""
     fields = message if isinstance(message, dict) else {}
     role = fields.get("role")
     if role not in ("system", "user", "assistant", "tool"):

@@ -133,13 +133,13 @@ _MESSAGES_ERROR: dict[str, Json] = {
         },
     },
 }
-"""Schema of errors in Anthropic's form."""
+"""JSON Schema of an error response in the form of Anthropic's API."""
 _OLLAMA_ERROR: dict[str, Json] = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "string"}},
 }
-"""Schema of errors in Ollama's form."""
+"""JSON Schema of an error response in the form of Ollama's API."""
 
 
 def _error_schema(path: str) -> str:

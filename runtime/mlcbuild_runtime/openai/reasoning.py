@@ -26,7 +26,7 @@ MARKS = (
 """Pairs (text before, text after) of the marks around the reasoning of models, in this order: Qwen, DeepSeek,
 GLM and most others; Magistral; Seed-OSS; Kimi-VL; Command A; EXAONE Deep."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-"""Values of the field `reasoning_effort`."""
+"""Values of the request field `reasoning_effort`, from no reasoning to the most."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Thinking:
     """True if the prompt ends with the mark that begins reasoning, so that the model's text starts with its
     reasoning."""
     tokens: Mapping[str, int]
-    """Text -> token, for those of the two marks around reasoning that are special tokens."""
+    """Text of a mark -> number of its token in the vocabulary. The marks are the two texts around a model's
+    reasoning, such as "<think>" and "</think>"; only those that are special tokens are listed."""
 
     @classmethod
     def of(cls, template: str, prompt: str, vocabulary: Vocabulary) -> Thinking | None:
@@ -107,7 +108,8 @@ class ThinkingReader:
         return self._state == "thought"
 
     def call_id(self) -> str:
-        """Returns a new random id, for the tool call whose beginning `read` has yielded last."""
+        """Returns a new random id for the last tool call whose beginning the method `read` has yielded. The
+        id has the form that the model's chat template accepts."""
         assert self._inner is not None
         return self._inner.call_id()
 

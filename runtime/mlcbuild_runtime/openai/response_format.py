@@ -18,8 +18,9 @@ white space write it for ever."""
 
 
 def text_kind(key: str) -> Json:
-    """Returns the JSON Schema of objects such as {"type": "regex", "regex": "a+"}: the value of a request's
-    field `response_format` whose type is `key`, and whose field `key` is a string."""
+    """Returns the JSON Schema of one form of a request's field `response_format`: an object whose field
+    `type` is the text `key`, and which has a text in a field of the name `key`, such as {"type": "regex",
+    "regex": "a+"} for `key` "regex"."""
     return {
         "type": "object",
         "required": ["type", key],

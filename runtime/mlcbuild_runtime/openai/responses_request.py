@@ -142,7 +142,8 @@ TABLE: Table = {
 
 @dataclass(frozen=True)
 class ResponsesCall:
-    """A checked request to /v1/responses."""
+    """The checked fields of one request to /v1/responses: its new items, the fields of an equivalent chat
+    completions request, and the fields that the response repeats."""
 
     items: tuple[Item, ...]
     """The items (messages, tool calls, tool results) of the request's field `input`, without those of earlier
@@ -271,8 +272,9 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
 
 
 def _thought(item: Item, reasoning: str) -> Item:
-    """Returns {"reasoning_content": `reasoning`} if `item` is a message or a tool call of the assistant, {}
-    otherwise or if `reasoning` is "". reasoning: the text of the reasoning items just before the item."""
+    """Returns the field of a chat message that holds its reasoning: {"reasoning_content": `reasoning`} if
+    `item` of a /v1/responses conversation comes from the assistant, {} otherwise or if `reasoning` is "".
+    reasoning: the text of the reasoning items just before `item`."""
     is_own = reasoning and item.get("role", "assistant") == "assistant"
     return {"reasoning_content": reasoning} if is_own else {}
 

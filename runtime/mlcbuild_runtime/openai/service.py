@@ -25,7 +25,8 @@ from mlcbuild_runtime.text import turns
 from mlcbuild_runtime.text.tokenizer import check_length
 
 MAX_SCORES = 1 << 19
-"""Maximum log-probabilities for the prompts of one request: they take about 50 MB of memory."""
+"""Maximum number of log-probabilities that are computed for all prompts of one request. So many take about 50
+MB of memory."""
 MAX_DETOKENIZED = 1 << 16
 """Maximum number of tokens in a body of /detokenize, unless the context is longer."""
 COMPLETION_TOKENS = 16

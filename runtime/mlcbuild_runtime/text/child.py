@@ -1,5 +1,5 @@
-"""Runs child processes for work that may never end and must be killable: one document in, one answer out, per
-line.
+"""Runs work that may never end in child processes, which can be killed. A process reads one JSON document per
+line and writes one line with the answer to each.
 
 A child starts when it is first needed, and again after it had to be killed.
 """

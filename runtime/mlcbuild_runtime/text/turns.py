@@ -38,9 +38,8 @@ class FairLock:
         """Creates a free lock. most: maximum number of threads that may wait for it."""
         self._most, self._lock, self._taken = most, threading.Lock(), False
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
-        """Client -> futures of its waiting threads, in order of arrival; the client that is served next comes
-        first.
-        """
+        """Address of a client -> futures for which its threads wait until they get the lock, in order of
+        arrival. The client that is served next comes first."""
 
     @property
     def waiting(self) -> int:

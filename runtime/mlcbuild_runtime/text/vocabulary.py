@@ -199,7 +199,9 @@ def _piece_bytes(piece: str, fallback: bool) -> bytes:
 
 
 def _word_piece(piece: str, settings: Json) -> bytes:
-    """Returns the bytes of a WordPiece token inside a text. settings: JSON object of the decoder."""
+    """Returns the UTF-8 bytes that a token of a WordPiece vocabulary contributes to a text, with a space in
+    front unless the token continues a word. settings: JSON object of the tokenizer's decoder, which names the
+    prefix of continuing tokens."""
     assert isinstance(settings, dict)
     prefix = str(settings["prefix"])
     text = piece[len(prefix) :] if piece.startswith(prefix) else f" {piece}"
