@@ -48,7 +48,8 @@ def _shown(value: Json) -> Json:
 
 
 class _Local:
-    """The common part of Engine and AsyncEngine: a bundle that runs in this process."""
+    """The base class of Engine and AsyncEngine, which answer requests with a bundle in this process instead
+    of a server. It loads the bundle and starts an engine, which `close` stops."""
 
     def __init__(
         self,
@@ -218,7 +219,8 @@ class _Responses:
 
 
 class Responses(_Responses):
-    """The endpoint /v1/responses for callers that block until the answer is complete."""
+    """Implements OpenAI's endpoint /v1/responses for Python programs that run a bundle in their own process.
+    Each call blocks until the response is complete, or returns an iterator over its events."""
 
     @overload
     def create(self, *, stream: Literal[True], **body: object) -> Iterator[Response]: ...
@@ -329,7 +331,8 @@ class AsyncEmbeddings:
 
 
 class AsyncResponses(_Responses):
-    """The endpoint /v1/responses for callers in an asyncio event loop."""
+    """Implements OpenAI's endpoint /v1/responses for asyncio programs that run a bundle in their own process.
+    Each call returns the complete response, or an asynchronous iterator over its events."""
 
     @overload
     async def create(self, *, stream: Literal[True], **body: object) -> AsyncIterator[Response]: ...

@@ -1,4 +1,4 @@
-"""Defines the version of this distribution."""
+"""Defines the version of the distribution mlcbuild-runtime, and the option --version."""
 
 from __future__ import annotations
 

@@ -57,8 +57,9 @@ class Lookup:
         occurrence.
         """
         self._others: dict[tuple[int, ...], int] = {}
-        """N-gram of tokens -> index, among all tokens of the text, of a second continuation: the latest token
-        after an occurrence of the n-gram that differs from the token after its latest occurrence."""
+        """N-gram of tokens -> index, among all tokens of the text, of the latest token that followed the
+        n-gram and differs from the token after its latest occurrence: a second continuation, for an
+        alternative draft."""
         self._learned = 0
         """Number of tokens, from the beginning of the text on, that earlier calls have already searched for
         n-grams."""
@@ -224,9 +225,9 @@ class Prices:
         self._tried: Counter[tuple[int, int, int]] = Counter()
 
     def observe(self, batch: int, drafted: int, seconds: float, branched: int = 0) -> None:
-        """Records the measured time of a step. batch: rows of the step without drafts; drafted: number of
-        draft tokens; branched: number of further draft tokens on branches, alternatives to the drafts;
-        seconds: device time of the step and of drafting."""
+        """Records the measured time of a step. batch: number of tokens that the step computed besides draft
+        tokens; drafted: number of draft tokens; branched: number of further draft tokens on branches,
+        alternatives to the drafts; seconds: device time of the step and of drafting."""
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
         self._tried[kind] += 1
@@ -249,10 +250,11 @@ class Prices:
 
     def best(self, batch: int, most: int) -> int:
         """Returns the number of draft tokens, at most `most`, with which a step yields most tokens per second
-        if all are accepted. batch: rows of the step without drafts.
+        if all are accepted. batch: number of tokens that the step computes besides draft tokens.
 
-        Kernels compute rows in groups, and the first row of a group costs as much as the whole group. A
-        number without measurements is assumed to take as long as the next smaller one.
+        Kernels compute the tokens of a step in groups, and the first token of a group costs as much as the
+        whole group. A number of draft tokens without measurements is assumed to take as long as the next
+        smaller one.
         """
         longest, best = 0.0, (0.0, most)
         for drafted in range(most + 1):
@@ -263,9 +265,10 @@ class Prices:
 
     def share(self, batch: int, drafted: int, branched: int) -> float:
         """Returns the time that `branched` draft tokens on branches (alternatives to the rest of drafts) add
-        to a step, as a fraction of the time without them. Before a step with branches was measured, one with
-        as many more tokens in the drafts themselves counts; infinite if that was not measured, either. batch:
-        rows of the step without drafts; drafted: number of tokens in drafts."""
+        to a step, as a fraction of the step's time without them. If no step with branches was measured, the
+        time of a step with as many more tokens in the drafts themselves is used. Infinite if that time, or
+        the time without branches, was not measured. batch: number of tokens that the step computes besides
+        draft tokens; drafted: number of tokens in drafts."""
         undrafted_time, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
         if undrafted_time is None or longer is None:
             return math.inf

@@ -30,8 +30,9 @@ class Intake:
         """Puts a request into the queue. Raises EngineError if the engine is stopped, and RequestError (503)
         while it is stopping or too many requests wait.
 
-        waiting: returns the number of requests that wait for admission; announce: is called with the
-        request's number and the request before the engine can see it.
+        waiting: function that returns the number of requests that wait for admission; announce: function that
+        is called with the request's number (the count of earlier requests) and the request, before the
+        engine's thread can see it.
         """
         with self._door:
             if self.closed:

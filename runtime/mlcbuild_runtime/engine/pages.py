@@ -15,8 +15,9 @@ GONE = -1
 """Entry in a sequence's list of page numbers for a page that was released, because it is outside of the
 attention window."""
 Key = tuple[int, ...]
-"""The key that identifies the content of one KV cache page: its tokens, with a number in front where equal
-tokens must not be shared."""
+"""The key that identifies the content of one KV cache page, as a tuple of numbers: the page's tokens. For
+tokens of an answer a negative number of their sequence comes first, so that no other sequence shares the
+page."""
 
 
 @dataclass(eq=False)

@@ -67,9 +67,8 @@ class EngineTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event of a request: one token of its answer, or the only event of a request without tokens. The last
-    event has `finish` or `error`.
-    """
+    """An event that the engine sends for a request: one token of its answer, or the only event of a request
+    whose answer has no tokens, such as an embedding. The last event has `finish` or `error`."""
 
     text: str = ""
     tokens: int = 0
@@ -115,8 +114,8 @@ class Ticket:
         self._read, self._wake, self._window = 0, wake, window
 
     def cancel(self) -> None:
-        """Requests the end of this request; the events of the step that runs now are the last ones to be
-        computed, and no further event is delivered."""
+        """Cancels this request. The step that runs now is the last one in which the engine computes tokens
+        for it, and the client gets no further event, not even for that step."""
         self.cancelled = True
         self._wake()
 

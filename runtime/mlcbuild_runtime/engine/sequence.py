@@ -291,10 +291,10 @@ class Sequence:
         self.client.stopwatch.token()
 
     def _forced(self, unsent: int) -> list[Event]:
-        """Appends tokens to the answer that must follow because the constraint allows no others, and returns
-        an event for the client for each; the model computes them together with the next token. unsent: number
-        of earlier events that are not delivered yet, by which fewer tokens are appended if the client may
-        leave only few unread."""
+        """Appends the tokens that must follow, because the constraint allows no others, to the answer, and
+        returns an event for the client for each; the model computes these tokens together with the next one.
+        unsent: number of earlier events that are not delivered yet. They count against the events that the
+        client may leave unread, so fewer tokens may be appended."""
         room = self.client.ticket.room
         count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
         events: list[Event] = []
@@ -375,9 +375,10 @@ class Sequence:
 
 
 def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
-    """Returns (index, among a step's rows of logits, of the row for a sequence's next token; its logit mask,
-    int32 words with a bit per token, 1 if allowed) for each sequence that has a mask. counts: number of rows
-    of logits of each sequence, whose last ones belong to draft tokens."""
+    """Returns the logit masks of a step, for the sequences that have one: (index of the row of logits that
+    the mask applies to, counted over the whole step; mask). A mask has int32 words with a bit per token, 1 if
+    it is allowed, and applies to the row from which the next token is sampled. counts: number of rows of
+    logits of each sequence, the last ones of which belong to draft tokens."""
     starts = accumulate(counts, initial=0)
     return [
         (start + count - 1 - sequence.draft.size, sequence.mask)

@@ -125,7 +125,8 @@ class Speculation:
         """Adds branches (alternatives to the rest of a draft, verified in the same step) to the drafts of
         `sequences`, as many as are expected to save more time than they add to the step.
 
-        rows, batch: number of rows and of sequences of the step without drafts.
+        rows: number of tokens that the step computes besides the drafts; batch: number of all sequences in
+        the step.
         """
         drafts = [sequence.draft for sequence in sequences]
         drafted, branched = sum(len(draft.tokens) for draft in drafts), 0
@@ -151,11 +152,8 @@ class Speculation:
     def settle(self, rows: int, outcomes: List[DraftOutcome], seconds: float) -> None:
         """Adapts the lengths of future drafts to the numbers of draft tokens that a step has accepted.
 
-        outcomes: how many draft tokens of each sequence were verified and accepted; rows: the step's tokens
-        that are not draft tokens; seconds: device time of the step and of drafting.
-
-        outcomes: how many draft tokens of each sequence were verified and accepted; rows: number of rows of
-        the step without drafts; seconds: device time of the step and of drafting.
+        rows: number of tokens that the step computed besides the drafts; outcomes: how many draft tokens of
+        each sequence were verified and accepted; seconds: device time of the step and of drafting.
         """
         drafted = sum(outcome.drafted for outcome in outcomes)
         self._prices.observe(rows, drafted, seconds, sum(outcome.branched for outcome in outcomes))

@@ -57,8 +57,8 @@ class Turns:
 
 
 class Task:
-    """A function that runs on a daemon thread, which does not keep the process alive. Threads are used again
-    after a task has ended, because TVM keeps the workers of every thread that has ever used it."""
+    """A task: a function that runs once on a daemon thread, which does not keep the process alive. A thread
+    is used again for later tasks, because TVM keeps the workers of every thread that has ever used it."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work

@@ -91,7 +91,8 @@ class FollowingSteps(NamedTuple):
     """The random numbers, in [0, 1), with which tokens are sampled in the decode steps after the first one:
     one list for each of these steps, with a number for each sequence."""
     stops_at_eos: Sequence[bool]
-    """For each sequence, True if it ends once it has sampled one of `eos_tokens`, so that no step follows."""
+    """For each sequence, True if it ends once it has sampled an end-of-sequence token (one of `eos_tokens`);
+    no further step is executed after that."""
     eos_tokens: Collection[int]
 
 

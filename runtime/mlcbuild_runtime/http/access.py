@@ -23,6 +23,5 @@ class Access:
     max_tokens: int | None = None
     """Maximum tokens of an answer; None means as many as fit the context."""
     lenient: bool = False
-    """True if fields of a body that are unknown or not supported are dropped, with a line in the log, instead
-    of refused.
-    """
+    """True if fields of a request body that are unknown or not supported are dropped, with a line in the log.
+    Otherwise the request is refused."""

@@ -44,7 +44,8 @@ class BodyReader:
     requests together."""
 
     def __init__(self, most: int) -> None:
-        """Creates the reader of a server's bodies. most: maximum bytes of one body."""
+        """Creates an object that reads the bodies of HTTP requests for one server. most: maximum bytes of one
+        body."""
         self._most, self._kept = most, 0
         self._parsing, self._processing = CapacityLimiter(1), CapacityLimiter(1)
 
@@ -85,8 +86,8 @@ class BodyReader:
 
     async def _alone(self, turn: AsyncExitStack) -> None:
         """Waits until no other request body with many JSON values is being processed. Further such bodies
-        then wait until the exit stack `turn` is closed. Raises RequestError if the wait takes longer than
-        TURN_SECONDS."""
+        then wait until the exit stack `turn` is closed. Raises RequestError if the wait takes longer than 30
+        seconds (TURN_SECONDS)."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await turn.enter_async_context(self._processing)

@@ -34,8 +34,8 @@ def run(
 ) -> None:
     """Serves a web application on a bound socket until SIGINT or SIGTERM.
 
-    drain: seconds that running requests get to finish after SIGTERM. ready_line: returns the line that is
-    printed once the server accepts requests.
+    drain: seconds that running requests get to finish after SIGTERM. ready_line: function that returns the
+    line which is printed once the server accepts requests.
     """
     _ModelServer(app, models, listener, drain, ready_line).run(sockets=[listener])
 
@@ -110,9 +110,9 @@ class _ModelServer(BoundedServer):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Runs ten times per second, and stops the server when the time for draining has passed. A draining
-        server still answers, and reports that it is not ready.
-        """
+        """Stops a draining server when no request is left, or when the time for its running requests has
+        passed. uvicorn calls it ten times per second. A draining server still answers, and reports that it is
+        not ready."""
         state = self._models.state()
         if not (state.running or state.waiting) or time.monotonic() > self._last_moment:
             self.should_exit |= self._last_moment < math.inf

@@ -44,7 +44,8 @@ the queues for rendering the chat template, which hold 64 requests."""
 
 
 class RequestHandling:
-    """The common steps of all endpoints, from a request to its answers."""
+    """Implements the steps that all HTTP endpoints share: reading a request's body, choosing and loading its
+    model, creating the engine's requests, and returning their answers."""
 
     def __init__(self, models: Models, access: Access, metrics: Metrics) -> None:
         self.models = models

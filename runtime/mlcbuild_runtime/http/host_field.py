@@ -1,5 +1,5 @@
-"""Returns the reason why an HTTP request must be refused for what servers interpret differently in its head:
-its version, Host, and Transfer-Encoding."""
+"""Refuses HTTP requests whose heads different servers would interpret differently, because of their HTTP
+version, Host field or Transfer-Encoding."""
 
 from __future__ import annotations
 

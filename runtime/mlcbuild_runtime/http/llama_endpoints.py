@@ -70,7 +70,7 @@ class LlamaEndpoints:
 
     async def _described(self, request: Request, describe: Callable[[Engine], Json]) -> Response:
         """Returns the response of an endpoint that describes a model: the one that the query parameter
-        `model` names, or the first one. describe: returns the JSON document for the model's engine."""
+        `model` names, or the first one. describe: function from the model's engine to the JSON document."""
         with ExitStack() as use:
             engine = await self._requests.engine({"model": request.query_params.get("model")}, use)
             return JSONResponse(await run_in_threadpool(describe, engine))

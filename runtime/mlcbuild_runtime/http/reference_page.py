@@ -68,7 +68,8 @@ def _fields(document: _Mapping, operation: _Mapping) -> str:
 
 
 def _kind(schema: _Mapping) -> str:
-    """Returns the type that a JSON schema allows in words, without null: "number", "string or array"."""
+    """Returns a text that names the types or values which a JSON schema allows, except null: "number", or
+    "string or array" for several."""
     if "anyOf" in schema:
         kinds = [_kind(part) for part in cast("list[_Mapping]", schema["anyOf"])]
     elif "enum" in schema:

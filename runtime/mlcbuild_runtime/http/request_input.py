@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
 """HEAD_BYTES is the maximum number of bytes of an HTTP request's head, and HEAD_FIELDS the maximum number of
-its header fields. In a chunked body they also limit the trailers, and the bytes of framing beyond 8 for each
-byte of content."""
+its header fields. A chunked body may have at most HEAD_FIELDS trailers, and its framing (chunk sizes, line
+ends, trailers) at most HEAD_BYTES plus 8 bytes for each byte of content."""
 
 _END = re.compile(rb"\n\r?\n")
 """Regular expression that matches the end of a request's head or of a chunked body; the data of a chunk may

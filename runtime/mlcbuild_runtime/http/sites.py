@@ -1,6 +1,5 @@
-"""Protects a server without keys from web pages: a browser sends requests for any page that it shows, even to
-this machine.
-"""
+"""Protects a server without API keys from web pages, since any page that a browser shows can send requests to
+this machine. Requests are refused by their Host and Origin headers."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ class MarkedSyntax:
     thinking: Thinking | None
 
     def shown(self, call: ChatCall) -> Mapping[str, int]:
-        """Returns text -> token, for the marks around tool calls and reasoning that are special tokens."""
+        """Returns text -> number of the token in the vocabulary, for the marks around tool calls and
+        reasoning that are special tokens, such as "<think>"."""
         call_tokens = {} if call.toolbox is None else self.form.tokens
         return {**call_tokens, **({} if self.thinking is None else self.thinking.tokens)}
 

@@ -63,7 +63,8 @@ class MessageOutput:
         }
 
     def begin(self) -> Document:
-        """Returns the event that begins a streamed message, before the first content block."""
+        """Returns the event `message_start` of Anthropic's stream, with which a streamed message begins,
+        before its first content block."""
         return {"type": "message_start", "message": dict(self.document)}
 
     def events(self, event: Event) -> Iterator[Document]:

@@ -184,7 +184,8 @@ class ChatCall:
     effort: str | None
     enable_thinking: bool | None
     splits_reasoning: bool
-    """True if reasoning is a separate field, False if it is part of the content."""
+    """True if the reasoning is returned in a separate field of the answer's message, False if it is part of
+    the message's content."""
     prediction: str
     """Text that the client expects as the answer; "" if it expects none."""
     options: GenerationOptions
@@ -340,8 +341,9 @@ def prompts(key: str, value: Json) -> tuple[str | tuple[int, ...], ...]:
 
 
 def check_total(key: str, total: int, context: int) -> None:
-    """Raises RequestError (status 413) if the prompts in the field `key` of a request have more tokens
-    together, `total`, than both 262,144 and `context`, the number of tokens of the model's context."""
+    """Raises RequestError (status 413) if the prompts of one request have too many tokens together: more than
+    262,144 and more than `context`. key: the request's field with the prompts; total: number of their tokens;
+    context: number of tokens of the model's context."""
     most = max(MAX_PROMPT_TOKENS, context)
     if total > most:
         raise RequestError(

@@ -144,7 +144,8 @@ class Field:
     `minimum`, `maximum` and `enum` are checked here, the rest by the code that reads the field."""
     about: str = ""
     neutral: bool = False
-    """True for a feature that this server lacks; the schema then lists the values that do not request it."""
+    """True for a field that requests a feature which this server lacks; `schema` then lists the values that
+    do not request it, and only these are accepted."""
 
 
 Table = Mapping[str, Field]
@@ -176,8 +177,8 @@ def choice(*values: str, about: str = "") -> Field:
 
 
 def ignored(*names: str) -> dict[str, Field]:
-    """Returns name of a request field -> Field (an empty JSON schema and a sentence for /openapi.json), for
-    fields that the server accepts and ignores."""
+    """Returns the table entries for request fields that the server accepts and ignores: name of the field ->
+    Field (an empty JSON schema and a sentence for /openapi.json)."""
     return {name: Field({}, "Ignored: it changes nothing in the answer.") for name in names}
 
 

@@ -45,8 +45,9 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class Form:
-    """The syntax of the tool calls in a model's text: FIRST OPENING (LEAD {"name": "NAME", "KEY": {...}} END)
-    LAST, with BETWEEN between two calls. The capital words are the fields of this class."""
+    """The syntax of the tool calls in a model's text. If calls are JSON objects, they are written as FIRST
+    OPENING LEAD {"name": TOOL, KEY: ARGUMENTS} END LAST, with BETWEEN and a LEAD before each further call.
+    FIRST, OPENING, LEAD, KEY, END, LAST and BETWEEN are the texts in the attributes of these names."""
 
     key: str = "arguments"
     native: bool = True
@@ -65,7 +66,8 @@ class Form:
     """True if a model may leave out the text `first` that precedes all tool calls of an answer. If that text
     is not a special token of the vocabulary, it is then dropped from the syntax altogether."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Text -> token, for the special tokens that occur in the texts of this syntax of tool calls."""
+    """Text -> number of the token in the vocabulary, for the special tokens that occur in the texts of this
+    syntax of tool calls."""
     short_ids: bool = False
     """True if the template accepts only call ids of nine letters and digits."""
 
@@ -274,8 +276,8 @@ template's syntax.
 
 
 def special_tokens(vocabulary: Vocabulary | None, *names: str) -> dict[str, int]:
-    """Returns name -> token, for those of `names` that are special tokens, which ordinary text cannot
-    contain."""
+    """Returns name -> number of the token in the vocabulary, for those of `names` that are special tokens,
+    which ordinary text cannot contain. Other names are left out."""
     tokens = {name: vocabulary.token_id(name) for name in names} if vocabulary is not None else {}
     return {
         name: token

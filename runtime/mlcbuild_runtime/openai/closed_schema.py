@@ -16,7 +16,7 @@ _OPEN = frozenset(
     | {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef"}
 )
 """JSON Schema keywords that restrict or allow keys besides those in `properties`, or that combine an object's
-schema with other schemas. An object with one of them is left as it is."""
+schema with other schemas. A schema with one of them is not closed with `additionalProperties: false`."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """JSON Schema keywords whose value is an object: name -> schema."""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
@@ -35,8 +35,8 @@ def closed(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _composed(schema: Json, part: bool = False) -> Iterator[str]:
-    """Yields the targets of those `$ref` in a JSON schema that describe only a part of an object, such as the
-    members of `allOf`. part: True if `schema` itself describes only a part."""
+    """Yields the targets, as written, of those `$ref` in a JSON schema that describe only a part of an
+    object, such as the members of `allOf`. part: True if `schema` itself describes only a part."""
     if isinstance(schema, list):
         for item in schema:
             yield from _composed(item, part)
@@ -54,9 +54,10 @@ def _composed(schema: Json, part: bool = False) -> Iterator[str]:
 def _closed(
     schema: Mapping[str, Json], composed: frozenset[str], path: str, is_complete: bool
 ) -> dict[str, Json]:
-    """Returns a JSON schema in which objects with `properties` have no other keys. path: the schema's place
-    in the whole schema, a JSON pointer; composed: places of schemas that describe only a part of an object;
-    is_complete: True if `schema` alone describes its value."""
+    """Returns a JSON schema in which schemas of objects with `properties` forbid other keys, at every depth.
+    path: the place of `schema` in the whole schema, a JSON pointer; composed: places, in the same form, of
+    schemas that describe only a part of an object and so are not closed; is_complete: True if no other schema
+    describes the same value as `schema`."""
     new = dict(schema)
     for key, value in schema.items():
         inner = is_complete and "properties" not in schema

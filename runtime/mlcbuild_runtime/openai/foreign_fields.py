@@ -58,10 +58,10 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
 }
 """Name of a field that other servers support -> values with which the field changes nothing here."""
 CHOICES = 1024
-"""Maximum texts of `guided_choice`."""
+"""Maximum number of texts in vLLM's request field `guided_choice`, which lists the possible answers."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FORMATS = (*_GUIDED, "json_schema", "structured_outputs")
-"""Fields of other servers that state a response format."""
+"""Request fields of other servers, such as vLLM's `guided_json`, that state the format of the answer."""
 
 
 def translated(body: Mapping[str, Json]) -> dict[str, Json]:
@@ -91,9 +91,10 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def checked(fields: Mapping[str, Json], table: Table) -> RequestBody:
-    """Returns the checked fields of a request body that `translated` has returned. table: the fields that
-    this server accepts. Raises RequestError for an invalid or unknown field; for a field in NEUTRAL the error
-    lists the accepted values."""
+    """Returns the checked fields of a request body, in which fields of other servers have been replaced
+    already. table: the fields that this server accepts. Raises RequestError for an invalid or unknown field;
+    if the field belongs to a feature that only other servers have, the error lists the values that are
+    accepted."""
     for key, allowed in NEUTRAL.items():
         if key in fields and key not in table:
             raise not_among(key, fields[key], allowed, neutral=True)

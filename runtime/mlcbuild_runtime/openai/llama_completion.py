@@ -27,9 +27,8 @@ TABLE: Table = {
     "cache_prompt": boolean("Ignored: prompts are always cached."),
     "json_schema": api.CHAT["chat_template_kwargs"],
 }
-"""Fields of /completion that the API document lists. Other fields are accepted only with values that change
-nothing.
-"""
+"""Fields of llama.cpp's /completion that this server's API document lists: name -> schema and description.
+Other fields are accepted only with values that change nothing."""
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:

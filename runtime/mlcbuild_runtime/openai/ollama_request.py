@@ -161,8 +161,9 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
 
 
 def _named(options: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a copy of the object `options` of Ollama's API. Raises RequestError for an unknown option, with
-    its full name."""
+    """Returns the object `options` of Ollama's API, which holds sampling parameters and the like, as a new
+    dictionary. Raises RequestError for an option that this server does not have, naming it as options.NAME.
+    """
     for name in options:
         if name not in OPTIONS:
             raise RequestError(

@@ -23,7 +23,8 @@ from mlcbuild_runtime.openai.body import (
 from mlcbuild_runtime.openai.reasoning import EFFORTS
 
 Item = dict[str, Json]
-"""A message, a tool call or a tool's result, in the form that OpenAI's clients send and receive."""
+"""An item of a /v1/responses conversation as a JSON object: a message, a tool call or a tool's result, in the
+form that OpenAI's clients send and receive."""
 
 _PART: Json = {
     "type": "object",

@@ -89,12 +89,13 @@ class Tool:
 
 @dataclass(frozen=True)
 class Toolbox:
-    tools: tuple[Tool, ...]
     """The tools of a chat request, and the rules by which the answer may call them."""
+
+    tools: tuple[Tool, ...]
+    """The tools that the answer may call."""
     choice: Literal["auto", "required"]
-    """"auto" if calls are optional, "required" if not. A tool that `tool_choice` names is the only one and
-    required.
-    """
+    """"auto" if the answer may call tools, "required" if it must. If the request names one tool in
+    `tool_choice`, that tool is the only one in `tools`, and this is "required"."""
     parallel: bool
     """True if one answer may contain several tool calls."""
     described: tuple[Tool, ...] = ()
@@ -224,9 +225,10 @@ def constraint(
 
 
 def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
-    """Returns a Lark expression that matches the arguments of a call of `tool`: JSON, an object with bare
-    keys, or tags in the order of the schema's properties. With tags it refers to a rule `value`, which
-    matches a text and the tag after it."""
+    """Returns a Lark expression that matches the arguments of a call of `tool`, in the form of the syntax
+    `form`: JSON, an object with bare (unquoted) keys, or tags in the order of the schema's properties. In the
+    last form it refers to a rule `value`, which matches a text and the tag after it. bare: the rules for bare
+    keys, None for the other forms."""
     if bare is not None:
         return bare.value({**tool.parameters})
     if form.tags is None:

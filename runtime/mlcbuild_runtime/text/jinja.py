@@ -146,7 +146,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns a value as plain JSON; Jinja's own filter would escape it for HTML."""
+    """Returns a value as JSON text, for the filter `tojson` of chat templates. Jinja's own filter of this
+    name would escape the text for HTML. The parameters are those of `json.dumps`."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

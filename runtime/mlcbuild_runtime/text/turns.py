@@ -64,7 +64,7 @@ class FairLock:
             self._leave()
 
     def _enter(self, name: str) -> Future[None] | None:
-        """Takes the lock and returns None if it is free. Otherwise puts the thread into the queue of the
+        """Acquires the lock and returns None if it is free. Otherwise puts the thread into the queue of the
         client `name`, and returns a future that is set when the thread holds the lock. Raises CrowdedError if
         the queue is full."""
         with self._lock:

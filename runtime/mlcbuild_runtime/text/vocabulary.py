@@ -29,7 +29,7 @@ _SPACE = "▁"
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
-"""The letters with Unicode's property White_Space; those that Python strips are four more."""
+"""The characters with Unicode's property White_Space. Python's `str.strip` strips four more."""
 _CLEANED = {
     **{f" {mark}": mark for mark in ".?!,"},
     " ' ": "'",
@@ -240,8 +240,8 @@ class PieceVocabulary:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Returns text -> token, for the special and added tokens that are split off before SentencePiece
-        encodes the rest of a text."""
+        """Returns text -> number of the token, for the special and added tokens of the vocabulary. They are
+        split off before SentencePiece encodes the rest of a text."""
         special = {self.token_name(token): token for token in self._special}
         return special | {content: token for token, (content, _) in self._added.items()}
 
@@ -298,7 +298,8 @@ def _names(listed: Json) -> list[str]:
 
 
 def _added_tokens(config: Mapping[str, Json]) -> dict[int, tuple[str, bool]]:
-    """Returns token -> (text, True if it is special), from `added_tokens_decoder` of a tokenizer's config."""
+    """Returns number of a token -> (text, True if the token is special), from the field
+    `added_tokens_decoder` of a tokenizer's config."""
     listed = config.get("added_tokens_decoder")
     added = {}
     for token, entry in listed.items() if isinstance(listed, dict) else ():
