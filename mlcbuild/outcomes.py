@@ -55,7 +55,7 @@ class Explanation:
 
     planned: Planned
     changes: tuple[Change, ...]
-    """What differs between the inputs, parameters and tools of this step and those in the most similar record
+    """The differences between the inputs, parameters and tools of this step and those in the most similar record
     of an earlier build of it; () if there is no such record, or while an input of the step is not built."""
 
 

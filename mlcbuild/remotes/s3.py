@@ -238,9 +238,8 @@ class _Tasks:
             raise RemoteError("the run ends")
 
     def run(self, question: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine of obstore, the client library for S3, on the event loop and returns its result.
-        Raises RemoteError if the request fails, exceeds the time limit, or the run ends. Exceptions that the
-        source of an upload raises are passed on unchanged."""
+        """Runs a coroutine of obstore, the S3 client, and returns its result. Raises RemoteError if the
+        request fails or lasts too long, or the run ends; passes on what the source of an upload raises."""
         from obstore import exceptions
 
         task = self._start(question)
@@ -285,10 +284,9 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """Requests the bytes start..end-1 of the object, and returns the response; None if the object is
-        missing. If it has no bytes in this range and any version will do, the whole object is requested.
-        version: ETag that the object must have, or "" for any. share: number of concurrent transfers. Raises
-        RemoteError if the server refuses, or sends another range."""
+        """Requests the bytes start..end-1 of the object, or all bytes if any version will do and it has none
+        in this range; returns the response, or None if the object is missing. version: ETag that it must
+        have, or "". share: number of concurrent transfers. Raises RemoteError for other answers."""
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:
@@ -368,8 +366,7 @@ _WORDS = {
     "timed out": "it does not answer",
     "TimedOut": "it does not answer",
 }
-"""Text in the error messages of obstore (the library that accesses S3 buckets) -> its meaning, as the end of
-a sentence."""
+"""Text in error messages of obstore, the S3 client -> its meaning, as the end of a sentence."""
 
 
 def _explained(error: Exception) -> RemoteError:
