@@ -358,7 +358,8 @@ class Session:
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the remote caches that runs read ("read") or fill ("write"). Raises UsageError if none."""
+        """Returns the remote caches of the recipe from which runs read results (`mode` "read"), or to which
+        they write results ("write"). Raises UsageError if there is none."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]

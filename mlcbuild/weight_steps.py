@@ -48,8 +48,8 @@ def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
 
 
 def labels_of(variant: Variant) -> dict[str, str]:
-    """Returns name of a parameter of a build step -> text, such as "scheme q4", by which messages name its
-    value in the steps of one variant of a recipe."""
+    """Returns a mapping for the build steps of one variant of a recipe: name of a step's parameter -> text,
+    such as "scheme q4", that stands for the parameter's value in messages."""
     return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
 
 

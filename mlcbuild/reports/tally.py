@@ -42,7 +42,9 @@ class WorkRate:
             self.done, self.reached = done, time.monotonic()
 
     def seconds_until(self, total: int) -> float:
-        """Returns the estimated seconds until a running step has finished `total` units of its work."""
+        """Returns the estimated seconds until a running step has finished `total` units of its work (such as
+        tokens), from its speed since its first progress report. The result is negative if the step is later
+        than estimated. At least one unit must have been finished since that report."""
         each = (self.reached - self.since) / (self.done - self.first)
         return each * (total - self.done) - (time.monotonic() - self.reached)
 

@@ -4,8 +4,8 @@ It is one SQLite file, which survives kill -9 and any number of writers. Its los
 the reasons in a plan, so every fault of the file is handled by going on without it. SQLite does not detect a
 flipped bit, so each row of `hashed` and `imports` has a checksum, and a row with a wrong one is ignored.
 
-The imports of a source file follow from its bytes, which are hashed in every plan; the table saves parsing
-them, which would take 110 of the 350 ms of a plan without work.
+The imports of a source file follow from its bytes, which are hashed in every plan; the table `imports` of the
+cache saves parsing the files, which would take 110 of the 350 ms of a plan without work.
 
 A file counts as unchanged while its device, inode, size, mtime and ctime are those at the time of hashing. A
 file for which `stamp.is_racy` holds when it is hashed is not stored: it could be written again within one
@@ -80,11 +80,12 @@ class StatCache:
         self._new_keys: dict[str, list[str]] = {}
 
     def digest(self, path: Path, hashing: Hashing | None = None) -> tuple[str, os.stat_result]:
-        """Returns (BLAKE3 digest of a file, its stat at that time). The digest comes from the cache if the
-        file is unchanged.
+        """Returns (BLAKE3 digest of the file at `path`, the file's stat when it had this digest). The digest
+        comes from the cache if the file has not changed since it was hashed.
 
-        hashing: called before the file is read. Raises SourceError if the file changes meanwhile, and
-        OSError, also for anything but a regular file.
+        hashing: function that is called with the path and the size in bytes before a file is read and hashed.
+        Raises SourceError if the file changes meanwhile, three times in a row, and OSError if it cannot be
+        read or is not a regular file.
         """
         for _ in range(3):
             before = path.stat()

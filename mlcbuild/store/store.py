@@ -124,9 +124,12 @@ class Store(Blobs):
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
         """Returns the step record with the cache key `key`, whether or not its files are in the store; None
-        if there is none, or if it does not match its key. expected: function that returns the parts of a
-        correct record's JSON text that follow from the hashed inputs, for a caller that has just computed the
-        key."""
+        if there is none. A record that is damaged or does not match its key counts as missing, with a
+        warning.
+
+        expected: function that returns the texts which the record must contain, for a caller that has just
+        computed the key from them; comparing texts is faster than parsing the record.
+        """
         path = f"{self._ac}{layout.shelved(key)}"
         try:
             return Record.checked(key, regular.read(path, LARGEST, follow_link=False), expected)

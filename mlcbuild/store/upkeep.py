@@ -97,11 +97,12 @@ It returns "", or the reason why it could not."""
 
 
 def verify(store: Store, mend: Mend | None = None) -> Verified:
-    """Hashes every blob of a store, checks every step record against its key, removes damaged ones, and
-    returns what was damaged or missing.
+    """Checks all of a store and returns what was damaged or missing: hashes every blob (stored file), and
+    compares every step record with its key. Damaged ones are removed, and the steps whose results were
+    damaged run again. It is safe while builds run.
 
-    Steps whose results were damaged run again. It is safe while builds run. mend: restores damaged or missing
-    files of records, for example from a remote cache. Raises StoreError when the store cannot be read.
+    mend: function that restores a damaged or missing file that a record lists, for example from a remote
+    cache, and returns "", or the reason why it could not. Raises StoreError when the store cannot be read.
     """
     damaged: list[str] = []
     mended: list[str] = []

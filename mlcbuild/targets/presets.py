@@ -131,9 +131,9 @@ def _devices() -> tuple[str, ...]:
 
 
 def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
-    """Adds a problem for each name in a target that LLVM does not know: LLVM would ignore it and compile
-    for another machine. where: path of the target in the document.
-    """
+    """Adds an error message to `problems` for each value of a target that LLVM would ignore and then compile
+    for another machine, such as a processor or feature without this name in LLVM, and for an output that does
+    not fit the target's device or system. where: path of the target in the document."""
 
     def report(message: str, *part: str | int) -> None:
         problems.append(document.place((*where, *part)).problem(message))

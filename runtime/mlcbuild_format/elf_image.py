@@ -84,7 +84,8 @@ class Image:
     format, or struct.error where the file is too short."""
 
     def __init__(self, data: bytes) -> None:
-        """Checks the program headers and the dynamic section. Raises ImageError for a damaged file."""
+        """Reads an ELF library from its bytes, and checks its program headers (segments) and its dynamic
+        section. Raises ImageError for a damaged file, struct.error for one that is too short."""
         self._data = data
         kind, machine = struct.unpack_from("<HH", data, 16)
         if (data[4:6], kind) != (b"\x02\x01", 3):

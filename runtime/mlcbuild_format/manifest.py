@@ -81,8 +81,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of bundle.json. The objects `scheme`, `target` and `model.config` are kept as they are in
-    the file."""
+    """The manifest of a bundle: the content of its bundle.json. The objects `scheme`, `target` and
+    `model.config` are kept as they are in the file."""
 
     name: str
     model: Model
@@ -178,7 +178,8 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 """Regular expression of a file or directory name that is valid on every file system and needs no quoting in a
 shell."""
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
-"""Device names of Windows, which it reserves with any extension."""
+"""File names, in lower case, that Windows reserves for devices, whatever their extension: con, prn, aux, nul,
+com0 to com9, lpt0 to lpt9."""
 _HEX = "[0-9a-f]{64}"
 _TRIPLE = r"[A-Za-z0-9_.]+(-[A-Za-z0-9_.]+){1,4}"
 _WORD = r"[A-Za-z0-9_.+-]+"

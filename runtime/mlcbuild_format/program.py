@@ -117,7 +117,8 @@ class Shader:
     bindings: tuple[Binding, ...]
     scalars: tuple[str, ...]
     uniforms: int
-    """Number of scalars that a shader's code reads; its other scalars occur only in expressions for sizes."""
+    """Number of a shader's scalars (int32 parameters of a launch) that its code reads: the first ones. The
+    others occur only in expressions for sizes, such as the number of workgroups."""
     grid: tuple[Expression, Expression]
     """Number of workgroups of a launch in x and y, as expressions over the shader's scalars. If one is 0,
     nothing is launched."""
@@ -156,8 +157,8 @@ class Section:
 
 @dataclass(frozen=True)
 class RopeTable:
-    """A buffer of cosines and sines for rotary embeddings: float32 [rows, 2 * len(inv_freq)], cosines first;
-    all values are multiplied by `factor`."""
+    """A buffer of cosines and sines for rotary embeddings, float32 [rows, 2 * len(inv_freq)], with one row
+    per position: the cosines of position * inv_freq, then the sines, all multiplied by `factor`."""
 
     rows: int
     inv_freq: tuple[float, ...]
@@ -197,7 +198,8 @@ class CallVariant:
 
 @dataclass(frozen=True)
 class Program:
-    """A GPU program, as program.json holds it."""
+    """A GPU program, the content of program.json: its kernels and buffers, and for each of its functions the
+    launches of kernels that compute it."""
 
     signature: str
     params: tuple[Tensor, ...]

@@ -21,7 +21,7 @@ PATIENCE = 0.5
 """Seconds after which a wait for the model is repeated, so that a signal that arrives just before the wait is
 noticed."""
 BASE_TOKENS = 256
-"""Default for `max_tokens` of a base model."""
+"""Maximum number of tokens of a base model's answer where the user sets no `max_tokens`."""
 
 
 class LocalModel:

@@ -20,7 +20,7 @@ _LINES = 4
 """Number of rows of the terminal that stay free below the part of an answer that is still redrawn."""
 
 Show = Callable[[str], None]
-"""Function that shows the next piece of an answer's text."""
+"""Function that shows the next piece of an answer's text; the piece, a str, is its argument."""
 Printer = Callable[[], AbstractContextManager[Show]]
 """Function that returns a context manager for showing one answer; it yields a function that shows the next
 piece of text, a str, of the answer."""

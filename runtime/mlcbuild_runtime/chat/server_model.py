@@ -49,8 +49,10 @@ class ServerModel:
 
     @classmethod
     def connect(cls, url: str, key: str | None = None, name: str | None = None) -> Self:
-        """Returns the model called `name` of the server at `url`, for a chat, or the first model that the
-        server lists. Raises SetupError if the server cannot be reached, RequestError if it refuses."""
+        """Returns an object through which a chat uses a model of the server at `url`. key: the API key, or
+        None; name: the name of the model, or None for the first model that the server lists. Without a name,
+        the list is requested: raises SetupError if the server cannot be reached, RequestError if it refuses
+        or lists no model."""
         url = url.rstrip("/").removesuffix("/v1")
         if name is not None:
             return cls(url, key, name)
@@ -114,8 +116,9 @@ class ServerModel:
             raise SetupError(f"{self.url} answers without an event: is it an OpenAI-compatible server?")
 
     def _count(self, document: Mapping[str, Json]) -> None:
-        """Updates the speed of a server's answer from the fields `usage` and `timings` of its document, where
-        it has them."""
+        """Updates the token counts and times of a server's answer from the fields `usage` and `timings` of
+        `document`, a JSON object that the server sent. If one of the fields is absent or no object, the
+        numbers that it would state stay as they are."""
         usage, timings = document.get("usage"), document.get("timings")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")

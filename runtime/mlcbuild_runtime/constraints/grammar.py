@@ -246,8 +246,10 @@ class Grammars:
                 self._trials.close()
 
     def _outcome(self, constraint: Constraint, key: Key) -> Compiled | str:
-        """Returns the compiled constraint, from the cache if possible, or an error message if it cannot be
-        compiled. key: the constraint's key in the cache."""
+        """Returns the compiled form of `constraint`, from the cache if possible, or an error message if it
+        cannot be compiled. If another thread is compiling the same constraint, waits for its result. key: the
+        constraint's key in the cache. Raises RequestError if too many constraints wait, SetupError if no
+        child process can be started."""
         with self._lock:
             cached = self._kept.get(key)
             if cached is not None:

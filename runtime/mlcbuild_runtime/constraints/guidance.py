@@ -74,16 +74,16 @@ class Tokens:
 
     @cached_property
     def ordinary(self) -> NDArray[np.bool_]:
-        """Returns a boolean for each token of the vocabulary: True if the token is part of ordinary text."""
+        """Returns a boolean for each token of the vocabulary: True for a token of text, False for a special
+        or an end-of-sequence token."""
         marks = np.ones(len(self.tokens), np.bool_)
         marks[[*self.special_token_ids, *self.ends]] = False
         return marks
 
     @cached_property
     def plain(self) -> NDArray[np.bool_]:
-        """Returns a boolean for each token of the vocabulary: True if the token is ordinary text of letters
-        and digits.
-        """
+        """Returns a boolean for each token of the vocabulary: True if its bytes are only ASCII letters and
+        digits, and it is no special token."""
         return self.ordinary & [data.isalnum() for data in self.tokens]
 
     def tokenizer(self) -> LLTokenizer:
@@ -122,7 +122,8 @@ class MaskTime:
     """CPU seconds of all logit masks of an answer except the slowest one."""
 
     def add(self, seconds: float, tokens: int) -> str:
-        """Adds the CPU seconds of one logit mask. Returns the reason why the answer must end, or "" if it may
+        """Adds the CPU seconds of one logit mask to those of the answer, and compares the sums with their
+        limits. Returns an error message if the answer must end because its masks cost too much, "" if it may
         continue. tokens: number of tokens of the answer so far."""
         counted, self.slowest = sorted((seconds, self.slowest))
         self.others += counted

@@ -93,14 +93,14 @@ class Trials(Generic[T]):
         limits in which its compilation ended, the bytes that it needs or the reason why it is refused)."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
-        """Compiles the constraint `grammar` (in Lark) on trial in a child process, with one stage's limit of
-        CPU time after the other until it suffices, unless the outcome is cached under `key`. Returns the
-        result of `use` if the constraint passes, or the reason why it cannot be used.
+        """Tries in a child process whether the constraint `grammar` (in Lark) can be compiled, in stages with
+        rising limits of CPU time, until one suffices. A cached outcome for `key` replaces the trial. Returns
+        the result of `use` if the trial succeeds, else the reason for the refusal.
 
-        use: function from the outcome of the trial, with the bytes of memory that it took, to the compiled
-        constraint or an error message; for constraints that exceed the first stage's limit, each stage runs
-        only one at a time, in a thread of low priority. Raises CrowdedError if too many constraints wait, and
-        SetupError if no child process can be started.
+        use: function from the outcome of the trial, which states the bytes of memory used, to the compiled
+        constraint or an error message. For a constraint that exceeds the first limit it runs in a thread of
+        low priority, for one constraint at a time in each stage. Raises CrowdedError if too many constraints
+        wait, and SetupError if no child process can be started.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):
@@ -133,10 +133,14 @@ class Trials(Generic[T]):
             return self._outcomes[key]
 
     def _tried(self, key: Hashable, number: int, grammar: str) -> TrialOutcome:
-        """Compiles the constraint `grammar` (in Lark) on trial, and follows it for some tokens, in the child
-        process number `number`; these processes have rising limits of CPU time. Returns the outcome, memory
-        used or reason of refusal, and caches it under `key` for short constraints. Raises TooCostlyError if
-        the constraint reaches the process's limit of CPU time or memory, unless it is the last one."""
+        """Compiles the constraint `grammar` (in Lark) on trial in a child process, and follows it there for
+        some tokens. Returns the outcome, with the memory that this took or the reason for a refusal, and
+        caches it under `key` if the constraint is short.
+
+        number: index of the child process among those with rising limits of CPU time. Raises TooCostlyError
+        if the constraint reaches a limit of CPU time or memory; in the last of these processes, it is refused
+        instead. Raises SetupError if the process cannot be started.
+        """
         each = self.tries[number]
         try:
             outcome = each.trial.run(grammar)

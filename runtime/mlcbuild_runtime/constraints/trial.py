@@ -38,8 +38,9 @@ PLAIN = (
     'start: %json {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}'
     ', "required": ["name", "count"], "additionalProperties": false}'
 )
-"""A plain JSON schema as a Lark grammar. The CPU time that a child process takes to compile it and to follow
-it for some tokens is the unit for the smallest limit of CPU time of other constraints."""
+"""A plain JSON schema as a Lark grammar, which serves as a unit of cost: a multiple of the CPU time that a
+child process needs to compile it and to follow it for some tokens limits the first trial of every other
+constraint."""
 
 
 @dataclass(frozen=True)

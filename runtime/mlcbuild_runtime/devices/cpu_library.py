@@ -84,7 +84,8 @@ def _open(path: Path) -> tvm_ffi.Module:
 
 
 _loaded: list[ctypes.CDLL | None] = []
-"""Holds the TVM runtime after it is loaded, or None if another package has loaded it."""
+"""The TVM runtime of this process: empty until it is loaded, then a list of one library, or of None if
+another package had loaded the runtime already."""
 
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:

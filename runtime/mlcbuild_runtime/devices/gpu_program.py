@@ -67,8 +67,8 @@ class _Prepared:
     variant: CallVariant
     uniforms: Any
     steps: list[tuple[Any, Any, Struct]]
-    """(pipeline, bind group, struct format that packs its scalars as int32 words into the uniform buffer) of
-    each launch of a kernel."""
+    """The kernel launches of this GPU function in order, each as (compute pipeline, bind group, struct format
+    that packs the kernel's int32 scalars for the uniform buffer)."""
     sizes: Sizes | None = None
     grids: Sequence[tuple[int, int]] = ()
     """Number of workgroups (x, y) of each kernel launch in a call of this GPU function. The numbers hold for

@@ -16,8 +16,9 @@ _MARGIN = 1e-4
 
 
 def apply_masks(logits: Floats, masks: Masks) -> None:
-    """Sets the logits of the tokens that masks exclude to minus infinity, in the caller's array. masks:
-    (index of a row of logits, bits) each."""
+    """Sets the logits of tokens that are not allowed to minus infinity in `logits`, the caller's array of the
+    shape [rows, vocabulary]. masks: for each mask (index of a row of logits, int32 words with one bit per
+    token, lowest token first, 1 if the token is allowed)."""
     for row, mask in masks:
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
         logits[row, bits[: logits.shape[1]] == 0] = -np.inf

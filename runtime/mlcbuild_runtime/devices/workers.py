@@ -13,7 +13,8 @@ SHARE = 0.7
 """Minimum ratio of the CPU time that the computing threads got to the time that they could have had. Below it
 the process competes for cores and uses fewer threads. `ci/bench/busy` measures the effect."""
 REST = 8.0
-"""Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""
+"""Minimum ratio of a pause to the trial before it: after a trial of more computing threads has failed, the
+next trial begins no earlier than this many times the failed trial's duration."""
 IDLE = 0.5
 """Seconds without a step of the model after which earlier measurements of the threads' CPU time are
 discarded."""
@@ -36,13 +37,14 @@ class Meter:
         """Wall seconds and CPU seconds of the decoding steps since the last call of `reset`."""
 
     def start(self) -> float:
-        """Starts measuring the times of a step; returns the present time in seconds."""
+        """Starts measuring the wall time and the CPU time of one decode step; returns the present time in
+        seconds."""
         self._began, self._before = self.now(), self._spent()
         return self._began
 
     def stop(self) -> float:
-        """Ends measuring a step and adds its wall time and CPU time to the sums; returns the present time in
-        seconds."""
+        """Ends measuring one decode step, and adds its wall time and its CPU time to the two sums; returns
+        the present time in seconds."""
         ended = self.now()
         self.wall += ended - self._began
         self.cpu += self._spent() - self._before
@@ -71,10 +73,13 @@ class Workers:
         spent: Clock,
         free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """Creates the object that chooses how many threads compute, which begins with `most`, the maximum.
-        use: function that sets the number of threads; now, spent: functions that return the time, and the CPU
-        time of this process, in seconds; free: function from a number of cores to the number of idle ones,
-        counted at most up to it, or to None if the system does not report them."""
+        """Creates the object that chooses how many threads compute; the number begins at the maximum, `most`.
+
+        use: function that is called with each new number and sets it; now, spent: functions that return the
+        present time, and the CPU time of this process, in seconds; free: function that returns the number of
+        idle cores, or None if the system does not report it. The argument of `free` is the number of cores
+        that are needed: counting may stop there.
+        """
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False

@@ -24,7 +24,7 @@ class Stopwatch:
         self._begin = self._begin or moment
 
     def token(self) -> None:
-        """Records that the answer has one more token, which was computed now."""
+        """Records that one more token of the answer has been computed, at the present time."""
         self._last = time.perf_counter()
         self._first = self._first or self._last
 
@@ -42,8 +42,9 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """Creates the text stream, the deadline and the stopwatch of one answer. sink: function that receives
-        the answer's events; ignore_eos: True if end-of-sequence tokens do not end the answer."""
+        """Creates the text stream, the deadline and the stopwatch of one answer. request: what the client
+        requested; sink: function that receives the answer's events; ticket: handle with which the client
+        cancels or pauses the request; ignore_eos: True if end-of-sequence tokens do not end the answer."""
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = (frozenset[int]() if ignore_eos else tokenizer.eos) | set(request.stop_tokens)
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout

@@ -10,8 +10,8 @@ class DraftState:
     """The draft tokens of one sequence for the coming step, and statistics of its earlier drafts."""
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
-        """Begins speculative decoding of a sequence. prediction: tokens that the client expects in the
-        answer."""
+        """Creates the state of speculative decoding for one sequence, which has no draft yet. prediction:
+        tokens that the client expects in the answer, a source of draft tokens."""
         self.tokens: list[int] = []
         """Draft tokens of the sequence, which the next step verifies."""
         self.branches: list[Branch] = []
@@ -21,7 +21,8 @@ class DraftState:
         self.branch_gain = 0
         """Number of draft tokens on branches (alternatives to the draft) that the last step accepted."""
         self.cached = 0
-        """Number of tokens whose keys and values are in the draft model's KV cache."""
+        """Number of tokens, counted from the start of the sequence and with draft tokens included, whose keys
+        and values are in the draft model's KV cache."""
         self.doubts: list[tuple[float, int]] = []
         """For each token drafted by a draft model: (its logit minus the second largest logit, the token with
         the second largest logit)."""

@@ -65,9 +65,10 @@ def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int
 
 
 def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
-    """Returns (index of a path, number of draft tokens on it up to this row) for each row of logits of a
-    draft tree: the row of the token before the draft, those of the draft's tokens, then those of each
-    branch's tokens."""
+    """Returns (index of a path, depth) for each row of logits of a draft tree. The path is the one that holds
+    the row's token: 0 is the draft itself, 1 the first branch. The depth is the number of draft tokens on the
+    way from the draft's beginning to the row's token, which counts, too. The rows are that of the token
+    before the draft, those of the draft's tokens, then those of each branch's tokens."""
     path_rows = [(0, depth) for depth in range(len(draft) + 1)]
     for index, branch in enumerate(branches, 1):
         path_rows += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]
