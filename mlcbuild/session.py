@@ -97,8 +97,9 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns the remote caches with the public keys that the recipe trusts. listed: URLs or remotes. Raises
-    UsageError for invalid ones."""
+    """Returns the listed remote caches as `Remote` objects. listed: URLs or `Remote` objects; a URL that the
+    recipe names, too, is used with the public keys that the recipe trusts for it. Raises UsageError for a URL
+    of no remote cache."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -175,7 +176,9 @@ class Session:
         return outcomes.explained(planned, changes, self.pipeline.lacks)
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
-        """Returns a drawing of all steps and their states as Mermaid, DOT, SVG or HTML text: see `form`."""
+        """Returns a drawing of all steps and their states as text. form: "mermaid", "dot", "svg" or "html";
+        on_event: receives warnings about the store and remotes. Raises SourceError for an unreadable source.
+        """
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -291,7 +294,8 @@ class Session:
         return send(self._parcels(result, unverified), on_sent)
 
     def require_destinations(self) -> None:
-        """Raises UsageError if the recipe names no destination, before hours of work."""
+        """Raises UsageError if the recipe names no destination for bundles. It is called before a run, so
+        that the error does not follow hours of work."""
         if not self.recipe.destinations:
             raise UsageError(
                 f"{self.recipe.path}: it lists no destination: add `publish: [{{to: "
@@ -383,8 +387,8 @@ class Session:
 
 
 def _still_forced(graph: Graph, force: Iterable[str], result: RunResult) -> tuple[str, ...]:
-    """Returns the steps that must run although they have results, by the user's patterns, without those
-    that this run has already built."""
+    """Returns the names, sorted, of the steps that must run even if the store holds their results: those that
+    match the user's patterns `force`, except the steps that the run `result` has built."""
     built = {step.name for step in result.steps if step.status == "built"}
     return tuple(sorted(graph.match(force) - built))
 

@@ -119,8 +119,10 @@ def exact_step(
     inputs: Mapping[str, Input],
     prompts: Path | tuple[str, ...],
 ) -> Step:
-    """Returns a step that evaluates a model's exact weights on prompts. inputs: name of an argument of the
-    action -> its input, without the checkpoint's; prompts: file with the prompts, or their texts."""
+    """Returns a build step that evaluates a model on prompts with its exact weights, as they are before
+    quantization. name, action: name of the step, and of its function as "module:function"; inputs: name of an
+    argument of the action -> `Input`, except for the checkpoint's, which are added; prompts: file with the
+    prompts, or their texts."""
     return Step(
         name,
         action,

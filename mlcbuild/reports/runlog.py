@@ -66,7 +66,8 @@ class LoggedVariant:
     target: str
     status: str
     words: str
-    """The reason why the variant failed, or why it was not verified."""
+    """The error with which the variant failed, or the reason why it has no bundle or was not verified; "" if
+    there is neither."""
     line: int
     column: int
     """Column of the model's source in the recipe's file, counted from 1."""
@@ -156,9 +157,8 @@ def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ..
 
 
 def speeds(log: RunLog) -> dict[str, str]:
-    """Returns name of a figure of speed -> its name in words (speed_decode_8 -> "decode 8"), for each figure
-    that any variant has.
-    """
+    """Returns name of a speed that was measured for any variant of a run -> the speed's name in words, for
+    example "speed_decode_8" -> "decode 8"."""
     names = dict.fromkeys(name for item in log.variants for name in item.figures)
     return {name: words.replace("_", " ") for name in names if (words := name.removeprefix("speed_")) != name}
 
@@ -235,8 +235,10 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
-    """Converts the two JSON documents of a run's log into a `RunLog`. head: the one with the times; data: the
-    rest, whose digest was checked. Raises ValueError for another format, or impossible times."""
+    """Converts the two JSON objects that make up a run's log into a `RunLog`. head: the object with the
+    format and the run's start and duration; data: all other fields, from a file whose digest was checked.
+    Raises ValueError for another format, or a start or duration that is impossible; KeyError or TypeError for
+    other fields."""
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")
     begun, seconds = float(head["time"]), float(head["seconds"])

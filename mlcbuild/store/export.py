@@ -75,11 +75,12 @@ def set_aside(destination: Path) -> Path | None:
 
 
 def _stands(rows: list[Row], destination: Path) -> bool:
-    """Returns True if an output directory already holds exactly the files `rows`, (path, digest, size) each.
-    No lock is held meanwhile, because most of thousands of outputs are complete.
+    """Returns True if an output directory already holds exactly the files `rows`, (path, digest, size) each,
+    with the mtime of files from the store. Nothing is hashed, and no lock is held, since most of thousands of
+    outputs are complete.
 
-    While another process replaces the directory, mlcbuild's list of the files in it names other files or is
-    absent.
+    While another process replaces the directory, the result is False: mlcbuild's list of the directory's
+    files, which is read first, then lists other files or is absent.
     """
     sizes = {path: size for path, _, size in rows}
     directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}

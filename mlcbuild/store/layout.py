@@ -94,9 +94,8 @@ def is_as_written(stat_result: os.stat_result, size: int) -> bool:
 
 def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
     """Returns True if every stat shows a regular file of the corresponding size in bytes with the mtime
-    STAMP, to which nobody has written since the store created it. It makes no function call per file, since
-    a short run checks thousands of blobs.
-    """
+    STAMP, a constant that the store sets on its files: nobody has written to them since. It makes no function
+    call per file, since a short run checks thousands of files."""
     stamp, kind_bits, regular = STAMP_NS, 0o170000, stat.S_IFREG
     for item, size in zip(stats, sizes, strict=True):
         if item.st_mtime_ns != stamp or item.st_size != size or item.st_mode & kind_bits != regular:
@@ -159,7 +158,9 @@ def private_directory(root: str) -> str:
 
 
 def make_private(path: Path) -> None:
-    """Creates a directory that `private_directory` has returned, unless it exists. Raises OSError."""
+    """Creates `path`, the directory for files that a run trusts without a check, as `private_directory`
+    returned it, unless it exists: the store itself, or, in a store that others can write, a directory that
+    only this user can read and write. Raises OSError."""
     if path.name == f"user-{os.geteuid()}":
         path.mkdir(0o700, exist_ok=True)
     else:

@@ -89,8 +89,9 @@ class Expected:
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
         """Returns the three texts that the second line of a step record must contain, in order, if the
-        record's key is the digest of these arguments. inputs: argument of the action -> JSON list of its
-        files; code, params and tools are canonical JSON, too."""
+        record's key is the digest of these arguments. action: "module:function" of the step's action; inputs:
+        argument of the action -> JSON list of its files; code (source files), params and tools: canonical
+        JSON."""
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
@@ -243,9 +244,9 @@ class Record:
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:
-        """Returns True if the step record's key is the digest of the inputs that it lists, and its tree
-        digest that of its files.
-        """
+        """Returns True if the step record agrees with itself: its key is the digest of the inputs that it
+        lists, and its tree digest is the digest of the files that it lists. Raises ValueError if the record's
+        second line, with the inputs, is malformed."""
         return not self._fault(parse_about(self.rest))
 
     def _fault(self, about: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""Defines what the times of a file say: which mtimes mark files in a store as unchanged, and when a file was
-written too recently to tell.
+"""Defines how the store reads the times of files: which mtimes mark a stored file as unchanged or as damaged,
+and when a file was changed so shortly before it was read that a later change may leave its times as they are.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class Backend:
     """The function, as "module:function", that compiles a library in a build step; all source files that it
     imports enter the library's key."""
     tools: str
-    """Function, as "module:function", from a target to name -> version of each program that determines the
-    library's bytes. It raises SetupError.
-    """
+    """The function, as "module:function", that lists the programs which determine a library's bytes, such as
+    compiler and linker. It accepts a target and returns name of a program -> version, or raises SetupError if
+    a program is missing."""
     layout: Callable[[Scheme], str]
     """Function from a quantization scheme to the name of the physical layout, such as "plain", "row" or
     "x16", that the device's kernels read. It is also called for the scheme of each override. It raises

@@ -1,5 +1,5 @@
-"""Compares a CPU target with a machine: the reason why the target's code cannot run there, and the labels,
-such as "avx2", that a cluster worker must have to run it."""
+"""Compares CPU targets with machines: why a machine cannot run a target's code, and which labels, such as
+"avx2", a cluster worker must have to run it."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
     "aarch64": (1027, frozenset({257, 1025}), 1026),
     "riscv64": (3, frozenset({2}), 5),
 }
-"""Architecture -> (type of relocations that point into the library itself, types of those that point to
-symbols, type of those for imported functions, whose slots begin three words after _PLTGOT).
-"""
+"""Architecture -> numbers of the ELF relocation types that are accepted: (type of those that point into the
+library itself, types of those that point to symbols, type of those for slots of imported functions). Except
+on riscv64, these slots begin three words after the address in DT_PLTGOT."""
 _FUNCTION, _ABSOLUTE, _THREAD_LOCAL = 2, 0xFFF1, 6
 _BINDINGS = (1, 2)
 """Symbol bindings that the check of an ELF file accepts: global and weak."""

@@ -14,7 +14,8 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 MAX_DEPTH = 64
 """Maximum depth of nested lists and objects in a JSON document."""
 MAX_INTEGER = 1 << 53
-"""The largest integer that a field may hold: larger ones are not exact in every JSON reader."""
+"""The largest integer that is accepted in a field of a bundle's JSON files, 2**53: larger ones are not exact
+in every JSON reader."""
 MAX_TEXT = 1000
 """Maximum number of characters of a text in a bundle's JSON files that is printed or compared."""
 _DIGITS = 100

@@ -196,7 +196,8 @@ is 0."""
 
 
 def parse(document: Json) -> Manifest:
-    """Returns the Manifest that a JSON document holds. Raises FieldError naming the first invalid field."""
+    """Returns the manifest of a bundle that a JSON document describes, after checking every field. Raises
+    FieldError naming the first invalid field."""
     top = Fields(document)
     version = top.value.get("format")
     if version != FORMAT:

@@ -234,7 +234,8 @@ class Program:
         return replace(self, kernels={name: kernel.best(features) for name, kernel in self.kernels.items()})
 
     def param_bytes(self) -> dict[str, int]:
-        """Returns name of a parameter -> size in bytes of its buffer on a GPU."""
+        """Returns name of a tensor in which the model's weights are stored -> size in bytes of its buffer on
+        a GPU, a multiple of 4."""
         return {name: rounded(math.prod(shape) * ITEM_BYTES[dtype]) for name, shape, dtype, _ in self.params}
 
     def buffer_bytes(self, pages: int) -> dict[str, int]:

@@ -56,10 +56,11 @@ def messages(read: ReadLine) -> Iterator[str]:
 
 @contextlib.contextmanager
 def typed(words: Mapping[str, Sequence[str]]) -> Iterator[ReadLine]:
-    """Returns a context that yields a function which reads lines from a terminal. Ctrl-C discards the message
-    that was begun.
+    """Returns a context that yields a function which reads lines from a terminal, with a history and
+    completion by Tab. Ctrl-C discards the message that was begun.
 
-    words: completions for Tab: "" -> first words of a line, first word -> words that may follow it.
+    words: completions: "" -> words with which a line may begin, first word of a line -> words that may follow
+    it.
     """
     with contextlib.suppress(ImportError):
         _prepare_readline(words)

@@ -65,8 +65,8 @@ class Matcher:
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
-        """The CPU time spent on computing logit masks for the answer, as a `MaskTime` that also limits it;
-        and the number of tokens that were appended to the answer."""
+        """The CPU time that logit masks of the answer have cost so far, as a `MaskTime` that also limits it;
+        and the number of tokens of the answer so far."""
 
     def mask(self) -> Mask:
         """Returns the logit mask of the answer's next token: int32 words with one bit for each token of the

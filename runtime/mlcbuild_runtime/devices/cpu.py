@@ -208,8 +208,8 @@ class CpuExecutor:
         return arguments
 
     def _workers(self) -> Workers:
-        """Returns the object that chooses how many threads compute for the calling thread: TVM has one thread
-        pool per calling thread."""
+        """Returns the object that chooses how many threads compute a step. Each thread that calls the library
+        has its own, because TVM has one thread pool per calling thread."""
         workers: Workers | None = getattr(_pool, "workers", None)
         if workers is None:
             workers = _pool.workers = Workers.of(self.threads, cpu_library.use_threads, machine.FreeCores())

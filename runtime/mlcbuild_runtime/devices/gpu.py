@@ -29,10 +29,10 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 BURST = 16
 """Maximum number of decode steps in one call: the GPU program stores the tokens of so many steps."""
 _SUBMIT = 4
-"""Number of decode steps in one submit to the GPU; an interrupt is noticed between submits. A submit and the
-reading of its tokens is one wait for the GPU: there is a quarter of one for each token, and at most the
-launches of four steps pass before an interrupt is noticed. `ci/bench/gpu --bundle BUNDLE --set
-mlcbuild_runtime.devices.gpu._SUBMIT=8` compares other numbers."""
+"""Number of decode steps in one submit to the GPU. The host waits for the GPU once per submit, when it reads
+the tokens, so four tokens share one wait. An interrupt is noticed only between submits, so after at most the
+kernel launches of four steps. `ci/bench/gpu --bundle BUNDLE --set mlcbuild_runtime.devices.gpu._SUBMIT=8`
+compares other numbers."""
 _TOP_WORDS = 2 + 2 * 64
 _FUNCTIONS = ("advance", "decode", "greedy", "head", "mask", "prefill", "select", "top")
 _BUFFERS = ("history", "inputs", "logits", "masks", "sampled", "selected", "top")

@@ -170,8 +170,10 @@ class DeviceProgram:
         self.queue.submit([encoder.finish()])
 
     def _ready(self, function: str, sizes: Mapping[str, int]) -> _Prepared:
-        """Returns the variant of a GPU function for a call of these sizes, after setting its uniforms and
-        grids."""
+        """Returns the kernel launches of a GPU function for one call, after uploading their scalars
+        (uniforms) and computing their numbers of workgroups, if the sizes differ from those of the last call.
+        sizes: name of a size, such as the number of rows -> its value in the call. Raises ValueError if the
+        function allows no call of these sizes."""
         variant = self.program.variant(function, sizes)
         place = self.program.functions[function].index(variant)
         call = self._prepared.get((function, place))

@@ -96,8 +96,9 @@ def best_count(speeds: Collection[float]) -> int:
 
 
 def core_speeds(allowed: Collection[int], root: Path) -> list[float]:
-    """Returns the speed of each physical core that has a logical processor in `allowed`; the fastest is near
-    1.
+    """Returns the speed of each physical core that has a logical processor in `allowed`, relative to the
+    machine's fastest core, which has 1. allowed: numbers of logical processors; root: the directory that
+    contains sys/.
 
     Arm machines with cores of several sizes state each core's capacity. Intel's do so only in new kernels,
     and for scalar code, so there the list of efficiency cores is used.

@@ -29,8 +29,8 @@ class Meter:
     """Measures the wall time and the CPU time of decode steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """Creates a meter of decode steps that has measured none yet. now: function that returns the time;
-        spent: function that returns the CPU time of this process; both in seconds."""
+        """Creates a meter of the times of decode steps, whose sums begin at 0. now: function that returns the
+        present time; spent: function that returns the CPU time of this process; both in seconds."""
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0

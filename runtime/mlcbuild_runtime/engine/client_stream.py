@@ -52,8 +52,8 @@ class ClientStream:
         self.unsent = 0
         """Number of tokens at the end of the answer whose events are not delivered to the client yet."""
         self.error: ServingError | None = None
-        """The error with which the answer ends, after the tokens whose events are not delivered to the client
-        yet; None without an error."""
+        """The error with which the answer ends; None without an error. Computed tokens whose events are not
+        delivered to the client yet are delivered before it."""
         self._max_tokens, self._sink = request.max_tokens or 0, sink
         self._text = tokenizer.stream(request.stop, request.message, dict(request.shown))
 

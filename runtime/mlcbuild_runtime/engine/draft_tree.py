@@ -16,9 +16,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 Part = tuple[List[int], int, List[int]]
-"""The part of a sequence that one step computes: (new tokens, length of the sequence after them, KV cache
-pages).
-"""
+"""The tokens of one sequence that a step computes: (ids of the new tokens, length of the sequence in tokens
+with these included, numbers of the sequence's KV cache pages in order)."""
 Fork = tuple[int, int, int]
 """A copy of the first tokens of a KV cache page to another page: (source page, destination page, number of
 tokens).
@@ -36,8 +35,8 @@ class Branch:
     tokens: list[int]
     """The draft tokens of this branch of the draft tree, at least one."""
     parent: int = 0
-    """Index of the path of a draft tree after whose token this branch begins: 0 is the draft itself, 1 the
-    first branch."""
+    """Index of the path in the draft tree that this branch continues: 0 is the draft itself, 1 the first
+    branch. The branch begins after one of the draft tokens of that path, or before all of them."""
     shared: int = 0
     """Number of full KV cache pages, counted from the start of the sequence, that this branch of a draft tree
     shares with the path (the draft or an earlier branch) after whose token it begins."""
@@ -81,9 +80,10 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
-    """For each path of a draft tree (the draft, then the branches): the number that is added to the depth of
-    a token on the path to get the index of its row of logits. The depth of a path's first draft token is 1,
-    that of the next one 2. Tokens that a branch shares with an earlier path have their rows on that path."""
+    """For each path of a draft tree (the draft, then the branches), the difference between two numbers of a
+    token on the path: index of its row of logits minus depth. The depth of a path's first draft token is 1.
+    For a branch, the difference holds only for the branch's own tokens: the tokens before them have their
+    rows on the paths that the branch continues."""
     for branch in branches:
         row = len(successors)
         leaves = successors[starts[branch.parent] + branch.start]
