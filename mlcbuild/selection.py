@@ -44,9 +44,10 @@ class Selected:
     only: tuple[str, ...] | None
     """Names of the selected steps, whose dependencies are included; None: all steps; (): none."""
     phases: tuple[tuple[str, ...] | None, ...]
-    """The names of the steps that each phase of a run executes, or None for all steps of the recipe. Phases
-    run one after the other: none if nothing is selected, else one, or two for a shard whose first steps need
-    few results of other shards."""
+    """The phases of a run, which run one after the other: for each phase the names of its steps, or None for
+    all steps of the recipe. There is no phase if nothing is selected, else one. Only a shard (one machine's
+    share of the steps) can have two: first those of its steps that need few results of other shards, then all
+    of its steps."""
     outputs: tuple[str, ...]
     """Names of the steps whose files must be on this machine after a run: parts of bundles, and steps that
     the user named.
@@ -109,9 +110,10 @@ def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple
 def _shard(
     pipeline: Pipeline, text: str, only: Sequence[str], products: Sequence[Product], on_event: Reporter
 ) -> tuple[list[tuple[str, ...] | None], list[Product]]:
-    """Returns (names of the steps in each phase of one shard, variants whose bundles the shard completes).
-    text: the shard, such as "2/3"; only: names of the selected steps.
-    """
+    """Returns (the phases of one shard, the variants whose bundles it completes). A shard is one machine's
+    share of the steps; a phase is a list of names of steps, and phases run one after the other. text: number
+    of the shard, such as "2/3"; only: names of the selected steps; products: the selected variants. Raises
+    UsageError for another text."""
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph

@@ -127,8 +127,8 @@ class Session:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session on the same recipe with other remote caches, as `open` accepts them. Raises
-        UsageError for invalid ones."""
+        """Returns a session on the same recipe that uses `remotes`, URLs or `Remote` objects, in place of the
+        recipe's remote caches. Raises UsageError for a URL of no remote cache."""
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
@@ -285,8 +285,8 @@ class Session:
         result for each.
 
         unverified: True if bundles are sent that this machine could not compare with their model; otherwise
-        those are skipped. on_sent: called after each. A destination that fails stops no other. Raises
-        UsageError when the recipe names no destination.
+        those are skipped. on_sent: function that is called with each result as soon as there is one. A
+        destination that fails stops no other. Raises UsageError when the recipe names no destination.
         """
         from mlcbuild.bundles.publish.uploads import send
 

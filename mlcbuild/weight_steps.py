@@ -40,9 +40,9 @@ def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
 
 
 def checkpoint_inputs(checkpoint: Checkpoint) -> dict[str, Input]:
-    """Returns name of an argument of a build step's action -> `Input`, which names the node whose files are
-    passed, for every step that reads a checkpoint's weights: "checkpoint" and one argument for each LoRA
-    adapter."""
+    """Returns the inputs of a build step that reads a checkpoint's weights: name of an argument of the step's
+    action -> `Input`, which names the step or source whose files are passed. The arguments are "checkpoint"
+    and one for each LoRA adapter."""
     adapters = {adapter_argument(i): Input(node.name) for i, node in enumerate(checkpoint.adapters)}
     return {"checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files), **adapters}
 
@@ -68,10 +68,10 @@ def weights_step(
     chosen: Mapping[str, Input],
     calibrated: str | None = None,
 ) -> Step:
-    """Returns the step that quantizes and writes a checkpoint's weights. config: name of the step with the
-    model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or {} without
-    a budget; calibrated: name of the step that measured the importance of columns, or None. Of that last
-    step's files only the importance enters the key, not its report."""
+    """Returns the build step that quantizes a checkpoint's weights and writes them. config: name of the step
+    with the model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or
+    {} without a budget; calibrated: name of the step that measured the importance of matrix columns, or None.
+    The key of the weights covers the importance, not the other files of that last step."""
     measured = {}
     if calibrated is not None:
         measured[importance.INPUT] = Input(calibrated, (importance.IMPORTANCE,))
@@ -89,9 +89,9 @@ def weights_step(
 
 
 def choice_input(budget: str) -> dict[str, Input]:
-    """Returns the input of a step that reads choice.json, the formats that the step called `budget` chose for
-    a model's matrices: name of the action's argument -> `Input`. Other files of that step do not enter the
-    key of the reading step."""
+    """Returns {name of an action's argument: `Input`} for a step that reads choice.json, the formats that the
+    step called `budget` chose for a model's matrices. The key of the reading step covers no other file of
+    that step."""
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
 
 

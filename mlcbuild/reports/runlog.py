@@ -35,7 +35,8 @@ _LAST = 1e11
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """One step, as the log of a run holds it."""
+    """One build step in the log of a run: its dependencies, its outcome with the reason, its time and its
+    size."""
 
     name: str
     needs: tuple[str, ...]
@@ -106,8 +107,8 @@ class RunLog:
 
 
 class Clock:
-    """Records when the steps of a run start and the ends of their logs, and passes every event of the run on
-    to another receiver."""
+    """Records, from the events of a run, the time at which each step starts and the last lines of each step's
+    log, and passes every event on to another receiver."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
@@ -183,9 +184,10 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes the part of a run's log that has no times to a file, to which later runs with the same outcome
-    refer. Returns (path of the file, the two last fields of the log's JSON object, "format" and "rest", the
-    file's name without suffix, as text with the closing brace). Raises OSError if it cannot be written."""
+    """Writes the part of a run's log without times to a file, named by its digest, which later runs with the
+    same outcome share. Returns (path of the file, the end of the JSON text of the run's other log file). That
+    text consists of the fields "format" and "rest" (the shared file's name without suffix) and the closing
+    brace. Raises OSError if the file cannot be written."""
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
     text = json.dumps(fields)  # The text is ASCII, because a path may hold bytes that are not UTF-8.

@@ -33,8 +33,8 @@ class WorkRate:
     """Time of the first progress report of a running step, in seconds as time.monotonic returns it."""
     done: int = -1
     reached: float = 0.0
-    """Time at which the step reached `done` finished units of work, in seconds as time.monotonic returns it.
-    """
+    """Time of the latest progress report with which the running step's number of finished units of work
+    changed, in seconds as time.monotonic returns it."""
 
     def note(self, done: int) -> None:
         """Updates the rate at which a running step works. done: units of work that are finished now."""

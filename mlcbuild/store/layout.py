@@ -145,10 +145,9 @@ def is_private(stat_result: os.stat_result) -> bool:
 
 
 def private_directory(root: str) -> str:
-    """Returns the directory for files that a run believes without a check, such as cached digests: the store
-    itself, or, if other users can write to that, a directory of this user in it. root: directory of the
-    store.
-    """
+    """Returns the directory for files that a run trusts without a check, such as cached digests: the store
+    itself, or, if other users can write to the store, a directory of this user in it. root: directory of the
+    store."""
     root = os.path.realpath(root)
     try:
         is_shared = not is_private(os.stat(root))
@@ -168,8 +167,10 @@ def make_private(path: Path) -> None:
 
 
 def remove_links(root: str) -> None:
-    """Removes files and links at the paths where the store has directories, and links to directories below
-    these.
+    """Removes links and files that stand in place of directories in a store, so that removing old files
+    reaches no other directory: at the paths of directories such as tmp/ and logs/, where directories are
+    created instead, and links to directories anywhere below logs/, known/ and runs/. root: directory of the
+    store.
 
     Raises OSError, and StoreError for a link in place of the directories of records or blobs, since gc would
     remove files behind it.

@@ -52,8 +52,9 @@ _VARIABLES = (
 
 
 def place(root: str, arguments: Sequence[str]) -> str:
-    """Returns the path of the file, below the store `root`, that lists what a finished run depended on (a
-    receipt). It follows from command line, directory, environment, user, machine and Python interpreter."""
+    """Returns the path of a receipt, the file that lists what a finished run depended on, below the store
+    `root`. The name is a digest of the command-line arguments, the current directory, the environment, the
+    user, the machine and the Python interpreter."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read()  # The features of a processor stay the same until the machine restarts.
@@ -173,9 +174,10 @@ def inodes(directory: str) -> list[str]:
 
 
 def store(arguments: Sequence[str]) -> str:
-    """Returns the directory of the store that the option --store of a command line names, or of the user's
-    default store. The text after --store is taken literally: if it is really another option's value, that
-    directory has no list of what an earlier run depended on, and the command runs in full."""
+    """Returns the directory of the store that the option --store of the command line `arguments` names, or of
+    the user's default store. The word after --store counts even if it is another option's value. The wrong
+    directory then has no receipt (the list of what an earlier run depended on), so that the command runs in
+    full."""
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":

@@ -18,8 +18,8 @@ In a bundle it distinguishes a damaged file from one that a user changed. It dif
 files by two seconds, the coarsest resolution of a filesystem's clock.
 """
 RACY_NS = 2_000_000_000
-"""Two seconds in nanoseconds: the resolution of the coarsest clock in use (FAT), or the skew of a file
-server."""
+"""Minimum nanoseconds between a file's last change and its reading with which any later change shows in the
+file's times: 2 s, the resolution of the coarsest clock in use (FAT), or the skew of a file server."""
 
 
 def is_racy(changed_ns: int, read_ns: int) -> bool:

@@ -253,8 +253,8 @@ def _collect(
 
 
 def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
-    """Returns (step name, step record without the inputs that it lists) of every intact record of a store,
-    and the number of all records, damaged ones included.
+    """Returns a list of (step name, step record) for every intact record of a store, and the number of all
+    records, damaged ones included. To save memory, the records are without the inputs that they list.
 
     damaged: list to which a message about each damaged record is appended, and these are then removed; None:
     they stay.

@@ -44,9 +44,9 @@ class Backend:
     """Function from a target to the labels, such as "linux x86_64" and "avx2", that a cluster worker must
     have to run code for the target."""
     kernels: str = ""
-    """Python package with the device's kernels for stored formats, a module `<format>_kernel` for each. A
-    library's key covers only the modules of the formats that it uses. "": the function that compiles a
-    library imports the kernels of all formats."""
+    """Python package with the device's kernels for stored formats, with one module `<format>_kernel` each; a
+    library's key covers only the modules of the formats that it uses. "": there is no such package, and the
+    function that compiles a library imports the kernels of all formats."""
     executor: tuple[str, ...] = ()
     """Names of the runtime's Python modules that run compiled code on this kind of device. They enter the
     keys of build steps that run such code."""

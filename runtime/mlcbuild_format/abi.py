@@ -59,9 +59,11 @@ class LoopState(NamedTuple):
 
     steps_done: int
     pause_after: int
-    """Number of steps after which a decode loop returns, even if more may follow."""
+    """Number of finished steps at which a decode loop returns to its caller, with the inputs of the next step
+    in place, so that another call can continue."""
     step_limit: int
-    """The maximum number of steps of a decode loop."""
+    """Maximum number of steps of a decode loop, counted over all calls that continue it. After the last step,
+    no inputs of another step are written."""
 
 
 STATE_COLUMNS = LoopState._fields
@@ -128,8 +130,9 @@ BATCH = (
     Argument("kv_lengths", "int32", ("b",)),
 )
 """The arguments that describe a batch to attention: the KV cache; each token's position in its sequence, and
-its slot (page * PAGE + offset); where each sequence's tokens and pages begin in the concatenated lists; the
-page table; and the length of each sequence including its new tokens."""
+its slot in the cache (page number * tokens per page + index in the page); where each sequence's tokens and
+pages begin in the concatenated lists; the page table; and the length of each sequence including its new
+tokens."""
 FORKS = Argument("forks", "int32", ("f", 3))
 """Copies of the first tokens of KV cache pages, as rows (source page, destination page, number of tokens).
 The copies are made in this order, after the keys and values of all new tokens are in the cache."""

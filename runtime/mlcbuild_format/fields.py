@@ -24,7 +24,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class FieldError(ValueError):
-    """A field is missing or has a wrong value. The message names the field and its value."""
+    """The error for a field of a JSON object that is missing or has a wrong value. The message names the
+    field, and the value if there is one."""
 
 
 def parse_json(data: bytes) -> Json:
@@ -106,8 +107,9 @@ class Fields:
         return self
 
     def text(self, key: str, pattern: str | None = None) -> str:
-        """Returns the field `key`, a non-empty string of printable characters that matches the regular
-        expression `pattern` as a whole. Raises FieldError for another value."""
+        """Returns the string in the field `key` of the JSON object: 1 to 1000 printable characters that match
+        the regular expression `pattern` as a whole; None allows any. Raises FieldError if the field is
+        missing or has another value."""
         value = self._get(key)
         if not is_line(value):
             raise self._wrong(key, f"a non-empty string of at most {MAX_TEXT} printable characters", value)

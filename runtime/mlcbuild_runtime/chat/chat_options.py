@@ -29,8 +29,8 @@ class ChatOptions:
 
 
 def add(parser: argparse.ArgumentParser, names: str) -> None:
-    """Adds the model and all options of a chat to a parser. names: text for the help that describes the
-    accepted models."""
+    """Adds the arguments of a chat to a command-line parser: the model, an optional message, and all options.
+    names: text for the help that describes the accepted models."""
     parser.add_argument("bundle", metavar="NAME", help=f"{names}; or the URL of a server")
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="one message; '-': all of standard input is one message"

@@ -162,7 +162,8 @@ class Matcher:
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Returns a copy of this state of an answer and its constraint, to which `tokens` are appended."""
+        """Returns a copy of this state of an answer and its constraint, to which `tokens` are appended. The
+        original does not change. Raises RequestError if the constraint is too costly to follow."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._time, other._count = replace(self._time), self._count
         for token in tokens:

@@ -68,7 +68,8 @@ KEPT = 256
 """Maximum number of short constraints for which the outcome of the trial in a child process is cached: the
 memory that they need, or the reason why they are refused."""
 SHORT = 1 << 12
-"""Maximum characters of a constraint that counts as short."""
+"""Maximum length in characters of a constraint (as a Lark grammar) for which the outcome of a trial is
+cached."""
 
 
 class _Try:

@@ -67,10 +67,10 @@ class Trial:
     def __init__(
         self, tokens: Tokens, seconds: float, niceness: int = 0, multiple: float | None = None
     ) -> None:
-        """Sets the limits; the child process that compiles and follows constraints starts on first use.
-        tokens: the model's vocabulary; seconds: CPU time that one constraint may take; niceness: niceness of
-        the process; multiple: a second limit of CPU time, in units of the time that a plain JSON schema
-        takes, of which the smaller one counts; None for no second limit."""
+        """Sets the limits of a child process that compiles constraints on trial; the process starts on first
+        use. tokens: the model's vocabulary; seconds: maximum CPU time for one constraint; niceness: niceness
+        of the process; multiple: a second limit of CPU time, as a multiple of the time for a plain JSON
+        schema. The smaller limit counts; None: there is no second one."""
         self._seconds = seconds
         # Latin-1 can represent every byte, such as the 255 in tokens that are not text.
         self._child = Child(
@@ -156,7 +156,7 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
     """Compiles a Lark grammar and follows it for up to 16 random tokens that it allows. Returns {"error": the
     reason why it cannot be used, or "", "bytes": memory used, "seconds": CPU time of this process so far};
-    None if more than MEMORY bytes were used."""
+    None if this used more memory than a constraint may use (MEMORY bytes)."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)

@@ -126,9 +126,10 @@ class CpuExecutor:
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes a decode step and those for which `following` has random numbers, in one call of the
-        library. Returns one list for each executed step, with the token of each sequence. Executes only one
-        step while it is unknown whether each computing thread gets a core of its own."""
+        """Executes a decode step and the steps after it in one call of the library; there is one later step
+        for each entry of `following.random_numbers`, but none after a step in which a sequence ends. Returns
+        one list for each executed step, with the sampled token of each sequence. Executes only the first step
+        while it is unknown whether each computing thread gets a core of its own."""
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))

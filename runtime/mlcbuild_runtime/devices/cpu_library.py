@@ -128,7 +128,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def use_threads(count: int) -> None:
-    """Sets how many threads of the calling thread's TVM pool compute."""
+    """Sets how many threads compute in the thread pool that TVM has for the calling thread."""
     big_cores = 1  # TVM's ThreadGroup::AffinityMode::kBig
     tvm_ffi.get_global_func("runtime.config_threadpool")(big_cores, count)
 

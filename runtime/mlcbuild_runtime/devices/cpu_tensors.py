@@ -167,10 +167,13 @@ class StepInputs:
     def loop(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
-        """Returns (the random numbers, tokens and state of a loop of up to `count` decode steps, as arrays
-        and tensors; name of an argument -> value, for the library's functions that compute such a loop).
-        step: the first step; params: sampling parameters of each sequence; following: the inputs of the other
-        steps."""
+        """Returns the data and the arguments of a loop of up to `count` decode steps: (its random numbers,
+        tokens and state, as arrays and tensors; name of an argument -> value, for the library functions that
+        compute such a loop).
+
+        step: the first step; params: sampling parameters of each sequence; following: random numbers of the
+        later steps, and the tokens that end a sequence.
+        """
         arguments, loop = self.batch(step), self._loops.get(len(params))
         if loop is None:
             loop = self._loops[len(params)] = LoopTensors(len(params))

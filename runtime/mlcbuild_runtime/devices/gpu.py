@@ -41,7 +41,9 @@ _INPUTS = (
     "tokens",
 )
 _SMALL_VOCABULARY = 256
-"""Largest vocabulary, in tokens, for which the whole row of logits is read from the GPU."""
+"""Largest vocabulary, in tokens, for which tokens are always sampled from the whole row of logits, read from
+the GPU. For a larger one, top_k, top_p and min_p are first applied to the 64 largest logits, which the GPU
+selects; the whole row is read only if these do not suffice."""
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> GpuExecutor:
@@ -176,9 +178,10 @@ class GpuExecutor:
         self, step: ModelStep, part: tuple[int, int], rows: Sequence[int], again: bool
     ) -> list[tuple[str, dict[str, int]]]:
         """Uploads the inputs of a range of a step's tokens, and returns the calls of the GPU program that
-        compute its logits. part: (index of the first token, index after the last); rows: indices, counted
-        from the first of these, of the tokens whose logits are computed; again: True if these tokens were
-        computed before, for other rows."""
+        compute the logits: (function, name of a size -> value) each. part: (index of the range's first token,
+        index after its last); rows: indices, counted from the first of these, of the tokens whose logits are
+        computed; again: True if the last call computed the same range for other rows, so that only logits are
+        missing."""
         head = [("head", {"q": len(rows)})] if rows else []
         if again:
             self.device.write("inputs", self._inputs.rows(rows))
@@ -195,8 +198,9 @@ class GpuExecutor:
     def _draw(
         self, calls: list[tuple[str, dict[str, int]]], params: Sequence[SamplingRow], masks: Masks
     ) -> list[int]:
-        """Executes calls of the GPU program, (function, sizes) each, that end with logits. Applies masks to
-        the logits, and returns a token sampled from each row with the parameters of that row."""
+        """Executes calls of the GPU program, applies masks to the logits that these compute, and returns a
+        token sampled from each row of logits. calls: (function, name of a size -> value) each; params:
+        sampling parameters of each row; masks: (index of a row, mask with one bit per token) each."""
         count = len(params)
         if masks:
             self._masked(calls, masks)
@@ -311,8 +315,8 @@ class GpuExecutor:
         yield from ()
 
     def seconds(self) -> float:
-        """Returns a reading of a wall clock in seconds, of which differences are the cost of steps: the
-        calling thread does nothing else while the GPU computes."""
+        """Returns the time of a clock in seconds. The difference between two calls is the time that the steps
+        between them cost: wall time, because the calling thread does nothing else while the GPU computes."""
         return time.perf_counter()
 
     def close(self) -> None:

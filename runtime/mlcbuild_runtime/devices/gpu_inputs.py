@@ -53,9 +53,9 @@ class InputBlock:
         return self._words[: self._starts["page_table"] + len(step.page_table)]
 
     def rows(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Returns the int32 words to upload to the GPU program's buffer of inputs so that, among the tokens
-        that it has computed last, it computes the logits of others. rows: indices of the others, counted from
-        the first of the tokens computed last."""
+        """Returns the int32 words to upload to a GPU program's buffer of inputs, so that it computes the
+        logits of more of the tokens that it has computed last, from the hidden states that are still on the
+        GPU. rows: indices of these tokens, counted from the first token computed last."""
         self._set("rows", rows)
         return self._words[: self._starts["rows"] + len(rows)]
 

@@ -32,11 +32,11 @@ from mlcbuild_runtime.devices import gpu_adapter, tensors
 MAX_PROGRAM = 64 << 20
 """Largest program.json that is read, in bytes."""
 MAX_KERNEL = 4 << 20
-"""Largest text of one kernel that is read, in bytes."""
+"""Maximum size in bytes of the source text (WGSL) of one kernel; a bundle with a larger one is refused."""
 _UPLOAD = 64 << 20
 """Number of bytes of weights that are copied to the GPU at once."""
 _ENABLE_SUBGROUPS = "enable subgroups;\n"
-"""First line of a kernel that uses subgroups."""
+"""First line of the WGSL text of a kernel that uses subgroups, an optional feature of WebGPU."""
 _RECORD = 256
 """Number of bytes from the uniforms of one launch to those of the next: WebGPU's
 minUniformBufferOffsetAlignment."""
@@ -238,7 +238,8 @@ class DeviceProgram:
 
 
 def shader_module(device: Any, text: str) -> Any:
-    """Returns the compiled text of a kernel. Raises wgpu.GPUError if the device does not take it."""
+    """Returns the shader module that the device compiles from `text`, the WGSL source of a kernel. Raises
+    wgpu.GPUError if the device refuses the text."""
     try:
         return device.create_shader_module(code=text)
     except Exception:
@@ -269,8 +270,9 @@ def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
 
 
 def angles(rope: RopeTable) -> NDArray[np.float32]:
-    """Returns a table of rotary embeddings, float32 [rows, 2 * frequencies]: cosines, then sines, of angles
-    that are rounded to float32 as transformers rounds them."""
+    """Returns the cosines and sines of rotary embeddings, float32 [rows, 2 * frequencies], with one row per
+    position: cosines, then sines. The angles are rounded to float32 as transformers rounds them, and the
+    table is multiplied by the embedding's factor."""
     turns = np.arange(rope.rows, dtype=np.float32)[:, None] * np.array(rope.inv_freq, np.float32)
     wide = turns.astype(np.float64)
     table = np.concatenate([np.cos(wide), np.sin(wide)], axis=1) * rope.factor

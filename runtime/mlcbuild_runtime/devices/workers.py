@@ -91,8 +91,8 @@ class Workers:
 
     @property
     def settled(self) -> bool:
-        """Returns True if the last step ended at most IDLE seconds ago and no larger number of threads is
-        being tried, so that each of the present threads is known to get a core."""
+        """Returns True if it is certain that each of the present threads gets a core of its own: the last
+        decode step ended at most IDLE seconds ago, and no larger number of threads is being tried."""
         return not self._trying and self._meter.now() - self._ended <= IDLE
 
     def __enter__(self) -> None:

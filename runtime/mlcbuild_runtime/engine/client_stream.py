@@ -29,8 +29,8 @@ class Stopwatch:
         self._first = self._first or self._last
 
     def times(self) -> EngineTimes | None:
-        """Returns (seconds that the engine has spent on the prompt, seconds on the answer so far); None
-        before the first token of the answer."""
+        """Returns (seconds from the beginning of the request's first step to the first token of the answer,
+        seconds from there to the latest token), as the engine measured them; None before the first token."""
         if not self._first:
             return None
         return EngineTimes(self._first - self._begin, self._last - self._first)
@@ -61,10 +61,9 @@ class ClientStream:
         self.ticket.deliver(self._sink, event)
 
     def text(self, token: int, position: int, done: bool) -> tuple[str, Finish | None]:
-        """Adds a token to the answer. Returns (text that the token adds, finish reason if the answer ends
-        with it, else None). position: the token's index in the answer. done: True if the constraint allows
-        nothing after it.
-        """
+        """Adds a token to the answer. Returns (text that the token adds; "stop" or "length", the reason, if
+        the answer ends with it, else None). position: the token's index in the answer, counted from 0; done:
+        True if the constraint allows nothing after the token."""
         if self.is_end(token):
             return self._text.finish(), "stop"
         finish: Finish | None = None

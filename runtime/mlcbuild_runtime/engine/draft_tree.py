@@ -75,8 +75,8 @@ def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
 
 
 def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
-    """Returns a mapping for each row of logits of a draft tree: draft token that may follow the row's token
-    -> index of the row of that draft token."""
+    """Returns one mapping for each row of logits of a draft tree: draft token that may follow the row's token
+    -> index of the following token's row. It is empty for a token that no draft token follows."""
     successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
     successors.append({})
     starts = [0]
@@ -97,11 +97,13 @@ def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
 
 
 def parts(length: int, trunk: list[int], branches: List[Branch], size: int) -> tuple[list[Part], list[Fork]]:
-    """Returns the inputs that the branches of one sequence's draft add to a step: (tokens, length of the
-    sequence after them, KV cache pages) of each branch, which the step computes like another sequence, and
-    (source page, destination page, number of tokens) of each partly filled page that a branch copies.
+    """Returns two lists with the inputs that the branches of one sequence's draft add to a step. The first
+    has for each branch (tokens, length of the sequence after them, KV cache pages); the step computes a
+    branch like another sequence. The second has, for each branch that does not begin at the start of a page,
+    the copy of the tokens before it in that page: (source page, destination page, number of tokens).
 
-    length: number of tokens of the sequence; trunk: its pages; size: number of tokens in a page.
+    length: number of tokens of the sequence, without draft tokens; trunk: its pages; size: number of tokens
+    in a page.
     """
     parts, forks = list[Part](), list[Fork]()
     for branch in branches:
