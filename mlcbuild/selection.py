@@ -113,7 +113,7 @@ def _shard(
     """Returns (the phases of one shard, the variants whose bundles it completes). A shard is one machine's
     share of the steps; a phase is a list of names of steps, and phases run one after the other. text: number
     of the shard, such as "2/3"; only: names of the selected steps; products: the selected variants. Raises
-    UsageError for another text."""
+    UsageError if the text is not of this form."""
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph
@@ -128,9 +128,8 @@ def _shard(
 
 
 def durations(pipeline: Pipeline) -> Path:
-    """Returns the path of the file beside a recipe that holds the durations of steps, by which steps are
-    divided into shards.
-    """
+    """Returns the path of the file beside a recipe that holds the durations of steps. By these durations the
+    steps are divided into shards, one for each machine."""
     from mlcbuild.ci import split as splits
 
     return splits.place(pipeline.recipe.path)

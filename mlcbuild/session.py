@@ -204,7 +204,8 @@ class Session:
 
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
         """Divides the selected steps into `count` shards, one for each machine, so that every step runs once.
-        Returns the steps of each shard, and a digest by which machines see that they divided alike."""
+        Returns the steps of each shard, and a digest by which machines see that they divided alike. Raises
+        UsageError for a count below 1 and for unknown names."""
         from mlcbuild.ci import split as splits
 
         if count < 1:
@@ -215,7 +216,7 @@ class Session:
 
     def record_durations(self) -> None:
         """Writes the durations of steps, according to the records of this store, to the file beside the
-        recipe that `split` and shards read.
+        recipe by which later calls divide the steps among machines (shards).
 
         Raises UsageError when no step of the recipe was built in this store.
         """

@@ -61,11 +61,11 @@ class KindStatistics:
     records: int = 0
     bytes: int = 0
     last_used: float = 0.0
-    """Time, in seconds since 1970, at which any step of one kind, such as "weights", was last built or
-    used."""
+    """The latest time at which the result of a step of one kind, such as "weights", was built or used, in
+    seconds since 1970."""
     oldest_use: float = 0.0
-    """The earliest, over all steps of one kind, such as "weights", of the times at which each step's result
-    was last built or used, in seconds since 1970."""
+    """Last time of use of the result that has not been used for longest, among the steps of one kind, such as
+    "weights"; building counts as use. In seconds since 1970."""
 
 
 @dataclass(frozen=True)

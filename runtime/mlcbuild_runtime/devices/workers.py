@@ -10,7 +10,7 @@ WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
 SHORTEST and LONGEST are the minimum and maximum pause, in seconds, before more threads are tried again. A
 failed attempt costs one slow step, which may take a second."""
 SHARE = 0.7
-"""Minimum ratio of the CPU time that the computing threads got to the time that they could have had. Below it
+"""Minimum ratio of the CPU time that the computing threads used to their number times the wall time. Below it
 the process competes for cores and uses fewer threads. `ci/bench/busy` measures the effect."""
 REST = 8.0
 """Minimum ratio of a pause to the trial before it: after a trial of more computing threads has failed, the
