@@ -20,7 +20,9 @@ from set_constants import replaced
 ENGINE = "mlcbuild_runtime.engine"
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("README.md", "mlcbuild/README.md", "runtime/mlcbuild_runtime/engine/loop.py")
-"""Files of this repository in which drafts are counted: prose, tables, and a program."""
+"""Files of this repository on which speculative decoding is simulated, to count the tokens per step with
+other draft lengths: prose, tables, and a program.
+"""
 PROMPT, ANSWER = 256, 64
 CONSTANTS = {
     "loop.BURST_SECONDS": (0.01, 0.02, 0.08, 0.16),
@@ -104,5 +106,7 @@ def count_drafts(bundle: Path, values: Sequence[Value]) -> Iterator[tuple[str, l
 
 
 def clock_of(threads: int) -> Callable[[], float]:
-    """Returns the clock of a measurement: CPU time of the process on one thread, else wall time."""
+    """Returns the function that reads the clock of a measurement, in seconds: CPU time of the process if
+    `threads` is 1, else wall time.
+    """
     return time.process_time if threads == 1 else time.perf_counter

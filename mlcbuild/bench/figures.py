@@ -34,8 +34,8 @@ class Sample:
     sent: float
     end: float
     texts: tuple[float, ...] = ()
-    """Arrival time of each piece of the answer's text, in seconds of the same clock as `due`, `sent` and
-    `end`.
+    """Arrival time of each piece of a streamed answer's text, in seconds of the clock that also measures when
+    the request was due, was sent and ended.
     """
     prompt_tokens: int | None = None
     """Number of tokens of the request's prompt; None if the server does not report it."""
@@ -221,7 +221,9 @@ _ROWS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("generator, cores", ("generator", "cpu_share")),
     ("generator late, s", ("generator", "late_seconds")),
 )
-"""Label of a row in the table of load test results -> path of the row's figure in the JSON document."""
+"""Label of a row in the table of load test results -> the keys that lead, one inside the other, to the row's
+figure in a load test's JSON document.
+"""
 
 
 def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:

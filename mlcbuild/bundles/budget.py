@@ -146,9 +146,10 @@ def budget(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
     to the directory `out` choice.json, which later steps read, budget.json for reports, and
     quantization.yaml, a fragment of a recipe.
 
-    params: `name` of the quantization in the recipe, `kind` and `limit` of the budget, `candidates`
-    (schemes), `context_window` in tokens. inputs: directories config, checkpoint, reference, sensitivity.
-    Raises UsageError for a budget that cannot be met.
+    params: `name` of the quantization in the recipe; `kind` of the budget, "target_bits" (bits per weight),
+    "max_size" (bytes) or "max_kl" (mean KL divergence in nats), and its `limit`; `candidates` (schemes);
+    `context_window` in tokens. inputs: directories config, checkpoint, reference, sensitivity. Raises
+    UsageError for a budget that cannot be met.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs)
@@ -174,8 +175,9 @@ def _table(directory: Path) -> dict[str, list[Option]]:
 
 
 class _Chooser:
-    """Computes the mean KL divergence, in nats, of a model whose matrices are stored in different schemes (a
-    mixture) from the exact model. Each mixture is evaluated once."""
+    """Evaluates a model whose matrices are stored in different quantization schemes (a mixture): computes its
+    mean KL divergence from the exact model, in nats. The result for a mixture is kept, so that none is
+    evaluated twice."""
 
     def __init__(self, trial: WeightTrial, candidates: Sequence[Storage], ladder: Ladder) -> None:
         self._trial, self._candidates = trial, candidates

@@ -89,8 +89,8 @@ def opened_prompts(
 
 
 class TokenProgress:
-    """Reports to the user how many tokens of the prompts have been computed. A finished layer of the model
-    counts as a fraction of its tokens.
+    """Reports to the user how many tokens of the prompts have been computed. A layer that is finished for
+    some tokens counts as 1 / (number of layers) of these tokens.
     """
 
     def __init__(self, tokens: int, layers: int) -> None:

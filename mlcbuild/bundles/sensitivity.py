@@ -162,9 +162,10 @@ def _advance(trial: WeightTrial, runs: Sequence[_Run], index: int) -> None:
 def _finished(
     trial: WeightTrial, runs: Sequence[_Run], model: Reference, note: _Progress
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """Computes the logits of evaluations of the model (each with one quantized matrix) whose layers have all
-    been computed, and yields the result of each: ((name of the quantized matrix, name of its scheme), loss in
-    nats). model: holds the weights of the final norm and of the output matrix.
+    """Finishes evaluations of a model, each with a single quantized matrix, whose layers have all been
+    computed: computes their logits and yields ((name of the quantized matrix, name of its scheme), loss). The
+    loss is the mean KL divergence from the exact model, in nats per token. model: source of the weights of
+    the final norm and of the output matrix.
     """
     table = "embed.weight" if model.config.tie_embeddings else "lm_head.weight"
     held = with_weights(model, [table])

@@ -32,8 +32,9 @@ def unpacked(words: NDArray[Any], bits: int) -> Codes:
 
 
 def unpacked_fields(words: NDArray[Any], bits: int) -> Codes:
-    """Unpacks 32-bit words [lines, words] into integers of `bits` bits each, uint8 [lines, count]. A word
-    holds 32 // bits integers, the first in its lowest bits, and no integer crosses the border of two words.
+    """Unpacks unsigned integers of `bits` bits from 32-bit words [lines, words], and returns them as uint8
+    [lines, words * (32 // bits)]. Each word holds 32 // bits integers, the first in its lowest bits; no
+    integer crosses the border of two words.
     """
     if 32 % bits == 0:
         return unpacked(words, bits)

@@ -19,11 +19,12 @@ from mlcbuild.checkpoints.quantization import method_of, module_of, read_setting
 
 
 def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
-    """Returns the functions that dequantize a checkpoint's tensors for a step, as inputs["config"] requires,
-    and that merge its adapters.
+    """Returns the functions that turn the stored tensors of a step's checkpoint into those of its model: they
+    dequantize, if the checkpoint is quantized, and merge LoRA adapters, if the step has any.
 
-    params["adapters"]: for each adapter its weight in the sum, as a string; inputs["adapter-1"] and so on are
-    their directories. inputs["config"]: the output of the config step. Raises CheckpointError for an unknown
+    inputs["config"]: output of the config step, which states how the checkpoint is quantized.
+    params["adapters"]: the factor of each adapter's change to the weights, a number as a string;
+    inputs["adapter-1"] and so on: directories of the adapters. Raises CheckpointError for an unknown
     quantization method.
     """
     views = views_for(read_settings(inputs["config"]))

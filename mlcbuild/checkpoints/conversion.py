@@ -224,7 +224,9 @@ class _Job:
 
 
 class _Queue:
-    """The state that the threads of a conversion share: remaining jobs, progress, and problems."""
+    """The state that the threads share which convert a checkpoint: remaining jobs (ranges of rows of one
+    parameter), bytes read so far for the progress report, and error messages.
+    """
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
         self._left = iter(jobs)

@@ -269,8 +269,8 @@ def explained(source: HubSource, name: str | None) -> Iterator[None]:
 
 
 def _hub_refusal(error: Exception, source: HubSource) -> Failure:
-    """Returns (class, message) of the error to raise for a request that the hub refused; None for other
-    exceptions."""
+    """Returns (class, message) of the error to raise in place of `error`, if it means that the hub refused a
+    request; None if it means something else. source: the repository, which some messages name."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.repo}"

@@ -108,7 +108,10 @@ def _damage_remote(change: str) -> Disturbance:
 
 
 def delay_remote(site: Site, _: Service) -> str:
-    """Delays each answer of the shared cache; a run must still end, and give out the right bundles."""
+    """Runs a build while each answer of the shared cache is delayed by 0.05 or 0.3 s, without anything stored
+    locally. Raises ViolationError unless the run succeeds with the right bundles. Returns a text for the
+    report.
+    """
     site.delay = site.random.choice((0.05, 0.3))
     site.forget_store()
     site.forget_bundles()

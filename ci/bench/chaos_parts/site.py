@@ -156,7 +156,9 @@ def site(place: Path, random: Random) -> Iterator[Site]:
 
 
 class Service:
-    """A server of a bundle, with clients that compare each answer with the first one."""
+    """Starts a server of a bundle, and clients that send it one of eight requests again and again. Clients
+    report each answer that differs from the first one to the same request.
+    """
 
     def __init__(self, bundle: Path, clients: int) -> None:
         self.bundle, self.answers, self.wrong = bundle, 0, list[str]()

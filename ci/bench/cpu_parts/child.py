@@ -33,7 +33,9 @@ class Engine(Protocol):
         ...
 
     def save_logits(self, tokens: list[int], path: str) -> None:
-        """Writes float32 logits of every position to a raw file."""
+        """Computes the tokens as one prompt and writes the logits of every position to the file `path`: raw
+        float32, [tokens, vocabulary], without a header.
+        """
         ...
 
 
@@ -86,7 +88,7 @@ def _say(answer: object) -> None:
 
 
 def _threads() -> dict[str, int]:
-    """Returns thread -> CPU time in clock ticks; {} if the system does not report it."""
+    """Returns thread id -> CPU time in clock ticks, for the threads of this process; {} without a /proc."""
     by_name = {}
     root = Path("/proc/self/task")
     for task in root.iterdir() if root.is_dir() else ():

@@ -51,14 +51,18 @@ def rename(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows of queries and keys in llama.cpp's order: the two halves of a head take turns."""
+    """Returns the weights [rows, columns] of a query or key projection with the rows of each head in the
+    order in which llama.cpp rotates them: rows of the head's first and second half alternate. heads: number
+    of heads in the matrix.
+    """
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (tensor name in llama.cpp, weights). The matrices of a layer's experts are joined to one tensor
-    in float16."""
+    """Yields (tensor name in llama.cpp, weights) for the tensors of a transformers checkpoint, (name,
+    weights). The matrices of one kind of a layer's experts become one stacked float16 tensor. experts: number
+    of experts in a layer."""
     waiting: list[np.ndarray] = []
     for name, weight in tensors:
         base, expert, kind = name.partition(".experts.")

@@ -1,4 +1,6 @@
-"""Runs CTranslate2. It has no call for one step; a callback reports when each token is computed."""
+"""Measures CTranslate2 as one of the compared engines. It has no call for one decode step, so a callback
+records when each token is computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs onnxruntime-genai, with one generator for each prompt or batch."""
+"""Measures onnxruntime-genai as one of the compared engines; each prompt or batch has a new generator."""
 
 from __future__ import annotations
 

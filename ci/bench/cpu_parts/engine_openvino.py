@@ -1,4 +1,6 @@
-"""Runs OpenVINO GenAI. Its pipeline has no call for one step, but reports when each token is computed."""
+"""Measures OpenVINO GenAI as one of the compared engines. Its pipeline has no call for one decode step, but
+reports when each token is computed, so that the times of steps are differences of these times.
+"""
 
 from __future__ import annotations
 

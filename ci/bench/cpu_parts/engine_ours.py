@@ -7,7 +7,9 @@ from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.executor.batch import ModelStep
 
 PAGES = CONTEXT // 16 + 16
-"""Number of pages of each sequence: enough for the context and 256 steps."""
+"""Number of KV cache pages, of 16 tokens each, for each sequence of a measurement: enough for its CONTEXT
+tokens and 256 decode steps.
+"""
 
 
 class Ours:

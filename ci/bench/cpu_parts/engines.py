@@ -40,7 +40,9 @@ def _compilers() -> dict[str, str]:
 
 
 CONVERTER = ("torch==2.13.0", "transformers")
-"""Packages with which the converters of two peers read a checkpoint. Their engines do not import them."""
+"""Python packages (pip requirements) that the model converters of onnxruntime-genai and OpenVINO need to read
+a checkpoint. The engines themselves do not import them.
+"""
 
 WEIGHTS = (".gguf", ".bin", ".data")
 """Suffixes of the names of weights files in the formats of the other engines."""
@@ -91,7 +93,7 @@ class Entry:
     path: str
     """Value of the environment variable PYTHONPATH."""
     size: int
-    """Size of the files with weights, in bytes."""
+    """Total size in bytes of the weights files that a measured engine loads."""
     variables: tuple[tuple[str, str], ...] = ()
     """Further environment variables of the engine, and their values."""
 
@@ -126,8 +128,9 @@ def prepare(
 
 
 def _in_process_of_its_own(root: Path, shape: str) -> None:
-    """Creates a checkpoint in a separate process, so that NumPy's memory does not count as memory of every
-    child.
+    """Creates a random checkpoint in the directory `root`, in a separate process: otherwise, the memory that
+    NumPy needs would count as peak memory of each engine that this process starts later. shape: name of the
+    model's size.
     """
     part = root.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -144,7 +147,10 @@ def environment(path: str) -> dict[str, str]:
 
 
 def _ours(area: Path, schemes: list[str], target: str) -> Iterator[Entry]:
-    """Builds bundles through a recipe and the command line, as a user would, and yields their entries."""
+    """Builds a bundle of the random checkpoint in `area` for each quantization scheme, by `mlcbuild run` with
+    a recipe, and yields the description (`Entry`) of each as an engine to compare. Raises CalledProcessError
+    if the build fails.
+    """
     recipe = area / "recipe.yaml"
     recipe.write_text(
         "version: 1\n"

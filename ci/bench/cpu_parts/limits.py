@@ -162,15 +162,18 @@ def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
 
 
 def _step(form: dot.Products, total: Expr, weights: Expr, activations: Expr) -> Expr:
-    """Returns the expression total + one product of weights and activations, as the instruction set computes
-    it. For an instruction that multiplies two rows at once, the activations are in every lane."""
+    """Emits total + the products of one vector of weights with activations, by the dot-product instruction
+    whose speed is measured, and returns the sum. activations: an int32 with four int8 values, which is
+    repeated in every lane."""
     if form.row_pairs:
         return form.pair_step(total, weights, splat(activations, form.isa.lanes))
     return form.step(total, weights, activations)
 
 
 def _sums(form: dot.Products) -> tuple[str, int]:
-    """Returns (dtype, lanes) of an accumulator of 4-bit products."""
+    """Returns (dtype, number of lanes) of a vector in which products of 4-bit weights and int8 activations
+    are summed: int16, or int32 with half as many lanes, depending on the instruction set.
+    """
     return ("int16", 2 * form.isa.lanes) if form.narrow else ("int32", form.isa.lanes)
 
 

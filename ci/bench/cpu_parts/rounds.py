@@ -36,7 +36,9 @@ class Plan:
     """True for a small model, whose prefill takes much less than a second and is therefore measured more
     often."""
     target: str = "host"
-    """Target whose limits on this machine are measured."""
+    """Name of the build target (processor) whose hardware limits, such as memory bandwidth, are measured on
+    this machine beside the engines.
+    """
 
 
 @dataclass
@@ -44,7 +46,9 @@ class Samples:
     """The measurements of one engine with one model, over all rounds."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
-    """Name of a figure -> values in tokens per second, or seconds for "first token"."""
+    """Name of a measured figure, such as "first token" -> its value in each round, by wall time: seconds for
+    "first token", else tokens per second.
+    """
     cpu: dict[str, list[float]] = field(default_factory=dict)
     """Name of a figure -> values in tokens per CPU second, or CPU seconds for "first token"."""
     threads: set[int] = field(default_factory=set)

@@ -14,11 +14,13 @@ ROOM = CONTEXT + 256
 for each step of a measurement.
 """
 ROWS = 512
-"""Maximum number of rows in a batch."""
+"""Maximum number of tokens, of all sequences together, that one call of the engine computes."""
 
 
 class Batches(Protocol):
-    """A loaded model that computes one batch after the other."""
+    """The interface of an engine with a loaded model and a KV cache for several sequences. It computes one
+    batch of tokens after the other.
+    """
 
     def run(self, rows: list[Row]) -> None:
         """Computes a batch. Ends the process if the engine fails."""

@@ -42,7 +42,9 @@ class Workload:
     """A kernel, and the sets of arguments (loads) with which it is timed."""
 
     function: Callable[[], PrimFunc]
-    """Compiles the kernel again, with the present values of the constants, and returns it."""
+    """A function that generates the measured kernel's code again, so that constants which have been changed
+    since take effect, and returns it as a PrimFunc of TVM, which is not compiled.
+    """
     loads: Iterator[Load]
 
 
@@ -116,8 +118,9 @@ def draw(target: Target) -> Workload:
 
 
 def experts(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]) -> Workload:
-    """Returns the kernel of the second product of a mixture of 64 experts, of which each row uses 8, with a
-    load for each number of rows in `rows`."""
+    """Returns a kernel to time, with its arguments: the down projection of a mixture of 64 experts, of which
+    each row (token) uses 8. scheme: quantization of the matrices; shape: [n, k] of each; rows: the numbers of
+    rows, for each of which there is a set of arguments (load)."""
     storage = BACKENDS["cpu"].storage(SCHEMES[scheme])
     stack = ExpertMatrices(linear(isa_for(target), storage, *shape), 64, 8)
 

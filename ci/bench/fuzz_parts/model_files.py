@@ -41,7 +41,9 @@ LARGEST = 1 << 24
 Entry: TypeAlias = tuple[bytes, int, bytes]
 """An entry of GGUF metadata: key, type and value."""
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Number of a metadata value's type -> bytes, for types that are not strings, arrays, or of 4 bytes."""
+"""Number of a GGUF metadata value's type -> size of such a value in bytes. Types of 4 bytes, strings and
+arrays are left out.
+"""
 
 
 def refused(error: CheckpointError) -> str | None:
@@ -67,7 +69,9 @@ class Timed(Files, ABC):
 
 
 class Configs(Timed):
-    """Creates config.json files of a checkpoint."""
+    """A fuzzing target: creates mutated config.json files, and checks that mlcbuild either accepts each as a
+    consistent model or refuses it with a suitable error message.
+    """
 
     NAMES = (
         *("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "head_dim", "text_config"),
@@ -167,7 +171,9 @@ class GgufSeed:
     whole: bytes
     entries: list[Entry]
     descriptions: bytes
-    """The descriptions of all tensors in the GGUF file, with the padding that follows them."""
+    """The part of a GGUF file between the metadata and the data of the first tensor: the name, shape, type
+    and offset of each tensor, and padding bytes.
+    """
     data: int
     """Offset in bytes of the first tensor's data in the GGUF file."""
 
@@ -181,7 +187,9 @@ class GgufSeed:
         return seed
 
     def written(self, entries: list[Entry]) -> bytes:
-        """Returns the bytes of the GGUF file with these metadata entries in place of its own."""
+        """Returns the bytes of a valid GGUF file that consists of these metadata entries, and the tensors of
+        the seed file unchanged.
+        """
         head = self.whole[:16] + struct.pack("<Q", len(entries))
         for key, kind, value in entries:
             head += struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value

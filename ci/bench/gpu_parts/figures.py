@@ -45,7 +45,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def copy(model: GpuExecutor) -> Figures:
-    """Returns the bytes per second that copies between two buffers read and write."""
+    """Measures copies from one GPU buffer to another and returns {"gigabytes_per_second": rate}. The rate
+    counts the bytes read and the bytes written.
+    """
     device = model.device.device
     source, target = (device.create_buffer(size=COPY, usage=0x4 | 0x8) for _ in range(2))
 
@@ -102,7 +104,10 @@ def prefill(model: GpuExecutor) -> Figures:
 
 
 def decode(model: GpuExecutor, count: int) -> Figures:
-    """Returns the figures of greedy decoding of `count` sequences, several steps in one submit."""
+    """Measures greedy decoding of `count` sequences on a GPU, where one submission to the device computes
+    several steps. Returns name -> value: tokens per second, kernel launches per step, and gigabytes of
+    weights read per second.
+    """
     limits = model.limits
     length = min(limits.context_window // 2, 128)
     each = -(-(length + model.burst) // limits.page_size)

@@ -52,7 +52,9 @@ def prepared(area: Path) -> list[Path]:
 
 
 def manifest(library: Path) -> Manifest:
-    """Returns a manifest for a GPU program without weights. library: its directory."""
+    """Returns a bundle manifest for a compiled GPU program that is measured without weights files. library:
+    the directory with the program and the description of its model.
+    """
     about: Any = json.loads((library / LIBRARY).read_text())
     parts = {key: about["memory"][key] for key in ("weights", "kv_cache", "workspace")}
     return Manifest(

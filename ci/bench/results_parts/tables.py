@@ -37,7 +37,9 @@ class Row:
     variant.
     """
     limit: float | None = None
-    """The best value that the machine's hardware allows, in the row's unit; None if it is not known."""
+    """The best value of a measured figure that the machine's hardware allows, in the unit of the figure; None
+    if it is not known.
+    """
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,11 @@ def _number(value: float) -> str:
 
 
 def loss_rows(measured: Sequence[tuple[str, float, float]], sizes: Sequence[float] = (5, 6, 9)) -> list[Row]:
-    """Returns a row for each size with the loss of every model that is at most so large.
+    """Returns table rows that compare models of about the same size. There is a row for each size in `sizes`,
+    with the loss of every model that is not larger.
 
-    measured: (participant, bits for each weight, KL divergence in nats) of each model. sizes: the largest
-    bits for each weight; a size that no model fits has no row.
+    measured: (name of tool and variant, bits per weight, KL divergence in nats) of each model. sizes: upper
+    bounds in bits per weight; one that no model meets has no row.
     """
     rows = []
     for size in sizes:
@@ -138,8 +141,9 @@ def loss_rows(measured: Sequence[tuple[str, float, float]], sizes: Sequence[floa
 
 
 def load_rows(samples: Mapping[tuple[str, str, str], Sequence[float]]) -> list[Row]:
-    """Returns a table row for each pair of a load and a figure. samples: (load, server, figure) -> the value
-    in each round."""
+    """Returns the rows of a table of load test results: for each load, output tokens per second and the
+    median time to the first token, with a column for each server. samples: (load, server, name of the figure)
+    -> its value in each round; other figures are ignored."""
     units = {"output tok/s": ("output", "tokens/s"), "ttft p50, s": ("first token, median", "s")}
     rows: dict[tuple[str, str], Row] = {}
     for (load, server, figure), values in samples.items():

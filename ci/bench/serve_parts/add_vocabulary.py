@@ -1,7 +1,7 @@
-"""Adds a vocabulary to a GGUF file without a tokenizer. argv: the file, a checkpoint's tokenizer.json, the
-file to write.
+"""Adds a vocabulary to a GGUF file without a tokenizer, because llama.cpp's server does not start without
+one. argv: the GGUF file, a checkpoint's tokenizer.json, the GGUF file to write.
 
-llama.cpp's server does not start without one. Runs in llama.cpp's environment.
+It is a program for the Python environment in which the benchmarks install llama.cpp and gguf.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
 
 
 def _library(area: Path, config: ModelConfig, weights: Any, tokens: list[int], expected: Any) -> Any:
-    """Yields (method of computing, largest difference) for a compiled library: whole, in chunks, token by
-    token.
+    """Compiles a model and computes the same tokens in three ways. Yields (way, largest absolute difference
+    of a logit from `expected`): "whole" computes them in one call, "chunks" in several, "tokens" one by one
+    by decode steps. weights: those of the model; area: directory for the library.
     """
     session = compiled(area, config, weights)
     yield "whole", worst(session.prefill((0, tokens)), expected)

@@ -19,7 +19,9 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "inner": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "positions": ("max_position_embeddings", "n_positions"),
 }
-"""Size of a model -> field names that types use for it."""
+"""Name of a size of a model, such as "hidden" -> the names of the config.json field that holds it; model
+types differ in which they use.
+"""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 SHARES = {"glm": 0.5, "glm4": 0.5, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25, "gpt_neox": 0.25}
 """Type whose heads are partly rotated -> the fraction that is usually rotated."""
@@ -206,8 +208,9 @@ def _scaling(own: Draw, kind: str, rotated: int) -> Config:
 
 
 def _store_rope(own: Draw, rope: Config) -> None:
-    """Writes the fields of the rotary embedding into the config, in the notation of transformers 4 or, as
-    often, in that of transformers 5."""
+    """Stores the parameters of the rotary embedding in a random config.json: with equal chance under
+    "rope_parameters", as transformers 5 writes them, or as separate fields, as transformers 4 does. Types
+    with two kinds of layers always get "rope_parameters", with one entry for each kind."""
     if any(kind in (own.defaults["rope_parameters"] or {}) for kind in KINDS):
         local = {"rope_type": "default", "rope_theta": _theta(own)}
         own.config["rope_parameters"] = {KINDS[0]: rope, KINDS[1]: local}

@@ -22,7 +22,9 @@ from zlib import crc32
 import numpy as np
 
 TWINS = 4
-"""Seeds that are multiples of this make models with two equal experts."""
+"""Distance of the seeds for which a random mixture-of-experts model has two equal experts: those that this
+number divides.
+"""
 ROUTERS = ("gate", "router")
 
 torch: Any = importlib.import_module("torch")

@@ -1,4 +1,6 @@
-"""Publishes and pulls bundles. Every file is checked before sending and after receiving."""
+"""Publishes bundles to OCI registries and model hubs, and downloads them. Every file is compared with the
+bundle's manifest before it is sent and after it is received.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
 
 
 class _Place(Protocol):
-    """The interface of a module that publishes to one kind of address: see mlcbuild/remotes/kinds.py."""
+    """The interface of a module that publishes bundles to one kind of address, such as oci:// or hf://, and
+    downloads them. The table in mlcbuild/remotes/kinds.py maps addresses to these modules.
+    """
 
     def push(
         self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
