@@ -279,7 +279,9 @@ def _portable(name: str, path: Path) -> str:
 
 
 _imported: ImportTable = {}
-"""The imports of all files that this process has parsed."""
+"""Cache of the imports of all source files that this process has parsed: (digest of the file, package in
+which its relative imports start) -> names of the modules that it may import.
+"""
 _parsing = threading.Lock()
 """A lock that is held while a source file is parsed: in CPython 3.11 `ast.parse` of two threads may raise
 SystemError.

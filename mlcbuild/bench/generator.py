@@ -34,7 +34,9 @@ class Style:
     model: str | None = None
     chat: bool = False
     vocabulary: int | None = None
-    """Upper bound of random token ids of which prompts consist; None: prompts consist of words."""
+    """Number of token ids from which prompts are drawn at random, from id 0 on; None: prompts consist of
+    words.
+    """
     ignore_eos: bool = True
     """True if answers must have exactly the requested number of tokens, which only servers with an
     extension of the API support.

@@ -33,8 +33,9 @@ from mlcbuild.quant import Storage, from_json, stored_bytes
 
 SENSITIVITY = "sensitivity.json"
 MOST_TOKENS = 1024
-"""Maximum number of tokens with which each matrix is evaluated in each quantization scheme, since every trial
-evaluates a part of the model. Further prompts only evaluate the chosen mixture as a whole.
+"""Maximum number of prompt tokens with which the loss of each pair of a matrix and a quantization scheme is
+measured. The limit saves time: each pair needs an evaluation of its own. The prompts beyond it are used only
+to evaluate the model with the chosen schemes as a whole.
 """
 
 

@@ -121,8 +121,9 @@ class _Sums:
     decode_errors: list[float] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], expected: Logits, actual: Logits) -> None:
-        """Adds the KL divergence, top-1 agreement and losses of one prompt to the sums. tokens: its n token
-        ids; expected, actual: logits [n, vocab] of the reference and of the bundle for them.
+        """Adds the results of one prompt to the sums over all prompts: KL divergence, top-1 agreement, and
+        the losses of both models on the prompt's own next tokens. tokens: its n token ids; expected, actual:
+        logits [n, vocab] of the reference and of the bundle for them.
         """
         import numpy as np
 

@@ -13,10 +13,10 @@ Codes = NDArray[np.uint8]
 
 
 def unpacked(words: NDArray[Any], bits: int) -> Codes:
-    """Unpacks unsigned words [lines, words] into integers, uint8 [lines, count]. Each line is a separate
-    stream of bits, in which the lowest bits of a word come first.
-
-    bits: bits of one integer, 1 to 8. An integer may cross the border of two words, as those of 3 bits do.
+    """Unpacks unsigned integers of `bits` bits (1 to 8) from words [lines, words], and returns them as uint8
+    [lines, integers]. Each line is a separate stream of bits, in which the lowest bits of a word come first.
+    An integer may cross the border of two words, as those of 3 bits do; bits that remain at the end of a line
+    are ignored.
     """
     raw = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:

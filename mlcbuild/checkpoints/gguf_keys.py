@@ -35,7 +35,9 @@ class GgufKeys:
         return name in self.gguf.tensors
 
     def has_bias(self, kind: str) -> bool:
-        """Returns True if the tensor `kind` of the first layer, such as "attn_q", has a bias."""
+        """Returns True if a matrix of a GGUF model's first layer has a bias vector. kind: the matrix's name
+        within the layer, such as "attn_q".
+        """
         return self.has_tensor(f"blk.0.{kind}.bias")
 
     def integer(self, name: str, default: int | None = None) -> int:

@@ -78,8 +78,8 @@ class GgufVocabulary:
 
 
 class MetadataReader:
-    """Reads values of a GGUF file's metadata by key, and collects problems: sentences that begin with the
-    key.
+    """Reads values of a GGUF file's metadata by key. Instead of raising an error for each invalid value, it
+    adds a message that begins with the key to its list `problems`.
     """
 
     def __init__(self, metadata: Mapping[str, object]) -> None:

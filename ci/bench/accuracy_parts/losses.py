@@ -49,7 +49,9 @@ class Loss:
     """Size of the weights in bytes."""
     kl: float
     agree: float
-    """Share of positions with the same most likely token."""
+    """Share of a text's positions at which the engine's most likely next token is that of the float32
+    reference.
+    """
     perplexity: float
     parameters: int
 

@@ -31,7 +31,7 @@ class Tool:
     noop: tuple[str, ...]
     plan: tuple[str, ...]
     clean: tuple[str, ...]
-    """Files and directories that are removed before a cold run."""
+    """Files and directories that are removed before each timed run of a build tool from scratch."""
     packages: tuple[str, ...] = ()
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -39,11 +39,15 @@ class Tool:
     """Command with which a tool whose run was stopped treats existing results as its own; (): the tool has
     none."""
     fill: tuple[str, ...] = ()
-    """Command that fills a shared cache with the results of a build; (): the tool has no such cache."""
+    """Command (program and arguments) that fills a build tool's shared cache with the results of a build; an
+    empty tuple if the tool has no such cache.
+    """
     shared: tuple[str, ...] = ()
     """Command that takes all results from the shared cache in a fresh place."""
     fresh: tuple[str, ...] = ()
-    """Files and directories that are removed before results are taken from the shared cache."""
+    """Files and directories that are removed before a timed run in which a build tool takes all results from
+    a shared cache.
+    """
 
 
 def _before(number: int) -> str:

@@ -143,7 +143,10 @@ def kill_run(site: Site, _: Service) -> str:
 
 
 def fill_disk(site: Site, _: Service) -> str:
-    """Puts the store on a disk that is too small for what is built, and then makes the disk larger."""
+    """Runs a build with the store on a disk (200 to 1400 kB) that is too small for the results, makes the
+    disk larger, and raises ViolationError unless mlcbuild then builds everything in at most two runs. Returns
+    a text for the report.
+    """
     site.forget_store()
     site.forget_bundles()
     site.cache.content.clear()
@@ -181,8 +184,9 @@ def wrong_clock(site: Site, _: Service) -> str:
 
 
 def swap_bundles(site: Site, _: Service) -> str:
-    """Exchanges two bundles, or one file of them, in the output directory. A run must restore them, or say
-    that somebody changed them and touch nothing; then they are moved away, as it says."""
+    """Exchanges two bundles in the output directory, or one file of them, and runs the build. Raises
+    ViolationError unless the run restores the bundles, or fails with a message that somebody changed them and
+    leaves them as they are. Returns the name of what was exchanged."""
     first, second = (site.dist / name for name in NAMES)
     if site.random.random() < 0.5:
         file = site.random.choice(sorted(path.name for path in first.iterdir() if path.is_file()))
@@ -218,4 +222,6 @@ TABLE: dict[str, Disturbance] = {
     "swap bundles": swap_bundles,
     "kill the server": kill_server,
 }
-"""Name of a disturbance -> function that causes it."""
+"""Name of a disturbance, such as "swap bundles" -> function that causes it during a test and checks that
+mlcbuild recovers.
+"""

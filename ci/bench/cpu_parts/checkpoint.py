@@ -108,7 +108,9 @@ COMMON = {
 
 
 def config(shape: str) -> dict[str, object]:
-    """Returns the config.json of a random checkpoint with a named shape."""
+    """Returns the config.json values of a model to measure. shape: one of the names in SHAPES, which
+    determines the sizes of the model.
+    """
     return {**COMMON, **SHAPES[shape]}
 
 
@@ -159,7 +161,9 @@ def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def make(root: Path, values: Mapping[str, object]) -> None:
-    """Writes a checkpoint with this config.json, in bfloat16, into the new directory `root`."""
+    """Writes a checkpoint with this config.json, random bfloat16 weights and a tokenizer into the directory
+    `root`. Raises FileExistsError if the directory exists.
+    """
     root.mkdir(parents=True)
     listed = list(tensors(values))
     header: dict[str, object] = {}

@@ -40,7 +40,9 @@ class Engine(Protocol):
 
 
 def clock() -> tuple[float, float]:
-    """Returns (wall seconds, CPU seconds of all threads of the process)."""
+    """Returns the current readings of two clocks, in seconds: (wall time, CPU time of all threads of the
+    process). Only differences between two calls have a meaning.
+    """
     return time.perf_counter(), time.process_time()
 
 

@@ -17,7 +17,9 @@ class CTranslate2:
         self.vocabulary = vocabulary
 
     def _generate(self, prompts: list[list[int]], count: int) -> list[tuple[float, float]]:
-        """Returns the (wall, CPU) time, in seconds, at which each token of the last sequence was computed."""
+        """Generates `count` tokens for each prompt, in one batch, and returns the clock readings (wall
+        seconds, CPU seconds) at which each token of the last prompt was computed. prompts: token ids of each.
+        """
         words = [[f"<{token}>" for token in tokens] for tokens in prompts]
         observed = []
 

@@ -14,7 +14,9 @@ lib.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
 
 
 class IkLlama:
-    """A loaded model of ik_llama.cpp, whose weights are repacked in memory (its option -rtr)."""
+    """A model loaded by ik_llama.cpp, as one of the compared engines, with the weights repacked in memory
+    (its option -rtr). It computes batches of tokens on the CPU.
+    """
 
     def __init__(self, path: str, threads: int, vocabulary: int) -> None:
         self.vocabulary = vocabulary

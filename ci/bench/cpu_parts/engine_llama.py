@@ -17,7 +17,8 @@ def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class Llama:
-    """A loaded model of llama.cpp."""
+    """A model loaded by llama.cpp, as one of the compared engines: it computes batches of tokens on the CPU.
+    """
 
     def __init__(self, path: str, threads: int, vocabulary: int) -> None:
         lib.llama_log_set(_silent, ctypes.c_void_p(0))

@@ -23,7 +23,10 @@ class OpenVino:
         self.pipeline = genai.LLMPipeline(path, "CPU", **properties)
 
     def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, float, list[float]]:
-        """Returns (wall seconds, CPU seconds, time in seconds at which each token was computed)."""
+        """Generates `count` tokens for each prompt and returns (wall seconds and CPU seconds of the whole
+        call, list of the times in seconds, from the same start, at which each token was computed). prompts:
+        token ids, all of the same length.
+        """
         ids = openvino.Tensor(np.array(prompts, np.int64))
         mask = openvino.Tensor(np.ones((len(prompts), len(prompts[0])), np.int64))
         config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)

@@ -22,10 +22,12 @@ OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
 class Peer:
     packages: tuple[str, ...]
     models: tuple[str, ...]
-    """Names of the files or directories that the engine's converter writes."""
+    """Names of the files or directories, each with a model in one format, that a compared engine's converter
+    writes.
+    """
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables with which pip installs the engine."""
+    """Environment variable -> value, for the variables that are set while pip installs a compared engine."""
 
 
 def _compilers() -> dict[str, str]:
@@ -87,11 +89,11 @@ class Entry:
     bits: int
     ours: bool
     command: tuple[str, ...]
-    """Command that starts the engine, without the arguments threads, first prompt and vocabulary, which are
-    appended.
+    """Command (program and arguments) that starts a measured engine. Three numbers are appended to it: of
+    threads, of tokens in the first prompt, and of tokens in the vocabulary.
     """
     path: str
-    """Value of the environment variable PYTHONPATH."""
+    """Value of the environment variable PYTHONPATH in the process of a measured engine."""
     size: int
     """Total size in bytes of the weights files that a measured engine loads."""
     variables: tuple[tuple[str, str], ...] = ()
@@ -108,9 +110,12 @@ class Prepared:
 def prepare(
     directory: Path, shape: str, schemes: Iterable[str], peers: Iterable[str], target: str = "host"
 ) -> Prepared:
-    """Creates missing environments and models, and returns the engines to compare.
+    """Installs the compared engines and converts the model for them, where that was not done before. Returns
+    the engines with their models.
 
-    directory: where they are kept. target: "host", or V3 for engines that use AVX2 and nothing newer.
+    directory: where everything is kept; shape: name of the model's size; schemes: quantization schemes of
+    mlcbuild's bundles; peers: names of the other engines; target: "host", or "x86-64-v3" for engines that use
+    AVX2 and nothing newer.
     """
     area = directory / shape
     checkpoint = area / "checkpoint"
@@ -214,8 +219,8 @@ def installed(place: Path, peer: Peer) -> str:
 
 
 def quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
-    """Runs a command with its output in the file `log`. Raises an error that quotes the log if the command
-    fails."""
+    """Runs a command with its output in the file `log`. variables: all environment variables of the command.
+    Raises CalledProcessError, whose `output` is the path of the log, if the command fails."""
     with log.open("wb") as file:
         done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
     if done.returncode:

@@ -59,8 +59,8 @@ from mlcbuild.targets import presets
 READ = 256 << 20
 """Number of bytes in the array that is read: far more than a last-level cache holds."""
 TURNS = 1 << 20
-"""Number of iterations of the compute loops: they take 4 ms at two products per cycle, so launching threads
-does not count.
+"""Number of iterations of the loops that measure compute speed. At two products per cycle they take about 4
+ms, so that the time for starting threads is negligible.
 """
 CHAINS = 12
 """Number of independent sums in the float32 loop: latency (4 cycles) times throughput (2 per cycle), and a
@@ -86,7 +86,9 @@ class DotTile:
 
 
 def dot_tile(isa: ISA) -> DotTile:
-    """Returns a tile whose sums and operands fit the registers, with enough sums to hide latency.
+    """Returns the register tile (rows of activations times columns of weights) of the int8 loop whose speed
+    is measured. Its sums and operands fit the registers, and it has enough independent sums to hide the
+    latency of instructions.
 
     vpdpbusd adds to its sum and takes 5 cycles, twice a cycle: at least ten sums. pmaddubsw and pmullw are
     followed by an addition of one cycle, so fewer sums do.

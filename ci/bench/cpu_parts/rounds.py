@@ -66,7 +66,9 @@ class Measured:
     limits: list[Mapping[str, float]]
     samples: Mapping[str, Samples]
     prepared: Prepared
-    """The engines, without those whose process ended unexpectedly."""
+    """The compared engines with their models, without the engines whose process ended unexpectedly during the
+    measurement.
+    """
 
 
 class EndedError(Exception):

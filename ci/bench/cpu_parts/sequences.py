@@ -36,8 +36,9 @@ class Batches(Protocol):
 
 
 class Sequences:
-    """Implements the calls of `child.Engine` with sequences whose contexts stay in the cache between
-    measurements.
+    """Measures prefill and decoding of an engine that computes batches, by the interface of all measured
+    engines (`child.Engine`). The KV cache of the sequences is kept between measurements, so that their
+    contexts are computed once.
     """
 
     def __init__(self, model: Batches, vocabulary: int) -> None:

@@ -26,8 +26,10 @@ PICKLE, PLAIN = b"bin\n", b"safetensors\n"
 
 
 class Adapters(Timed):
-    """Creates LoRA adapters, and merges them. A case consists of four parts: the kind of the weights file,
-    the size of the config in bytes, the config, and the weights file."""
+    """A fuzzing target: creates mutated LoRA adapters, and checks that merging them either works or is
+    refused with a suitable message. A case is three parts, each of the first two ended by a line break: the
+    kind of the weights file ("bin" or "safetensors"), the size of the config in bytes, and the config
+    followed by the weights file."""
 
     def __init__(self, place: Path) -> None:
         self.place = place

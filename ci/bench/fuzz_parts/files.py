@@ -62,7 +62,9 @@ class Files:
     """The interface of a fuzzing target: `make` returns a case, and `check` the reason why it fails."""
 
     def close(self) -> None:
-        """Ends processes of the target. Its files are removed together with their directory."""
+        """Ends the processes that a fuzzing target started; does nothing by default. The caller removes the
+        target's files, whose directory it owns.
+        """
 
 
 class Recipes(Files):

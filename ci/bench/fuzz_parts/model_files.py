@@ -65,7 +65,9 @@ class Timed(Files, ABC):
 
     @abstractmethod
     def read(self, case: bytes) -> str | None:
-        """Reads a case, and returns the reason why it fails; None if it passes."""
+        """Lets mlcbuild read the bytes of one fuzzing case, and returns the reason why the outcome is wrong;
+        None if the case is accepted or is refused with a suitable message.
+        """
 
 
 class Configs(Timed):

@@ -74,7 +74,9 @@ def _change(random: Random, holder: Any, key: Any) -> None:
 
 
 def dumped(document: Json) -> bytes:
-    """Returns a document as JSON, with surrogates as escapes and Raw texts unchanged."""
+    """Returns a mutated document as JSON bytes. Unpaired surrogates are written as escapes, and a text of the
+    class `Raw`, such as 1e999, without quotes as it is.
+    """
     marks: list[str] = []
 
     def mark(value: Json) -> Json:

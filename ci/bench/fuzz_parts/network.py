@@ -1,4 +1,4 @@
-"""Fuzzing targets that are sent to a server: HTTP requests, JSON bodies."""
+"""Fuzzing targets that send mutated HTTP requests and JSON bodies to a server and check its answers."""
 
 from __future__ import annotations
 

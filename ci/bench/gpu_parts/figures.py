@@ -1,4 +1,6 @@
-"""The parts that ci/bench/gpu measures of one executor: seconds of work on a device, as rates."""
+"""The single measurements of the program ci/bench/gpu: each runs one kind of work on a GPU several times,
+takes the median of the seconds, and returns rates.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from mlcbuild_runtime.executor.executor import forward
 
 Figures = dict[str, float]
 SERVED_TOKENS = 64
-"""Number of tokens of each answer of the part `serve`."""
+"""Number of tokens of each answer when the engine is measured with many requests on a GPU."""
 COPY = 64 << 20
-"""Number of bytes in one copy on the device."""
+"""Number of bytes that one copy between two buffers of the GPU moves when its bandwidth is measured."""
 GREEDY = (0.0, float("-inf"), 1.0, 0.0, 0.0)
 PATIENCE = 120
 """Seconds to wait for an event of the engine."""
@@ -65,7 +67,9 @@ def copy(model: GpuExecutor) -> Figures:
 
 
 def launch(model: GpuExecutor) -> Figures:
-    """Returns the seconds that one launch takes which computes almost nothing, among many in one submit."""
+    """Measures the time of one kernel launch that computes almost nothing, among many in one submission to
+    the GPU. Returns {"microseconds": time}.
+    """
 
     def choose(count: int) -> None:
         model.device.run([("greedy", {"q": 1})] * count)  # two launches each
@@ -76,7 +80,10 @@ def launch(model: GpuExecutor) -> Figures:
 
 
 def gemv(model: GpuExecutor) -> Figures:
-    """Returns the bandwidth of the output matrix's product with one row, the largest GEMV of a step."""
+    """Measures the product of the output matrix with the vector of one token, the largest matrix-vector
+    product of a decode step. Returns {"megabytes": size of the matrix, "gigabytes_per_second": rate at which
+    it is read}.
+    """
     program, sizes = model.device.program, {"q": 1}
     weights = {name for name, *_ in program.params}
     size = 0
@@ -95,7 +102,9 @@ def gemv(model: GpuExecutor) -> Figures:
 
 
 def prefill(model: GpuExecutor) -> Figures:
-    """Returns the rate of a prompt as long as one call takes."""
+    """Measures the prefill of the longest prompt that one call computes. Returns {"tokens": its length,
+    "tokens_per_second": rate}.
+    """
     limits = model.limits
     count = min(limits.prefill_chunk, limits.context_window)
     pages = range(-(-count // limits.page_size))
@@ -157,7 +166,9 @@ def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
 
 
 def llama(file: Path) -> Figures:
-    """Returns the tokens per second that llama.cpp decodes of a GGUF file, alone in its batch."""
+    """Measures with llama.cpp how fast a GGUF file decodes a single sequence, with all layers on the GPU.
+    Returns {"tokens_per_second": rate}. Needs the package llama_cpp.
+    """
     from llama_cpp import Llama
 
     model = Llama(str(file), n_gpu_layers=-1, n_ctx=512, verbose=False)

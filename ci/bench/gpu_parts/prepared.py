@@ -19,7 +19,9 @@ TINY = ROOT / "recipes" / "models" / "tiny"
 LIBRARY = "library.json"
 WINDOW, BATCH = 1024, 32
 CHUNK = 64 << 20
-"""Number of bytes of random weights, which are repeated in all parameters."""
+"""Number of random bytes that fill the weights of a GPU program to measure: each parameter begins with the
+same bytes, and a larger one repeats them.
+"""
 
 
 def prepare(area: Path, shape: str, config: Mapping[str, Any], scheme: str, window: int) -> None:
@@ -47,7 +49,9 @@ def prepare(area: Path, shape: str, config: Mapping[str, Any], scheme: str, wind
 
 
 def prepared(area: Path) -> list[Path]:
-    """Returns the directories below `area` that `prepare` has written."""
+    """Returns the directories of the GPU programs that an earlier run compiled below `area`: those that
+    contain library.json.
+    """
     return sorted(path.parent for path in area.glob(f"*/{LIBRARY}"))
 
 

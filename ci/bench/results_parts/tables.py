@@ -22,7 +22,9 @@ TOOLS = {
 }
 """First word of a participant's name -> name of the tool, if it differs."""
 RATES = ("tokens/s",)
-"""Units of which a larger number is better; of all others a smaller one is."""
+"""Units of figures of which a larger value is better. A figure in any other unit, such as seconds, is better
+when it is smaller.
+"""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ CONTEXT, SLOTS = 512, 16
 """Maximum tokens of a request, prompt and answer together, and maximum number of requests that are served at
 a time, for both servers."""
 FORMATS = ("q4_0", "q4_k_m")
-"""Formats of llama.cpp with about as many bits for each weight as ours."""
+"""Quantization formats of llama.cpp that the benchmark measures, because they use about as many bits per
+weight as mlcbuild's 4-bit scheme.
+"""
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",

@@ -23,8 +23,8 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, replaced, whole
 
 _PART = "weight#"
-"""Prefix, in new names, of the tensors that belong to a weight, such as scales: `<module>.weight.absmax`
-becomes `<module>.weight#absmax`.
+"""First part of the names that the code gives to the tensors of a quantized weight, such as its scales.
+bitsandbytes stores `<module>.weight.absmax`; it is renamed `<module>.weight#absmax`.
 """
 _PER_127 = np.float32(1 / 127)
 _LARGEST_STATE = 4096
