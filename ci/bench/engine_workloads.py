@@ -49,7 +49,9 @@ def request(name: str, value: Value) -> tuple[str, Request]:
 
 
 def seconds(engine: Engine, asked: Request, clock: Callable[[], float]) -> float:
-    """Returns the seconds that a request takes, per prompt token if its answer has one token."""
+    """Returns the seconds until the engine has answered a request, measured with `clock`. For a request with
+    an answer of one token, returns the seconds per prompt token. Raises the error that the engine reports.
+    """
     events: SimpleQueue[Event] = SimpleQueue()
     begun = clock()
     engine.submit(asked, events.put)

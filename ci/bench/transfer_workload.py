@@ -25,8 +25,10 @@ CONSTANTS = {"transfer._DOWNLOADS": (1, 2, 8, 16)}
 
 
 def compare(counts: Sequence[int], rounds: int) -> Iterator[tuple[str, list[float]]]:
-    """Yields (size of each of 48 files, least seconds in which each number of threads downloads them all).
-    The time is mostly that of the simulated distance, so that other work on the machine has little effect."""
+    """Compares numbers of download threads. Yields (label with the size of each of 48 files, list with one
+    entry for each number in `counts`: the least seconds, over all rounds, in which so many threads download
+    all files). The time is mostly a delay of 20 ms that the server adds to each answer, so that other work on
+    the machine has little effect."""
 
     def distant(handler: Handler) -> bool:
         time.sleep(LATENCY)

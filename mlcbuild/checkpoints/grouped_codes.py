@@ -116,9 +116,9 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group // GROUP, axis=1)[:, : self.columns // GROUP]
 
     def tensor(self, parts: StoredParts, note: str = "", name: str = "weight") -> ComputedTensor:
-        """Returns this matrix as the tensor `name` of a module of the model (one layer's projection); its
-        rows are computed when they are read. parts: the stored tensors of the module; note: a remark for the
-        log.
+        """Returns a matrix of integer codes as one tensor of float32 weights, whose rows are computed when
+        they are read. parts: the stored tensors of the matrix's module (one projection of a layer); name:
+        name of the new tensor within the module; note: a remark for the log, or "".
         """
         matrix = replace(self, kind=self._kind())
         unpack = None if matrix.kind == "F32" else matrix.unpack

@@ -89,7 +89,11 @@ def exact(expected: Reference) -> Loss:
 
 
 def loss(name: str, size: int, expected: Reference, score: Callable[[list[int]], Logits]) -> Loss:
-    """Returns the figures of an engine whose `score` returns the logits of a sequence of tokens."""
+    """Compares an engine's logits with those of the reference, and returns the means over all positions of
+    the text (a Loss). name, size: the engine's name and the bytes of its weights; expected: the token
+    sequences and the reference's logits; score: function from a token sequence to the engine's logits
+    [tokens, vocabulary].
+    """
     kl = nats = 0.0
     agree = positions = predicted = 0
     for tokens, reference_logits in zip(expected.sequences, expected.logits, strict=True):

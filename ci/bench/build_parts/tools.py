@@ -1,5 +1,5 @@
-"""Lists the build tools that are compared: how the same chains of copies are written for each, and the
-commands to time.
+"""Lists the build tools whose speed is compared. For each it has the function that writes a build of COUNT
+steps, in chains of copies of a file, and the commands to time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ with AVX-512."""
 class Tool:
     name: str
     prepare: Callable[[Path, int], object]
-    """Function of (directory, number of steps) that writes the tool's files into a new directory."""
+    """Function of (directory, number of steps) that writes the build files of a compared build tool, for so
+    many steps, into a new directory.
+    """
     cold: tuple[str, ...]
     noop: tuple[str, ...]
     plan: tuple[str, ...]

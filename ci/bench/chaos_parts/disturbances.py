@@ -44,10 +44,9 @@ _CHANGED = "were changed since"
 
 
 def _respect_writes(site: Site, why: str) -> tuple[int, str]:
-    """Runs once after somebody has written to files of bundles, which may be a user's work.
-
-    A run that does not restore the files must name them and leave them alone; then they are moved away, as
-    its message advises. Returns (exit code, printed text).
+    """Runs the recipe once after a test has changed files of bundles, and returns (exit code, printed text).
+    If the run fails because it found the changed files, which may be a user's work, the output directory is
+    removed, as its message advises. Raises ViolationError if the run succeeds with a wrong bundle.
     """
     code, text = site.finish(site.start("run", "recipe.yaml"), why)
     if code == 0:

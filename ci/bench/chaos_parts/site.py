@@ -116,8 +116,9 @@ class Site:
         return process.returncode, text
 
     def run(self, why: str, extra: Mapping[str, str] | None = None) -> int:
-        """Runs the recipe once and returns the exit code. With exit code 0 every bundle must be right. why:
-        the disturbance, for messages.
+        """Runs `mlcbuild run` with the recipe once and returns the exit code. Raises ViolationError if the
+        code is 0 and a bundle fails verification or differs from that of the first, undisturbed run. why: the
+        disturbance, for messages.
         """
         code, text = self.finish(self.start("run", "recipe.yaml", extra=extra), why)
         if code == 0:
@@ -125,7 +126,10 @@ class Site:
         return code
 
     def must_build(self, why: str) -> None:
-        """Raises ViolationError unless everything is right after at most two runs, without other help."""
+        """Runs `mlcbuild run` with the recipe up to two times, until it succeeds. Raises ViolationError if
+        both runs fail, or if one succeeds with a wrong bundle. why: the disturbance before the runs, for
+        messages.
+        """
         if self.run(why) and self.run(f"{why}, again"):
             _, text = self.finish(self.start("run", "recipe.yaml"), why)
             raise ViolationError(f"{why}: two runs after it fail: {text[-600:]}")

@@ -52,7 +52,9 @@ def since(start: tuple[float, float]) -> tuple[float, float]:
 
 
 def prompt(count: int, vocabulary: int, seed: int = 1) -> list[int]:
-    """Returns `count` token ids, the same for every engine."""
+    """Returns `count` token ids that depend on nothing but the arguments, so that every engine computes the
+    same prompt. The ids lie between 256 and `vocabulary`; `seed` selects one of several prompts.
+    """
     return [(seed * 7919 + i * 104729) % (vocabulary - 300) + 256 for i in range(count)]
 
 

@@ -31,9 +31,12 @@ def compare(expected: str, actual: str, vocabulary: str) -> None:
 
 
 def figures(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> dict[str, float]:
-    """Returns figures of logits [n, vocabulary] compared with expected ones: KL(expected || actual) in nats
-    and agreement of the most likely token, means over positions; root of the mean square of the error over
-    that of the values, both without their mean.
+    """Compares logits with the expected ones, both [n, vocabulary], and returns three figures:
+
+        kl      KL(expected || actual) of the next-token distributions in nats, mean over the n positions
+        agree   share of positions with the same most likely token
+        error   root mean square of the differences over that of the expected logits; before, the mean of each
+                position is subtracted
     """
     p, q = expected.astype(np.float64), actual.astype(np.float64)
     p -= p.mean(axis=-1, keepdims=True)

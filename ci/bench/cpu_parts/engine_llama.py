@@ -17,8 +17,7 @@ def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class Llama:
-    """A model loaded by llama.cpp, as one of the compared engines: it computes batches of tokens on the CPU.
-    """
+    """A model loaded by llama.cpp, a compared engine: it computes batches of tokens on the CPU."""
 
     def __init__(self, path: str, threads: int, vocabulary: int) -> None:
         lib.llama_log_set(_silent, ctypes.c_void_p(0))

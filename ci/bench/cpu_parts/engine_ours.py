@@ -1,4 +1,4 @@
-"""Runs a bundle of mlcbuild, through the runtime that serves it."""
+"""Measures a bundle of mlcbuild as one of the compared engines, through the runtime that serves bundles."""
 
 from __future__ import annotations
 

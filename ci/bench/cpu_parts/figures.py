@@ -1,4 +1,6 @@
-"""Shows measurements as text and as rows of results."""
+"""Prints the measurements of the compared CPU engines as Markdown tables, and returns them as rows of the
+tables in the README.
+"""
 
 from __future__ import annotations
 

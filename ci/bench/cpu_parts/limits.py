@@ -81,7 +81,9 @@ class DotTile:
 
     @property
     def products(self) -> int:
-        """Returns the number of products in one iteration, which is also the number of independent sums."""
+        """Returns the number of vector products in one iteration of the loop that measures the int8 rate:
+        rows times columns of its register tile. Each product is added to a sum of its own.
+        """
         return self.rows * self.columns
 
 
@@ -137,7 +139,8 @@ def products(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
 
 
 def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
-    """Returns a kernel of TURNS tiles of products of 4-bit weights and int8 activations in each part.
+    """Returns a kernel that measures the int8 rate: in each of `parts` parts, one per thread, it repeats
+    TURNS times the products of a register tile of 4-bit weights with int8 activations.
 
     weights: int32 [WEIGHT_ROWS, columns * lanes]; activations: int32 [rows], four int8 each.
     """

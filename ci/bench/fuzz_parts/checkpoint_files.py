@@ -156,7 +156,10 @@ class TorchFiles(Timed):
 
 
 class Quantized(Timed):
-    """Creates checkpoints of one file with quantized matrices: the header and the quantization_config."""
+    """A fuzzing target: creates checkpoints with quantized matrices in one safetensors file, with mutations
+    in the file's header and in the quantization_config, and checks that each is converted or refused with a
+    suitable message.
+    """
 
     NUMBERS = (0, 1, 2, 3, 4, 8, 16, 31, 32, 63, 64, 65, 128, 1 << 31, 1 << 60)
     DTYPES = ("F32", "F16", "BF16", "I32", "U32", "I8", "U8", "F8_E4M3", "F8_E8M0", "I64", "BOOL")

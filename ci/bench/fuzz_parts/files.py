@@ -38,8 +38,8 @@ def command(*arguments: str | Path) -> tuple[int, str]:
 
 
 def accepted(*arguments: str | Path) -> None:
-    """Runs a command on an unchanged file, which must succeed: otherwise all mutations would be refused for
-    the same reason.
+    """Runs a command of mlcbuild on input before it is mutated, and asserts that the exit code is 0.
+    Otherwise, all mutations would be refused for the same reason, and nothing would be tested.
     """
     code, text = command(*arguments)
     assert code == 0, text
@@ -59,7 +59,9 @@ def fault(code: int, text: str, allowed: tuple[int, ...]) -> str | None:
 
 
 class Files:
-    """The interface of a fuzzing target: `make` returns a case, and `check` the reason why it fails."""
+    """The interface of a fuzzing target. `make` returns a random case as bytes; `check` runs it, and returns
+    the reason why mlcbuild treats it wrongly, or None.
+    """
 
     def close(self) -> None:
         """Ends the processes that a fuzzing target started; does nothing by default. The caller removes the
@@ -68,7 +70,9 @@ class Files:
 
 
 class Recipes(Files):
-    """Creates recipes on disk, beside a model."""
+    """A fuzzing target: creates mutated recipe files, and checks that the commands validate and plan accept
+    each or refuse it with a suitable message that names a place.
+    """
 
     WORDS = (
         *(
@@ -140,7 +144,10 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
 
 
 class Records(Files):
-    """Creates records that a remote returns for a key."""
+    """A fuzzing target: creates mutated records of step results, as a remote may return them for a cache key,
+    and checks that each is refused, or that its key and files are consistent and it can be written again
+    unchanged.
+    """
 
     def __init__(self, place: Path) -> None:
         store, _ = built(place)
@@ -173,8 +180,8 @@ class Records(Files):
 
 
 class Stores(Records):
-    """Creates records of step results, as a remote may return them, puts them into a store, and runs commands
-    that read the store."""
+    """A fuzzing target: creates mutated records of step results, as a remote may return them, puts them into
+    a local store, and checks that commands which read the store do not crash."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)

@@ -1,4 +1,4 @@
-"""Fuzzing targets that describe a model: config.json of every family, GGUF files, GPU programs."""
+"""Fuzzing targets whose cases describe a model: mutated config.json files, GGUF files, and GPU programs."""
 
 from __future__ import annotations
 
@@ -289,7 +289,9 @@ def _end(data: bytes, at: int, kind: int) -> int:
 
 
 def _odd_value(random: Random) -> tuple[int, bytes]:
-    """Returns (type, bytes) of an unusual metadata value."""
+    """Returns a random, often invalid value for a metadata entry of a GGUF file, as (number of its type, its
+    bytes).
+    """
     kind = random.randrange(13)
     if kind == 8:
         text = random.choice(ODD_TEXTS).encode("utf-8", "surrogatepass")

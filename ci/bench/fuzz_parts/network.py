@@ -22,7 +22,9 @@ PATIENCE = 40.0
 
 
 class Served:
-    """A server of the toy bundle, and an honest client of it."""
+    """Starts a server of a toy model for fuzzing, and sends it a valid request from time to time: after
+    mutated requests, the answer to this one must be the same as before.
+    """
 
     def __init__(self, place: Path) -> None:
         if not (place / "toy").exists():
@@ -78,7 +80,9 @@ class Served:
 
 
 class Requests(Served):
-    """Creates the bytes that a client sends on one connection."""
+    """A fuzzing target: sends a server mutated HTTP requests and checks its answers. A case is all bytes that
+    a client sends on one connection.
+    """
 
     BODY = b'{"prompt": [5], "max_tokens": 2}'
     WHOLE = (
@@ -145,7 +149,9 @@ LARGEST_BODY = 8 << 20
 
 
 class Bodies(Served):
-    """Creates request bodies. A case is a path, a line break, and the JSON body of a request to the path."""
+    """A fuzzing target: sends a server requests with mutated JSON bodies and checks its answers. A case is
+    the path of the request, a line break, and the body.
+    """
 
     TOOL: ClassVar[Json] = {
         "type": "function",

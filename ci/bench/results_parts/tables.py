@@ -20,7 +20,9 @@ TOOLS = {
     "onnxruntime": "onnxruntime-genai",
     "openvino": "OpenVINO",
 }
-"""First word of a participant's name -> name of the tool, if it differs."""
+"""First word of a compared engine's name in the measurements, such as "ik" -> the tool's name in the tables,
+where it is another one.
+"""
 RATES = ("tokens/s",)
 """Units of figures of which a larger value is better. A figure in any other unit, such as seconds, is better
 when it is smaller.
@@ -46,7 +48,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """The measurements of one command on one machine."""
+    """The measurements of one benchmark command on one machine, with all that the table of results shows:
+    heading, command, processor, date, commit and rows.
+    """
 
     title: str
     command: str

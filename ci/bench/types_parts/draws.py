@@ -24,7 +24,9 @@ types differ in which they use.
 """
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 SHARES = {"glm": 0.5, "glm4": 0.5, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25, "gpt_neox": 0.25}
-"""Type whose heads are partly rotated -> the fraction that is usually rotated."""
+"""Model type that rotates only a part of each head's dimensions in its rotary embedding -> that part, as a
+fraction, in its usual configs.
+"""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish", "gelu_fast")
 
 

@@ -15,7 +15,9 @@ UNSET = (True, 0.5, 2, 7)
 
 
 def of(config: Config, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:
-    """Yields a label and a config with one field changed; defaults: the fields of the type."""
+    """Yields (label, config) for each variation of a model's config.json in which a single field has another
+    value. defaults: name of a field -> the model type's default, for fields that the config lacks.
+    """
     inside = ("text_config",) if "text_config" in config else ()
     own = config["text_config"] if inside else config
     standard = defaults["text_config"] if inside else defaults
@@ -44,7 +46,10 @@ def _rope(config: Config, path: tuple[str, ...], rope: Any) -> Iterator[tuple[st
 
 
 def _values(value: Any, absent: bool) -> Iterator[Any]:
-    """Yields other values of a similar kind. absent: True if the field is absent."""
+    """Yields values that are tried in place of a field's value in a config.json: of the same type, such as
+    twice an integer or a reversed list, or null. absent: True if the field is not in the config, so that
+    `value` is its default.
+    """
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
