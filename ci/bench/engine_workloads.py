@@ -1,4 +1,6 @@
-"""Workloads for the constants of the runtime: requests to an engine, and texts whose drafts are counted."""
+"""Compares values of the runtime's tuned constants by the time of requests to an engine, or, for the lengths
+of drafts, by the simulated tokens per decode step of texts.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ CONSTANTS = {
     "prompt_turns.SMALLEST": (16, 32, 128),
     "drafts.SIZES": ((2,), (3, 2), (5, 4, 3, 2), (4, 3)),
 }
-"""Constant, in a module of mlcbuild_runtime/engine -> the values that are compared with its own."""
+"""Tuned constant, as module and name in mlcbuild_runtime/engine -> the values that a benchmark compares with
+its own value.
+"""
 Value = int | float | tuple[int, ...]
 
 
 def request(name: str, value: Value) -> tuple[str, Request]:
-    """Returns (label, a request whose time the constant `name` affects). A chunk of a prompt has at least
-    SMALLEST tokens, so its cost shows in a prompt of as many."""
+    """Returns (label, request) for timing a tuned constant of the runtime: a request on whose time the
+    constant has an effect. name: module and name of the constant, such as "scheduler.SCORED"; value: the
+    constant's value, which for "prompt_turns.SMALLEST" is the number of tokens of the prompt, so that it is
+    computed in one chunk."""
     plain = Sampling(0.0)
     if name == "scheduler.SCORED":
         return "256 prompt tokens with log-probabilities", Request(
@@ -66,8 +72,12 @@ def seconds(engine: Engine, asked: Request, clock: Callable[[], float]) -> float
 def compare(
     bundle: Path, name: str, values: Sequence[Value], timing: tuple[Callable[[], float], int], threads: int
 ) -> Iterator[tuple[str, float, list[float]]]:
-    """Yields (label, seconds with the constant's present value, list of ratios: the time with each other
-    value divided by that time). timing: (clock, number of rounds)."""
+    """Compares the speed of the runtime's engine with other values of one tuned constant. Yields (label of
+    the timed request, seconds with the constant's own value, list of ratios: for each of `values`, its time
+    divided by these seconds).
+
+    name: module and name of the constant, such as "loop.BURST_SECONDS"; timing: (function that reads the
+    clock, number of rounds, of which the fastest counts)."""
     module, _, attribute = name.rpartition(".")
     model = CpuExecutor.load(bundle, threads=threads)
     engine = Engine(model, Tokenizer.load(bundle, model.manifest.serving)).start()
@@ -86,8 +96,10 @@ def compare(
 
 
 def count_drafts(bundle: Path, values: Sequence[Value]) -> Iterator[tuple[str, list[float]]]:
-    """Yields (name of a text, tokens per step with each value of drafts.SIZES): the text's tokens divided
-    by the steps of a model that answers exactly with it, from its 100th token on. Nothing is timed."""
+    """Simulates speculative decoding of texts with other draft lengths, without a model. Yields (name of a
+    text, list with the tokens per decode step for each of `values`). A decode step accepts the draft tokens
+    that are equal to the text's next ones, and one more; the first 100 tokens are the prompt. values:
+    alternatives for the constant drafts.SIZES."""
     tokenizer = Tokenizer.load(bundle)
     for name in TEXTS:
         tokens = tokenizer.encode((ROOT / name).read_text(encoding="utf-8"))

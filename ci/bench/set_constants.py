@@ -1,4 +1,6 @@
-"""Gives constants of the product other values in a benchmark's process, to show what they are worth."""
+"""Replaces tuned constants of mlcbuild by other values in a benchmark's process, to measure how much they
+matter.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ def _assign(name: str, present: object, new: object) -> None:
 
 @contextmanager
 def replaced(module_name: str, name: str, value: object) -> Iterator[None]:
-    """Gives a constant another value while the context lasts, in its module and in every loaded module that
-    has imported it by name.
+    """Returns a context in which a constant has another value: in its module `module_name` and in every
+    loaded module that has imported it by name. The old value returns at the end.
     """
     present = vars(import_module(module_name))[name]
     places = [

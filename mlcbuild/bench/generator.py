@@ -140,11 +140,13 @@ async def measure(
     warmup: int = 0,
     on_load: Callable[[Load], None] | None = None,
 ) -> list[LoadResult]:
-    """Sends several loads to a server, one after the other, and returns the measurements of each. Raises
-    BenchError if the server does not answer, or lacks the model.
+    """Measures a server under several loads, one after the other, and returns the results. A load is a number
+    of concurrent clients or a rate of requests per second. Raises BenchError if the server does not answer,
+    or lacks the model.
 
-    timeout: seconds for one request. warmup: number of requests before each load that are not measured.
-    on_load: called before each load is measured.
+    runs: pairs of a load and a workload (the number and lengths of requests). timeout: seconds for one
+    request. warmup: number of requests before each load that are not measured. on_load: called before each
+    load is measured.
     """
     style, results = await prepare(server, style, timeout), []
     for load, workload in runs:
@@ -158,8 +160,9 @@ async def measure(
 
 
 async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> LoadResult:
-    """Sends one load to a server, waits until its last request has ended, and returns all measurements.
-    timeout: seconds for one request.
+    """Sends a server the requests of one load, which is a number of concurrent clients or a rate per second,
+    waits until the last one has ended, and returns all measurements. workload: the number and lengths of the
+    requests; timeout: seconds for one request. A failed request counts as an error in the result.
     """
     start, cpu = time.perf_counter(), time.process_time()
     replies: list[tuple[Sample, TimedReply | None]] = []

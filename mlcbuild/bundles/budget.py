@@ -198,9 +198,10 @@ class _Chooser:
         return self._trial.tokens
 
     def described(self, applied: Sequence[Upgrade]) -> tuple[str, list[tuple[str, str]]]:
-        """Returns (name of the most suitable base scheme, overrides as pairs of name pattern and scheme
-        name). Together they give each matrix its smallest scheme, or the larger one of its last replacement
-        in `applied`.
+        """Describes a mixture, in which matrices of a model have different quantization schemes, as a recipe
+        does. Returns (name of the scheme to start from, overrides as pairs of a pattern of matrix names and a
+        scheme's name). applied: replacements of matrices' smallest schemes by larger ones; the last one of a
+        matrix counts.
         """
         names = {name: option.scheme for name, option in self.ladder.mixture(applied).items()}
         return base_and_overrides(names, tuple(self._trial.params.values()))

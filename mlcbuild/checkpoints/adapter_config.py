@@ -27,7 +27,9 @@ _NOTES = {
 describe training or repeat the names of tensors. Any other field is refused.
 """
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which the base model's weights stay unchanged."""
+"""Values of the field init_lora_weights of a LoRA adapter's config with which PEFT does not change the base
+model's own weights when training starts. With any other value, the adapter is refused.
+"""
 
 
 @dataclass(frozen=True)

@@ -257,8 +257,8 @@ class _Queue:
             self._stopped = True
 
     def problems(self, sources: Sequence[ParameterSource]) -> list[str]:
-        """Returns the error messages of a conversion, at most one for each parameter, in the order of
-        `sources`.
+        """Returns the error messages of a conversion, at most one for each parameter, in the order of the
+        parameters in `sources`.
         """
         names = [source.param.name for source in sources]
         return [self._problems[name][1] for name in names if name in self._problems]

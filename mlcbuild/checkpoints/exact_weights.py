@@ -1,4 +1,6 @@
-"""Reads the unquantized parameters of a checkpoint, for the conversion and for the float32 reference."""
+"""Reads the parameters of a checkpoint as exact float32 values, for the conversion to a quantization scheme
+and for the float32 reference.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _DOWN = "ffn_down_exps.weight"
 
 def _counts(keys: GgufKeys) -> Fields:
     """Returns the config.json fields with the number of experts and the number that a token uses, from a GGUF
-    file. Records a problem in `keys` if the tensors of the first layer with experts hold another number of
-    experts.
+    file's metadata. keys: the metadata's reader, in which a problem is recorded if the tensors of the first
+    layer with experts hold another number of experts.
     """
     count = keys.integer("expert_count")
     stacks = (tensor for name, tensor in keys.gguf.tensors.items() if name.endswith(_DOWN))
@@ -142,8 +142,8 @@ def _grouped(keys: GgufKeys) -> Fields:
 
 
 def _sigmoid_scores(keys: GgufKeys) -> None:
-    """Records a problem in `keys` if a GGUF file states another function than sigmoid for computing experts'
-    scores from a router's logits.
+    """Records a problem if a GGUF file states another function than sigmoid for computing experts' scores
+    from a router's logits. keys: the reader of the file's metadata, which collects problems.
     """
     gating = keys.count("expert_gating_func") or SIGMOID
     if gating != SIGMOID:

@@ -27,7 +27,9 @@ _BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 _UNIGRAM, _BPE = 1, 2
 _TYPES = "tokenizer.ggml.token_type"
 _PHI3 = frozenset({"<|assistant|>", "<|end|>", "<|placeholder1|>", "<|user|>"})
-"""Control tokens of the vocabulary of Phi-3, Phi-3.5 and Phi-3.5-MoE, together in no other vocabulary."""
+"""Control tokens that together are only in the vocabulary of Phi-3, Phi-3.5 and Phi-3.5-MoE, so that a GGUF
+file with all of them is recognized as one of these models.
+"""
 _PHI3_KEEPS = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 """Special tokens of the vocabulary of Phi-3 after which a tokenizer keeps white space when it encodes text;
 after its other special tokens it removes white space.

@@ -136,8 +136,9 @@ def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> d
 def _located(
     config: ModelConfig, table: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[list[ParameterSource], list[str]]:
-    """Returns the sources of those parameters all of whose tensors exist, and error messages for tensors of a
-    wrong dtype or shape. table: parameter name -> the tensors that make it up; tensors: name -> tensor.
+    """Locates the parameters of a model in a checkpoint's files. Returns (parameters with their stored
+    tensors, for those parameters all of whose tensors exist; error messages for tensors of a wrong dtype or
+    shape). table: parameter name -> the tensors that make it up; tensors: name -> stored tensor.
     """
     located, problems = [], []
     for param in parameters(config):

@@ -1,6 +1,9 @@
-"""Builds chains of ten steps, each a copy of the previous file, with mlcbuild's graph and no recipe:
-`graph.py plan|run|push|pull COUNT`, in the directory of the chains. push fills a cache in a directory from
-the store; pull takes every result from it into another store.
+"""Builds chains of ten steps, each of which copies a file, with mlcbuild's own graph and no recipe, to
+compare its speed with other build tools: `graph.py run|plan|push|pull COUNT`, with COUNT steps in all.
+
+The working directory has the file in/source. run builds all steps into the directory store, plan only plans
+them, push copies the results from store to a cache in the directory cache, and pull copies them from there
+into another store, fresh.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ CHAIN = 10
 
 
 def copy(params: Mapping[str, object], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: copies a file, as `cp` does for the other tools. params["number"] makes each copy a different
-    step.
+    """Action of a build step in a benchmark: copies its one input file, as `cp` does in the builds of the
+    other tools. The parameter "number" is not used; it makes each copy a step of its own.
     """
     (before,) = inputs["before"].iterdir() if inputs["before"].is_dir() else (inputs["before"],)
     (out / "copy").write_bytes(before.read_bytes())

@@ -38,17 +38,19 @@ class Tool:
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     settle: tuple[str, ...] = ()
-    """Command with which a tool whose run was stopped treats existing results as its own; (): the tool has
-    none."""
+    """Command with which a build tool that was stopped during a run accepts the results that exist as its
+    own; an empty tuple if the tool has no such command."""
     fill: tuple[str, ...] = ()
     """Command (program and arguments) that fills a build tool's shared cache with the results of a build; an
     empty tuple if the tool has no such cache.
     """
     shared: tuple[str, ...] = ()
-    """Command that takes all results from the shared cache in a fresh place."""
+    """Command (program and arguments) with which a build tool fetches all results from the shared cache, in a
+    place without results of its own.
+    """
     fresh: tuple[str, ...] = ()
-    """Files and directories that are removed before a timed run in which a build tool takes all results from
-    a shared cache.
+    """Files and directories that are removed before a timed run in which a build tool fetches all results
+    from a shared cache.
     """
 
 
@@ -100,7 +102,9 @@ def _dvc(area: Path, count: int) -> None:
 
 
 def _product(area: Path, count: int) -> None:
-    """Builds the recipe whose number of steps is nearest to `count`."""
+    """Writes a recipe with about `count` steps into the directory `area`, and fills a store there with the
+    results of all steps, computed by actions that cost almost nothing.
+    """
     sys.path.insert(0, str(ROOT))
     from tests import product
 
@@ -214,7 +218,9 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
 
 
 def install(place: Path, tool: Tool) -> None:
-    """Creates a separate environment and installs a tool into it. Raises CalledProcessError."""
+    """Creates a virtual environment in the directory `place` and installs a build tool's packages into it,
+    unless that was done before. Raises CalledProcessError if it fails.
+    """
     if (place / "done").is_file():
         return
     shutil.rmtree(place, ignore_errors=True)

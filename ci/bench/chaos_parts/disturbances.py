@@ -1,5 +1,6 @@
-"""Damages a site. Each function returns a line that says what it did; the script checks the site
-afterwards.
+"""Disturbs a directory in which mlcbuild builds and serves: changes files, fills the disk, slows the cache
+down, kills processes. Each function returns a line that says what it did; ci/bench/chaos, which calls it,
+then checks that builds recover.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _CHANGED = "were changed since"
 
 def _respect_writes(site: Site, why: str) -> tuple[int, str]:
     """Runs the recipe once after a test has changed files of bundles, and returns (exit code, printed text).
-    If the run fails because it found the changed files, which may be a user's work, the output directory is
+    If the run refuses to replace the changed files, which may be a user's work, the output directory is
     removed, as its message advises. Raises ViolationError if the run succeeds with a wrong bundle.
     """
     code, text = site.finish(site.start("run", "recipe.yaml"), why)
@@ -85,8 +86,9 @@ def _damage(kind: str, change: str) -> Disturbance:
 
 
 def _damage_remote(change: str) -> Disturbance:
-    """Returns a disturbance that damages objects in the shared cache, and then fills an empty store from it.
-    change: how they are damaged, such as "flip" for a changed byte or "truncate"."""
+    """Returns a function that damages one random object in the shared cache, and empties the local store and
+    the output directory, so that the next run reads the cache. change: "flip" changes a bit, "truncate" cuts
+    the end off, any other text exchanges two objects."""
 
     def damage(site: Site, _: Service) -> str:
         content, names = site.cache.content, sorted(site.cache.content)
@@ -162,7 +164,9 @@ def fill_disk(site: Site, _: Service) -> str:
 
 
 def other_years(site: Site, _: Service) -> str:
-    """Sets the times of half of the files of the store, the sources and the bundles to other years."""
+    """Sets the modification times of half of the files of the store, the sources and the bundles to other
+    years, past and future. Returns a text for the report.
+    """
     places = [*_files(site, "ac"), *_files(site, "cas"), *(site.place / "tiny").iterdir()]
     places += [path for path in site.dist.rglob("*") if path.is_file()]
     for path in site.random.sample(places, len(places) // 2):
@@ -172,7 +176,9 @@ def other_years(site: Site, _: Service) -> str:
 
 
 def wrong_clock(site: Site, _: Service) -> str:
-    """Builds everything with a clock that is a year off; the next run has the right time."""
+    """Builds everything again with a clock that is 400 days fast or slow (libfaketime). Raises ViolationError
+    if the run fails. Returns the shift as a text for the report.
+    """
     shutil.rmtree(site.store / "ac", ignore_errors=True)
     site.cache.content.clear()
     shift = site.random.choice(("-400d", "+400d"))
@@ -221,6 +227,6 @@ TABLE: dict[str, Disturbance] = {
     "swap bundles": swap_bundles,
     "kill the server": kill_server,
 }
-"""Name of a disturbance, such as "swap bundles" -> function that causes it during a test and checks that
-mlcbuild recovers.
+"""Name of a disturbance, such as "swap bundles" -> function that causes it while mlcbuild builds or serves in
+a test, and returns a line for the report.
 """

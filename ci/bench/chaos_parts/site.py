@@ -1,4 +1,6 @@
-"""The site that is damaged: a recipe with its store, a shared cache, and a server with honest clients."""
+"""What a test disturbs while mlcbuild works: a recipe with its store and bundles, a shared cache, and a
+server of a bundle with clients that check its answers.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ cache: {{remotes: [{{url: "{url}"}}]}}
 """
 NAMES = ("tiny-q4f16_1-host", "tiny-q4a8_1-host")
 PATIENCE = 280
-"""Seconds after which a run counts as hanging."""
+"""Seconds after which a command of mlcbuild under test counts as hanging: CPU seconds in all, or seconds in
+which it used no CPU time.
+"""
 
 
 class ViolationError(Exception):
-    """The error for a run that delivered wrong bundles, or for a site that did not recover from a
-    disturbance."""
+    """The error for a command of mlcbuild that succeeded with a wrong bundle, hung or printed a traceback,
+    for builds that still fail some runs after a disturbance, and for wrong answers of a server."""
 
 
 def tree(directory: Path) -> str:
@@ -60,8 +64,8 @@ def cpu_seconds(group: int) -> float:
 
 
 class Site:
-    """A recipe that was built once without disturbances. The digests of its bundles are compared with later
-    ones.
+    """A directory with a recipe that was built once without disturbances. The digests of its bundles are
+    kept, and bundles that are built later must have the same ones.
     """
 
     def __init__(self, place: Path, random: Random, cache: Cache) -> None:
@@ -96,8 +100,9 @@ class Site:
         )
 
     def finish(self, process: subprocess.Popen[str], why: str) -> tuple[int, str]:
-        """Waits for a command, checks that it ended by itself without a traceback, and returns (exit code,
-        printed text). why: the disturbance, for messages.
+        """Waits for a command of mlcbuild and returns (exit code, printed text). Raises ViolationError, and
+        kills the command if it still runs, if it hangs or prints a traceback. why: the disturbance, for
+        messages.
         """
         spent, end = 0.0, time.monotonic() + PATIENCE
         while True:

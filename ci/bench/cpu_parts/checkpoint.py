@@ -115,8 +115,9 @@ def config(shape: str) -> dict[str, object]:
 
 
 def sized(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, object]:
-    """Returns the config.json of a model with heads of 64 dimensions, four query heads to a head of keys and
-    values."""
+    """Returns the config.json values of a Llama model with heads of 64 dimensions, and one key-value head for
+    four query heads. hidden: size of the hidden state; inner: size of the feed-forward; layers: their number;
+    vocabulary: number of tokens."""
     heads = hidden // 64
     return {
         **COMMON,

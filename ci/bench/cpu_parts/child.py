@@ -15,7 +15,7 @@ from typing import Protocol
 CONTEXT = 512
 """Number of tokens in each sequence before a measured decoding step."""
 SEQUENCES = 8
-"""Maximum number of sequences in a step."""
+"""Maximum number of sequences that a measured engine decodes in one step."""
 
 
 class Engine(Protocol):
@@ -28,8 +28,8 @@ class Engine(Protocol):
         ...
 
     def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
-        """Decodes `steps` steps of `batch` sequences that have CONTEXT tokens; returns (wall, CPU) seconds of
-        each step."""
+        """Decodes `steps` tokens of each of `batch` sequences, which start with CONTEXT tokens; computes
+        these first if necessary. Returns (wall seconds, CPU seconds) of each step."""
         ...
 
     def save_logits(self, tokens: list[int], path: str) -> None:
@@ -59,11 +59,12 @@ def prompt(count: int, vocabulary: int, seed: int = 1) -> list[int]:
 
 
 def run(load: Callable[[str, int, int], Engine]) -> None:
-    """Runs the process of an engine. argv: model, threads, tokens of the first prompt, size of the
-    vocabulary.
+    """Runs an engine's process for a benchmark. argv: path of the model, number of threads, number of tokens
+    in the first prompt, size of the vocabulary.
 
-    load: function of (model, threads, vocabulary). Prints the process's CPU seconds once the first token is
-    computed, then answers commands.
+    load: function of (path, threads, vocabulary) that loads the engine. Prints {"cpu": CPU seconds of the
+    process} once the first prompt is computed. It then executes commands from stdin, one JSON object a line,
+    and prints the measurements of each.
     """
     threads, first, vocabulary = map(int, sys.argv[2:5])
     engine = load(sys.argv[1], threads, vocabulary)
@@ -102,8 +103,9 @@ def _threads() -> dict[str, int]:
 
 
 def _active(before: dict[str, int]) -> int | None:
-    """Returns the number of threads that have worked since `before`: those with at least a fifth of the
-    busiest one's time. None if unknown.
+    """Returns the number of threads of this process that have worked since an earlier time: those that used
+    at least a fifth of the CPU time of the busiest one. None without a /proc, or if none used more than two
+    clock ticks. before: thread id -> CPU time in clock ticks at the earlier time.
     """
     spent = [ticks - before.get(name, 0) for name, ticks in _threads().items()]
     return sum(ticks * 5 >= max(spent) for ticks in spent) if spent and max(spent) > 2 else None

@@ -33,10 +33,10 @@ def compare(expected: str, actual: str, vocabulary: str) -> None:
 def figures(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> dict[str, float]:
     """Compares logits with the expected ones, both [n, vocabulary], and returns three figures:
 
-        kl      KL(expected || actual) of the next-token distributions in nats, mean over the n positions
-        agree   share of positions with the same most likely token
-        error   root mean square of the differences over that of the expected logits; before, the mean of each
-                position is subtracted
+    kl      KL(expected || actual) of the next-token distributions in nats, mean over the n positions
+    agree   share of positions with the same most likely token
+    error   root mean square of the differences over that of the expected logits; before, the mean of each
+            position is subtracted
     """
     p, q = expected.astype(np.float64), actual.astype(np.float64)
     p -= p.mean(axis=-1, keepdims=True)

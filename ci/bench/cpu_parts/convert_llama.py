@@ -60,9 +60,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (tensor name in llama.cpp, weights) for the tensors of a transformers checkpoint, (name,
-    weights). The matrices of one kind of a layer's experts become one stacked float16 tensor. experts: number
-    of experts in a layer."""
+    """Yields (tensor name in llama.cpp, weights) for `tensors`, the pairs (name, weights) of a transformers
+    checkpoint. The matrices of one kind of a layer's experts become one stacked float16 tensor. experts:
+    number of experts in a layer."""
     waiting: list[np.ndarray] = []
     for name, weight in tensors:
         base, expert, kind = name.partition(".experts.")

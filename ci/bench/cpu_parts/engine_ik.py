@@ -1,4 +1,6 @@
-"""Runs ik_llama.cpp through the calls of ik_calls.c. The environment variable IK_CALLS names the library."""
+"""Measures ik_llama.cpp as one of the compared engines, through the C functions of ik_calls.c. The
+environment variable IK_CALLS is the path of their compiled library.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs llama.cpp through the C interface that llama-cpp-python wraps."""
+"""Measures llama.cpp as one of the compared engines, through the C interface that llama-cpp-python wraps."""
 
 from __future__ import annotations
 

@@ -72,12 +72,13 @@ V3_VARIABLES: Mapping[str, Mapping[str, str]] = {
     "ctranslate2": {"CT2_FORCE_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "openvino": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-"""Name of a peer -> environment variables with which its engine uses AVX2 and nothing newer; the products of
-two peers are oneDNN's, which chooses by itself. Peers that are not here cannot be held to it.
+"""Name of a compared engine -> environment variables with which it uses AVX2 and nothing newer. An engine
+without an entry has no such setting and is not measured under this limit. CTranslate2 and OpenVINO multiply
+by oneDNN, which needs a variable of its own.
 """
 IK = "ik"
-"""Name of the peer that is built from a source directory, because no package index has it; see
-ik_library.py.
+"""Name of the compared engine ik_llama.cpp. It is built from a source directory by ik_library.py, because no
+package index has it.
 """
 
 
@@ -206,7 +207,10 @@ def _peer(directory: Path, area: Path, name: str, target: str) -> Iterator[Entry
 
 
 def installed(place: Path, peer: Peer) -> str:
-    """Returns the path of the interpreter in a peer's environment, which is created if it is missing."""
+    """Returns the path of the Python interpreter in a compared engine's virtual environment `place`. If the
+    environment is missing, it is created and the engine's packages are installed. Raises CalledProcessError
+    if that fails.
+    """
     python = place / "bin" / "python"
     if not (place / "done").is_file():
         print(f"installing {', '.join(peer.packages)} ...", flush=True)

@@ -39,7 +39,10 @@ def show(shape: str, threads: int, measured: Measured) -> None:
 
 
 def rows(measured: Measured) -> list[Row]:
-    """Returns the figures that `show` prints as rows of results, without the figures per CPU second."""
+    """Returns the measurements of the compared engines as rows of a result table: tokens per second of
+    prefill and decoding, with the limit of the hardware, seconds to the first token, and MB of memory and
+    weights.
+    """
     actual, best = measured.prepared, _machine_limits(measured)
     samples = {entry.name: measured.samples[entry.name] for entry in actual.entries}
     speeds = []
@@ -60,7 +63,9 @@ def rows(measured: Measured) -> list[Row]:
 
 
 def _machine_limits(measured: Measured) -> dict[str, float]:
-    """Returns limit of the machine -> best of the rounds: GB/s read, GFlop/s of float32, Gop/s of int8."""
+    """Returns the speed limits of this machine, each the best value of all rounds: "read" -> GB/s of memory,
+    "float32" -> 10^9 operations per second, "int8" -> 10^9 operations per second.
+    """
     return {key: max(limit[key] for limit in measured.limits) for key in ("read", "float32", "int8")}
 
 

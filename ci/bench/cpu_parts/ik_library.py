@@ -1,4 +1,6 @@
-"""Builds ik_llama.cpp from a source directory, and the library of plain calls that engine_ik.py loads."""
+"""Builds ik_llama.cpp from a source directory, and a small library on top of it whose C functions
+(ik_calls.c) the benchmark calls from Python.
+"""
 
 from __future__ import annotations
 

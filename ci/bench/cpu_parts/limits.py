@@ -57,7 +57,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 from mlcbuild.targets import presets
 
 READ = 256 << 20
-"""Number of bytes in the array that is read: far more than a last-level cache holds."""
+"""Number of bytes in the array whose reading measures the memory bandwidth: far more than a last-level cache
+holds.
+"""
 TURNS = 1 << 20
 """Number of iterations of the loops that measure compute speed. At two products per cycle they take about 4
 ms, so that the time for starting threads is negligible.
@@ -74,7 +76,9 @@ first-level cache.
 
 @dataclass(frozen=True)
 class DotTile:
-    """The register tile of the int8 loop: every column of weights times every row of activations."""
+    """The shape of the register tile in the loop that measures the int8 rate: each vector of weights
+    (`columns` of them) is multiplied with each int32 of four activations (`rows`).
+    """
 
     rows: int
     columns: int
@@ -183,7 +187,8 @@ def _sums(form: dot.Products) -> tuple[str, int]:
 
 
 def tiles(parts: int) -> tvm.tirx.PrimFunc:
-    """Returns a kernel of TURNS products of two AMX tiles of bfloat16 in each part (16 x 16, 32 values of k).
+    """Returns a kernel that measures the rate of AMX: in each of `parts` parts, one per thread, it executes
+    TURNS / 2 products of two bfloat16 tiles (16 x 16 results, sums over 32 values).
 
     One tdpbf16ps every 16 cycles. Tiles have no shared result that could be computed before the loop: the
     intrinsics have side effects.

@@ -41,5 +41,5 @@ def compiled(target: Target, functions: dict[str, tvm.tirx.PrimFunc]) -> dict[st
 
 
 def tensor(values: np.ndarray) -> object:
-    """Returns a copy of an array at an aligned address, as kernels require."""
+    """Returns a copy of a NumPy array as a tensor of TVM, whose memory is aligned as the kernels require."""
     return tvm.runtime.tensor(values)

@@ -1,4 +1,6 @@
-"""Measures every engine in turn, round after round."""
+"""Measures the compared engines on the CPU one after the other, in several rounds, so that slow changes of
+the machine's speed affect all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SETTLE = 0.3
 engine.
 """
 SCORED = 128
-"""Number of tokens whose logits are compared."""
+"""Number of tokens of the prompt with which the logits of the compared engines are compared with a float32
+reference.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,13 @@ class Samples:
     "first token", else tokens per second.
     """
     cpu: dict[str, list[float]] = field(default_factory=dict)
-    """Name of a figure -> values in tokens per CPU second, or CPU seconds for "first token"."""
+    """Name of a measured figure, such as "first token" -> its value in each round, by CPU time of all
+    threads: CPU seconds for "first token", else tokens per CPU second.
+    """
     threads: set[int] = field(default_factory=set)
     """Numbers of threads of the engine's process that worked in a measurement."""
     resident: float = 0.0
-    """Resident memory of the engine's process in MB, read after all other measurements."""
+    """Resident memory of a measured engine's process in MB, read after all other measurements."""
 
     def add(self, figure: str, wall: float, cpu: float) -> None:
         self.wall.setdefault(figure, []).append(wall)
@@ -156,7 +162,9 @@ def measure(actual: Prepared, plan: Plan) -> Measured:
 
 
 def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:
-    """Returns (wall, CPU) seconds from the start of a process to its first token."""
+    """Starts a measured engine, and returns (wall seconds, CPU seconds) from the start of its process until
+    it has computed its first token. entry: the engine with its model; vocabulary: number of tokens.
+    """
     start = time.perf_counter()
     child = Child.start(entry, threads, FIRST, vocabulary)
     said = child.hear()
@@ -181,8 +189,9 @@ def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
 
 
 def logits(actual: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields (name, figures) for each engine's logits compared with those of the float32 reference: KL and
-    agreement.
+    """Yields (name of an engine with its model, figures) for each compared engine. The figures compare its
+    logits for one prompt with those of the float32 reference: KL divergence in nats, share of equal most
+    likely tokens, and relative error.
     """
     vocabulary = actual.config["vocab_size"]
     variables = environment(OURS)

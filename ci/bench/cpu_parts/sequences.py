@@ -1,4 +1,6 @@
-"""Implements the measured calls for an engine that computes batches of (token, position, sequence) rows."""
+"""Measures prefill and decoding of engines that compute batches of single tokens, each described by (token
+id, position, sequence).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Batches(Protocol):
         ...
 
     def forget(self, sequence: int, first: int) -> None:
-        """Removes the tokens of a sequence from position `first` on."""
+        """Removes the tokens of a sequence from position `first` on from an engine's KV cache. sequence:
+        index of the sequence.
+        """
         ...
 
 

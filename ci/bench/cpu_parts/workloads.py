@@ -1,4 +1,6 @@
-"""Kernels with operands on which constants of the compiler are compared."""
+"""Generates kernels and their arguments, on which other values of the CPU compiler's tuned constants are
+timed against the present values.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ class Workload:
 
 
 def product(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]) -> Workload:
-    """Returns the kernel that multiplies rows of activations with a quantized matrix [n, k] = `shape`, with a
-    load for each number of rows in `rows`."""
+    """Returns a kernel to time, with its arguments: the product of activations with a quantized matrix.
+    scheme: quantization of the matrix; shape: its [n, k]; rows: the numbers of rows of activations, for each
+    of which there is a set of arguments (load)."""
     storage = BACKENDS["cpu"].storage(SCHEMES[scheme])
     created = linear(isa_for(target), storage, *shape)
 
@@ -71,8 +74,9 @@ def product(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]
 
 
 def attend(target: Target) -> Workload:
-    """Returns the attention kernel with the heads of SmolLM2-135M and a float16 cache. Its loads are single
-    tokens of 1 and of 8 sequences, and 4, 16 and 32 draft tokens.
+    """Returns a kernel to time, with its arguments: attention with the heads of SmolLM2-135M and a float16 KV
+    cache. There are sets of arguments (loads) for one new token of 1 or 8 sequences, and for 4, 16 or 32 new
+    tokens, such as draft tokens, of one sequence.
     """
     heads = Heads(1, 9, 3, 64, "float16")
     spec = AttentionKernel(isa_for(target), heads, heads.dim**-0.5, None)
@@ -138,6 +142,9 @@ def experts(target: Target, scheme: str, shape: tuple[int, int], rows: list[int]
 
 
 def choices(rng: np.random.Generator, m: int, stack: ExpertMatrices) -> np.ndarray:
-    """Returns the choices of m rows at random, as the router's kernel writes them."""
+    """Returns random choices of experts for m tokens, in the form in which the router's kernel writes them:
+    float32 [m, 2 * c] for c experts per token, first their numbers in ascending order, then their weights,
+    all 1 / c.
+    """
     numbers = np.sort(rng.permuted(np.tile(np.arange(stack.count), (m, 1)), axis=1)[:, : stack.chosen])
     return np.concatenate([numbers, np.full(numbers.shape, 1 / stack.chosen)], axis=1).astype("float32")

@@ -76,7 +76,9 @@ class Adapters(Timed):
         return None
 
     def _use(self) -> None:
-        """Merges the adapter into its base, and reads all rows."""
+        """Merges the LoRA adapter of the fuzzing case into its base model, and reads all rows of the changed
+        tensors. Raises CheckpointError if mlcbuild refuses the adapter.
+        """
         merged = merging([(self.place, 1.0)], self.base)
         changed: list[Tensor] = [tensor for name, tensor in merged.items() if tensor is not self.base[name]]
         assert changed

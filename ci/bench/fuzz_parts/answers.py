@@ -1,4 +1,4 @@
-"""A fuzzing target: the answers of a registry to `mlcbuild pull`."""
+"""A fuzzing target: runs `mlcbuild pull` against a registry whose answers are wrong."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tests.runtime import toy
 
 
 class Answers:
-    """Creates a registry's answers to `mlcbuild pull`. A case is a JSON list of [path, status, headers,
-    body].
+    """A fuzzing target: runs `mlcbuild pull` against a registry that sends wrong answers. A case is a JSON
+    list of changes, a line break, and the manifest that the registry sends. A change is [part of the
+    request's path, other status or null, additional headers, fraction of the body that is sent].
     """
 
     TITLE = "org.opencontainers.image.title"

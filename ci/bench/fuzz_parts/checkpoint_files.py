@@ -1,4 +1,6 @@
-"""Fuzzing targets with weights: safetensors, files of PyTorch, and matrices as other tools quantize them."""
+"""Fuzzing targets whose cases are files with weights: safetensors files, PyTorch's files, and matrices as
+other tools quantize them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.schemes import SCHEMES
 
 
 class Safetensors(Timed):
-    """Creates headers of a safetensors file, and indices of several files."""
+    """A fuzzing target: creates mutated headers of a safetensors file, and mutated indices of a checkpoint of
+    several files, and checks that the checkpoint is either converted or refused with a suitable message.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -77,7 +81,9 @@ class Safetensors(Timed):
 
 
 class TorchFiles(Timed):
-    """Creates files pytorch_model.bin: a zip file with a pickle and the numbers of tensors."""
+    """A fuzzing target: creates mutated files pytorch_model.bin (a zip file with a pickle, and the numbers of
+    tensors), and checks that each is read, or refused with a suitable message.
+    """
 
     OPCODES = (
         *(b"cos\nsystem\n", b"cbuiltins\neval\n(X\1\0\0\x001tR", b"ctorch\nFloatStorage\n", b"R", b"b", b"Q"),

@@ -1,4 +1,4 @@
-"""Fuzzing targets that are read from disk: recipes, records, stores, bundles, checkpoints, archives."""
+"""Fuzzing targets whose cases are files on disk: recipes, records, stores, bundles, archives."""
 
 from __future__ import annotations
 
@@ -207,7 +207,10 @@ class Stores(Records):
 
 
 class Manifests(Files):
-    """Creates JSON files of a bundle. A case is a file's name, a line break, and the file's content."""
+    """A fuzzing target: creates mutated JSON files of a bundle, and checks that the commands inspect and
+    verify, and the tokenizer's loader, accept or properly refuse it. A case is a file's name, a line break,
+    and the file's content.
+    """
 
     FILES = (
         "bundle.json",
@@ -275,7 +278,10 @@ class Manifests(Files):
 
 
 class Archives(Files):
-    """Creates files of `cache export`, which are imported into an empty store."""
+    """A fuzzing target: creates mutated archives as `mlcbuild cache export` writes them, and checks that
+    importing one into an empty store works or is refused with a suitable message, and that the store is then
+    intact.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -353,7 +359,10 @@ class Archives(Files):
 
 
 def built(place: Path) -> tuple[Path, Path]:
-    """Returns (store with the steps of a small recipe, the recipe). It is built once for each `place`."""
+    """Returns (path of a store with the results of a small recipe's steps, path of the recipe), both in the
+    directory `place`. They are created at the first call for a directory; the actions of the steps are
+    replaced by ones that cost nothing.
+    """
     store = place / "store"
     os.environ["MLCBUILD_STORE"], os.environ["MLCBUILD_KEY"] = str(store), str(place / "no-key.pem")
     recipe = place / "recipe.yaml"

@@ -33,7 +33,7 @@ from tests.program_interpreter import Interpreter
 from tests.test_program import PROGRAM
 
 SECONDS = 10.0
-"""Maximum CPU seconds for a file; these files have a few kB."""
+"""Maximum CPU seconds that reading one fuzzing case may take. The cases are files of a few kB."""
 MOST_LINES, LONGEST_LINE = 61, 4000
 """Maximum number of lines in an error message, and maximum characters of a line."""
 LARGEST = 1 << 24
@@ -47,7 +47,9 @@ arrays are left out.
 
 
 def refused(error: CheckpointError) -> str | None:
-    """Returns the reason why the message of an error is unsuitable; None if it is suitable."""
+    """Returns the reason why the message of an error is unsuitable for users: it has too many or too long
+    lines, or control characters, or mentions a defect. None if it is suitable.
+    """
     lines = str(error).splitlines()
     if not lines or len(lines) > MOST_LINES or max(map(len, lines)) > LONGEST_LINE:
         return f"a message of {len(lines)} lines and {len(str(error))} characters"
@@ -120,7 +122,9 @@ class Configs(Timed):
 
 
 class Programs(Timed):
-    """Creates program.json files of a bundle."""
+    """A fuzzing target: creates mutated program.json files, which describe a bundle's GPU program, and checks
+    that each is refused with a suitable message or is safe to run: every launch stays within its buffers.
+    """
 
     PAGES = 32
 
@@ -157,7 +161,7 @@ class Programs(Timed):
 
 
 def _numbers(document: Json) -> Iterator[tuple[Json, object]]:
-    """Yields (container, key) of each integer in a document."""
+    """Yields (container, key or index) for each integer in a JSON document, so that it can be replaced."""
     if isinstance(document, dict | list):
         keys = list(document) if isinstance(document, dict) else range(len(document))
         for key in keys:
@@ -200,8 +204,9 @@ class GgufSeed:
 
 
 class Ggufs(Timed):
-    """Creates models in one GGUF file, from the header to weights and tokenizer: a dense one, and some with
-    experts and latent attention, which have no tokenizer.
+    """A fuzzing target: creates mutated models in one GGUF file, from the header to weights and tokenizer,
+    and checks that each is read or refused with a suitable message. The unchanged files are a dense model,
+    and some with experts and latent attention, which have no tokenizer.
     """
 
     def __init__(self, place: Path) -> None:
@@ -276,7 +281,9 @@ def _entries(data: bytes) -> tuple[list[Entry], int]:
 
 
 def _end(data: bytes, at: int, kind: int) -> int:
-    """Returns the offset of the end of a metadata value that begins at `at`. kind: number of its type."""
+    """Returns the offset at which a value in a GGUF file's metadata ends. data: bytes of the file; at: offset
+    of the value; kind: GGUF's number of its type.
+    """
     if kind == 8:
         return at + 8 + int(struct.unpack_from("<Q", data, at)[0])
     if kind != 9:

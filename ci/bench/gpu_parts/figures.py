@@ -1,5 +1,5 @@
 """The single measurements of the program ci/bench/gpu: each runs one kind of work on a GPU several times,
-takes the median of the seconds, and returns rates.
+computes the median of the seconds, and returns rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ REPETITIONS = Repetitions()
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns the median time in seconds of several repetitions, after one that does not count."""
+    """Returns the median duration in seconds of several calls of `work`, after a first call that is not
+    timed.
+    """
     work()
     taken = []
     for _ in range(REPETITIONS.count):
@@ -135,8 +137,9 @@ def decode(model: GpuExecutor, count: int) -> Figures:
 
 
 def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
-    """Returns the figures of the engine with as many requests as a batch holds, and as many that wait; the
-    engine closes the model. tokenizer: directory of its files.
+    """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once, and
+    closes the engine and the model. Returns the number of requests, the seconds until the first event, and
+    the tokens per second of all answers. tokenizer: directory with the tokenizer's files.
     """
     from queue import SimpleQueue
 

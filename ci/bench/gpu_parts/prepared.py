@@ -1,4 +1,6 @@
-"""GPU programs without weights: made where the compiler is, loaded with random weights where a GPU is."""
+"""GPU programs that are measured without a model's files: compiled on a machine with the compiler, and later
+loaded with random weights on a machine with a GPU.
+"""
 
 from __future__ import annotations
 

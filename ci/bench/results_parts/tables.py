@@ -37,8 +37,8 @@ class Row:
     figure: str
     unit: str
     samples: Mapping[str, Sequence[float]]
-    """Participant -> value of each round. The first word of a participant's name is the tool, the rest the
-    variant.
+    """Name of a compared engine -> the value of this figure in each round. The first word of the name is the
+    tool, the rest the variant, such as the quantization.
     """
     limit: float | None = None
     """The best value of a measured figure that the machine's hardware allows, in the unit of the figure; None

@@ -1,5 +1,5 @@
-"""Prepares the servers that are compared: bundles of ours and llama.cpp's server, both of the same random
-checkpoint.
+"""Prepares the servers whose speed is compared: mlcbuild's server with bundles, and llama.cpp's server with
+GGUF files of the same random checkpoint.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Running:
     pid: int
 
     def cpu(self) -> float:
-        """Returns the CPU seconds of the process so far, all threads; 0 if the system does not
-        report them.
+        """Returns the CPU seconds that the measured server's process has used so far, with all of its
+        threads; 0 if the system does not report them.
         """
         try:
             words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
@@ -103,7 +103,9 @@ def _llama(directory: Path, threads: int) -> list[Competitor]:
 
 
 def _gguf(area: Path, python: str, form: str) -> Path:
-    """Returns the path of a GGUF file of the given format with a vocabulary, which the server needs."""
+    """Returns the path of a GGUF file of the random checkpoint in the given format, such as q4_0, with a
+    vocabulary, which llama.cpp's server needs. It is created if it is missing.
+    """
     directory, checkpoint = area / "llama", area / "checkpoint"
     created = directory / f"{form}-vocabulary.gguf"
     if not created.is_file():

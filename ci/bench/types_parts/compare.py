@@ -24,9 +24,12 @@ class RefusedError(Exception):
 
 
 def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dict[str, float]:
-    """Returns method of computing -> its largest difference from `expected`, relative to the range of logits.
+    """Compares mlcbuild's logits with transformers'. Returns way of computing, such as in chunks -> largest
+    difference of a logit, divided by the largest absolute value of the expected logits.
 
-    Raises RefusedError.
+    area: directory with the checkpoint that transformers wrote; tokens: the prompt; expected: transformers'
+    logits; libraries: True if compiled libraries are tested, too. Raises RefusedError if mlcbuild refuses the
+    config.json.
     """
     largest: dict[str, float] = {}
     configs: dict[str, ModelConfig] = {}

@@ -32,7 +32,9 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2",
 
 @dataclass
 class Draw:
-    """A random config.json while its fields are drawn. All random choices come from `rng`."""
+    """A random config.json that is being created, field by field. All random choices come from the generator
+    `rng`.
+    """
 
     rng: Random
     name: str
@@ -52,14 +54,16 @@ class Draw:
                 self.config[name] = value
 
     def option(self, name: str, value: Callable[[], Any], share: float = 0.7) -> None:
-        """Sets a field of the config to a random value with the probability `share`, if the model type has
-        the field. value: function that draws the value."""
+        """Sets a field of the random config with the probability `share`, but only if the model type has the
+        field. value: function that returns the field's random value."""
         if name in self.defaults and self.chance(share):
             self.config[name] = value()
 
 
 def random_config(rng: Random, name: str, defaults: Mapping[str, Any]) -> Config:
-    """Returns a random config.json. defaults: the fields of the type, with transformers' values."""
+    """Returns a random config.json of a model type, with sizes and options drawn from `rng`. name: the model
+    type; defaults: name of each field of the type -> its value in transformers.
+    """
     if "text_config" in defaults:
         return _wrapped(rng, name, defaults)
     own = Draw(rng, name, defaults)
@@ -291,7 +295,9 @@ NOT_DRAWN = {
         "_remove_final_layer_norm",
     ),
 }
-"""Names of fields that switch outputs, or parts that decoders do not have."""
+"""Names of config.json fields that are never set in random configs: they switch additional outputs, or parts
+of a model that decoders do not have.
+"""
 NUMBERS = (
     *("logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
     *("logits_scaling", "scale_depth"),

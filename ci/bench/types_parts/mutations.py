@@ -1,4 +1,6 @@
-"""Changes of single fields of a config.json: every field that the type's class has, and those of its rope."""
+"""Yields variations of a config.json in which a single field has another value: each field that the model
+type has, and each of its rotary embedding's parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from typing import Any
 
 Config = dict[str, Any]
 FIXED = {"model_type", "dtype", "torch_dtype", "architectures", "text_config", "vision_config", "vocab_size"}
-"""Fields that determine the model or the type of its numbers, which are not changed."""
+"""Names of config.json fields that variations do not change, because they determine the kind of model, its
+vocabulary, or the type of its numbers.
+"""
 STRINGS = ("gelu", "relu", "silu", "default", "linear", "sigmoid", "softmax", "greedy", "other")
 UNSET = (True, 0.5, 2, 7)
-"""Values that are tried if a field is null or absent."""
+"""Values that are tried, one after the other, for a config.json field that is null or absent."""
 
 
 def of(config: Config, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:

@@ -22,8 +22,8 @@ from zlib import crc32
 import numpy as np
 
 TWINS = 4
-"""Distance of the seeds for which a random mixture-of-experts model has two equal experts: those that this
-number divides.
+"""Number whose multiples are the seeds for which a random mixture-of-experts model has two equal experts in
+each layer.
 """
 ROUTERS = ("gate", "router")
 
@@ -85,8 +85,9 @@ def buffers(model: Any) -> dict[str, Any]:
 
 
 def draw(rng: np.random.Generator, name: str, initial: Any, is_tied: bool) -> Any:
-    """Returns random weights that keep activations near 1 and make attention far from uniform. initial:
-    transformers' initial values.
+    """Returns random weights, float32, for one parameter of a model that is compared with transformers. Their
+    sizes keep activations near 1 and make attention far from uniform. name: the parameter's name; initial:
+    its values as transformers initializes them; is_tied: True if the embedding is also the output matrix.
     """
     values = rng.standard_normal(initial.shape)
     if name.endswith((".beta", ".eps")):

@@ -26,7 +26,7 @@ from mlcbuild.remotes.background import Background
 
 CARD = "README.md"
 _OWN = (CARD, ".gitattributes")
-"""Names of files in a hub's repository that do not belong to the bundle."""
+"""Names of files that a hub's repository of a published bundle has in addition to the files of the bundle."""
 _AT_ONCE = 4
 
 

@@ -83,7 +83,8 @@ class _Place(Protocol):
         self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
     ) -> tuple[str, int]:
         """Sends the files of the bundle in a directory to the address `to`, and returns (immutable address,
-        number of bytes sent). files: path -> size in bytes.
+        number of bytes sent). files: path -> size in bytes; uploaded: files that registries already have,
+        which is updated.
         """
 
     def fetch(self, source: str, directory: Path) -> tuple[str, frozenset[str]]:

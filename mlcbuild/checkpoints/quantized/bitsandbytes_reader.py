@@ -23,7 +23,7 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, replaced, whole
 
 _PART = "weight#"
-"""First part of the names that the code gives to the tensors of a quantized weight, such as its scales.
+"""First part of the names by which the code refers to the tensors of a quantized weight, such as its scales.
 bitsandbytes stores `<module>.weight.absmax`; it is renamed `<module>.weight#absmax`.
 """
 _PER_127 = np.float32(1 / 127)
