@@ -55,8 +55,8 @@ class Explanation:
 
     planned: Planned
     changes: tuple[Change, ...]
-    """The differences between this step's inputs, parameters and tools and those in the most similar record of
-    an earlier build of it; () if there is no such record, or while an input of the step is not built."""
+    """The differences between this step's inputs, parameters and tools and those in the most similar record
+    of an earlier build of it; () if there is no such record, or while an input of the step is not built."""
 
 
 @dataclass(frozen=True)
