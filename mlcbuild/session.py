@@ -97,9 +97,8 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Returns the listed remote caches as `Remote` objects. listed: URLs or `Remote` objects; a URL that the
-    recipe names, too, is used with the public keys that the recipe trusts for it. Raises UsageError for a URL
-    of no remote cache."""
+    """Returns the listed URLs or `Remote` objects as remote caches; a URL of the recipe's gets the public
+    keys that the recipe trusts for it. Raises UsageError for a URL of no remote cache."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -176,9 +175,8 @@ class Session:
         return outcomes.explained(planned, changes, self.pipeline.lacks)
 
     def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
-        """Returns a drawing of all steps and their states as text. form: "mermaid", "dot", "svg" or "html";
-        on_event: receives warnings about the store and remotes. Raises SourceError for an unreadable source.
-        """
+        """Returns a drawing of all steps and their states, as text in the format `form`. on_event: receives
+        warnings. Raises SourceError for an unreadable source."""
         from mlcbuild.reports import graph_picture
 
         graph, store = self.pipeline.graph, Store(self.store.root)
@@ -203,8 +201,8 @@ class Session:
         return matrices.jobs(products, self.pipeline, plan, matrix)
 
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
-        """Divides the selected steps into `count` shards, one for each machine, so that every step runs once.
-        Returns the steps of each shard, and a digest by which machines see that they divided alike. Raises
+        """Divides the selected steps into `count` shards, one for each machine, so that each step runs once.
+        Returns each shard's steps, and a digest by which machines see that they divided alike. Raises
         UsageError for a count below 1 and for unknown names."""
         from mlcbuild.ci import split as splits
 
@@ -216,10 +214,8 @@ class Session:
 
     def record_durations(self) -> None:
         """Writes the durations of steps, according to the records of this store, to the file beside the
-        recipe by which later calls divide the steps among machines (shards).
-
-        Raises UsageError when no step of the recipe was built in this store.
-        """
+        recipe by which later calls divide the steps among machines (shards). Raises UsageError when no step
+        of the recipe was built in this store."""
         from mlcbuild.ci import split as splits
 
         graph, path = self.pipeline.graph, durations(self.pipeline)
@@ -295,8 +291,7 @@ class Session:
         return send(self._parcels(result, unverified), on_sent)
 
     def require_destinations(self) -> None:
-        """Raises UsageError if the recipe names no destination for bundles. It is called before a run, so
-        that the error does not follow hours of work."""
+        """Raises UsageError, before hours of work, if the recipe names no destination for bundles."""
         if not self.recipe.destinations:
             raise UsageError(
                 f"{self.recipe.path}: it lists no destination: add `publish: [{{to: "
@@ -363,8 +358,7 @@ class Session:
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the remote caches of the recipe from which runs read results (`mode` "read"), or to which
-        they write results ("write"). Raises UsageError if there is none."""
+        """Returns the recipe's remote caches that runs read, or fill ("write"). Raises UsageError if none."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]

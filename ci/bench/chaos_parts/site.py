@@ -1,4 +1,4 @@
-"""What a test disturbs while mlcbuild works: a recipe with its store and bundles, a shared cache, and a
+"""The things that a test disturbs while mlcbuild works: a recipe with its store and bundles, a shared cache, and a
 server of a bundle with clients that check its answers.
 """
 
