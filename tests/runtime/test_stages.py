@@ -14,7 +14,7 @@ import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.constraints.grammar import Grammars
 from mlcbuild_runtime.constraints.lark import Constraint
-from mlcbuild_runtime.constraints.stages import STAGES, Stage, Trials
+from mlcbuild_runtime.constraints.stages import SHORT, STAGES, Stage, Trials, looks_costly
 from mlcbuild_runtime.constraints.trial import TooCostlyError, Trial, TrialOutcome
 from mlcbuild_runtime.openai.response_format import schema_constraint
 from mlcbuild_runtime.text.turns import CrowdedError, client
@@ -103,6 +103,36 @@ def test_cheap_constraints_pass_those_that_wait(costs: Costs, trials: Trials[int
         assert {limit for _, limit in costs.ran} == {0.03, 0.1}
         costs.held.set()
         assert all("simplify it" in str(each.result()) for each in asked)
+
+
+def test_what_looks_costly_is_tried_later(costs: Costs, trials: Trials[int]) -> None:
+    """Checks that a constraint without large numbers overtakes earlier ones of the same client with some."""
+    first = trials.tries[0].turns
+    with ThreadPoolExecutor(4) as pool:
+        with first.turn():
+            waiting = []
+            for count, grammar in enumerate(("100e-4", "101e-4", "0.02", "0.01")):
+                waiting.append(pool.submit(passed, trials, grammar))
+                end = time.monotonic() + LONG
+                while first.waiting < count + 1:
+                    assert time.monotonic() < end
+                    time.sleep(0.002)
+        assert [each.result() for each in waiting] == [10, 10, 20, 10]
+    assert [grammar for grammar, _ in costs.ran] == ["0.02", "0.01", "100e-4", "101e-4"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "costly"),
+    [
+        ('start: %json {"type": "array", "maxItems": 900}', True),
+        ("start: /(a{1000})/", True),
+        ("start: /x{2,99}/", False),
+        ('start: %json {"properties": {"field100": {"enum": ["yes", "no", 12]}}}', False),
+        ("x" * (SHORT + 1), True),
+    ],
+)
+def test_large_numbers_and_long_texts_look_costly(grammar: str, costly: bool) -> None:
+    assert looks_costly(grammar) is costly
 
 
 def test_a_client_with_many_constraints_does_not_delay_another(costs: Costs, trials: Trials[int]) -> None:

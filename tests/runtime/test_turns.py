@@ -65,18 +65,18 @@ class _Queue:
         self.turns, self.order = FairLock(places), list[str]()
         self._pool = pool
 
-    def enter(self, name: str, address: str) -> Future[None]:
+    def enter(self, name: str, address: str, delay: float = 0.0) -> Future[None]:
         """Lets a thread wait for the lock. Returns its future once the thread is in the queue or was
         refused."""
         before = self.turns.waiting
-        future = self._pool.submit(self._work, name, address)
+        future = self._pool.submit(self._work, name, address, delay)
         while self.turns.waiting == before and not future.done():
             time.sleep(0.001)
         return future
 
-    def _work(self, name: str, address: str) -> None:
+    def _work(self, name: str, address: str, delay: float = 0.0) -> None:
         client.set(address)
-        with self.turns.turn():
+        with self.turns.turn(delay=delay):
             self.order.append(name)
 
 
@@ -97,6 +97,19 @@ def test_clients_take_turns() -> None:
             waiting = [queue.enter(*name) for name in names]
         assert [each.exception() for each in waiting] == [None] * 7
     assert queue.order == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_a_delayed_thread_lets_later_ones_of_its_client_go_first() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        queue = _Queue(5, pool)
+        with queue.turns.turn():
+            names = [("a1", "a", 50), ("a2", "a", 90), ("b1", "b", 50), ("a3", "a", 0)]
+            waiting = [queue.enter(*name) for name in names]
+            waiting.append(queue.enter("b2", "b"))
+            last = queue._pool.submit(queue._work, "c1", "c")
+            assert isinstance(waiting[1].exception(60), CrowdedError), "the last of the longest queue"
+        assert [each.exception() for each in (last, waiting[0], *waiting[2:])] == [None] * 5
+    assert queue.order == ["a3", "b2", "c1", "a1", "b1"]
 
 
 def test_a_full_queue_has_room_for_further_clients() -> None:

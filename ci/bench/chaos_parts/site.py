@@ -1,5 +1,5 @@
-"""The things that a test disturbs while mlcbuild works: a recipe with its store and bundles, a shared cache, and a
-server of a bundle with clients that check its answers.
+"""The things that a test disturbs while mlcbuild works: a recipe with its store and bundles, a shared cache,
+and a server of a bundle with clients that check its answers.
 """
 
 from __future__ import annotations

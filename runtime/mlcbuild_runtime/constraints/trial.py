@@ -109,12 +109,12 @@ def work() -> None:
     with a grammar per line, until its input ends; writes a line with the outcome of each."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
+    os.nice(vocabulary["niceness"])
     tokens = Tokens(
         [text.encode("latin-1") for text in vocabulary["tokens"]], vocabulary["special"], vocabulary["ends"]
     )
     tokenizer = tokens.tokenizer()
     _tried(tokens, tokenizer, 'start: "a"')  # This loads modules once instead of in every fork.
-    os.nice(vocabulary["niceness"])
     rest = _forked(tokens, tokenizer, 'start: "a"', PATIENCE) or {}
     most = math.inf if vocabulary["multiple"] is None else vocabulary["multiple"] * _plain(tokens, tokenizer)
     out.write(b"true\n")

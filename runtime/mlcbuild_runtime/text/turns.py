@@ -1,8 +1,9 @@
 """Defines a lock that one thread holds at a time, and for which clients are served in turn.
 
-The threads of one client are served in order of arrival, and a thread waits for at most one thread of each
-other client at a time. Where cheap and expensive work have separate locks, the queue for expensive work
-should be long: a client that is refused there tries again at once, and joins the queue for cheap work first.
+The threads of one client are served in order of arrival, unless some of them are delayed behind the others. A
+thread waits for at most one thread of each other client at a time. Where cheap and expensive work have
+separate locks, the queue for expensive work should be long: a client that is refused there tries again at
+once, and joins the queue for cheap work first.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import OrderedDict, deque
+import time
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from operator import itemgetter
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
+Queue: TypeAlias = list[tuple[float, Future[None]]]
+"""The threads of one client that wait for a lock, the next one first: (time in seconds by which the thread
+counts as arrived, future that is set when it gets the lock).
+"""
 client: ContextVar[str] = ContextVar("client", default="")
 """The address of the client for which the current thread or task works; "" if there is none."""
 
@@ -30,16 +38,16 @@ class CrowdedError(Exception):
 class FairLock:
     """A lock with a bounded queue that serves clients in turn, and each client's threads in order of arrival.
 
-    A thread that meets a full queue displaces the newest one of the client with the most threads in it, if
+    A thread that meets a full queue displaces the last one of the client with the most threads in it, if
     that client has at least two more than its own.
     """
 
     def __init__(self, most: int) -> None:
         """Creates a free lock. most: maximum number of threads that may wait for it."""
         self._most, self._lock, self._taken = most, threading.Lock(), False
-        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
-        """Address of a client -> futures for which its threads wait until they get the lock, in order of
-        arrival. The client that is served next comes first."""
+        self._waiting: OrderedDict[str, Queue] = OrderedDict()
+        """Address of a client -> its threads that wait for the lock. The client that is served next comes
+        first."""
 
     @property
     def waiting(self) -> int:
@@ -48,10 +56,11 @@ class FairLock:
             return self._count()
 
     @contextmanager
-    def turn(self, seconds: float | None = None) -> Iterator[None]:
+    def turn(self, seconds: float | None = None, delay: float = 0.0) -> Iterator[None]:
         """Waits for the lock, up to `seconds` or without limit for None, and holds it while the context is
-        open. Raises CrowdedError if the queue is full, or the time passes."""
-        mine = self._enter(client.get())
+        open. delay: seconds; threads of the same client that arrive within this time go first. Raises
+        CrowdedError if the queue is full, or the time passes."""
+        mine = self._enter(client.get(), time.monotonic() + delay)
         try:
             if mine is not None:
                 mine.result(seconds)
@@ -63,10 +72,10 @@ class FairLock:
         finally:
             self._leave()
 
-    def _enter(self, name: str) -> Future[None] | None:
+    def _enter(self, name: str, arrival: float) -> Future[None] | None:
         """Acquires the lock and returns None if it is free. Otherwise puts the thread into the queue of the
-        client `name`, and returns a future that is set when the thread holds the lock. Raises CrowdedError if
-        the queue is full."""
+        client `name`, and returns a future that is set when the thread holds the lock. arrival: time by which
+        the thread's place in the queue is chosen. Raises CrowdedError if the queue is full."""
         with self._lock:
             if not self._taken:
                 self._taken = True
@@ -74,14 +83,14 @@ class FairLock:
             if self._count() >= self._most:
                 self._displace(name)
             mine = Future[None]()
-            self._waiting.setdefault(name, deque()).append(mine)
+            insort(self._waiting.setdefault(name, []), (arrival, mine), key=itemgetter(0))
             return mine
 
     def _count(self) -> int:
         """Removes the waiting threads whose time limit has passed from the queues for the lock, and returns
         the number of those that still wait."""
         for name, queue in tuple(self._waiting.items()):
-            left = deque(each for each in queue if not each.cancelled())
+            left = [(arrival, each) for arrival, each in queue if not each.cancelled()]
             if left:
                 self._waiting[name] = left
             else:
@@ -89,19 +98,19 @@ class FairLock:
         return sum(map(len, self._waiting.values()))
 
     def _displace(self, name: str) -> None:
-        """Removes the newest waiting thread of the client that has the most, to make room for a thread of the
+        """Removes the last waiting thread of the client that has the most, to make room for a thread of the
         client `name`. Raises CrowdedError if the other client would then have fewer threads than this one."""
-        largest = max(self._waiting.values(), key=len, default=deque[Future[None]]())
+        largest = max(self._waiting.values(), key=len, default=Queue())
         if len(largest) < len(self._waiting.get(name, ())) + 2:
             raise CrowdedError
-        largest.pop().cancel()
+        largest.pop()[1].cancel()
 
     def _leave(self) -> None:
         following = None
         with self._lock:
             while self._waiting and following is None:
                 name, queue = self._waiting.popitem(last=False)
-                following = queue.popleft()
+                _, following = queue.pop(0)
                 if queue:
                     self._waiting[name] = queue  # The client becomes the last one.
                 if not following.set_running_or_notify_cancel():
