@@ -11,15 +11,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlcbuild_format.fields import Json
 from mlcbuild_runtime import Engine
+from mlcbuild_runtime.chat.chat_model import AnswerPart
 from mlcbuild_runtime.chat.local_model import BASE_TOKENS, LocalModel
+from mlcbuild_runtime.chat.server_model import ServerModel
+from mlcbuild_runtime.executor import loading
 
-from . import shared
+from . import parrot, shared
+from .test_reasoning import TEMPLATE
 from .test_server import with_template
 
 PROGRAM = "import sys; from mlcbuild_runtime.chat import chat; sys.exit(chat(sys.argv[1]))"
@@ -49,6 +54,10 @@ def test_a_conversation_by_pipe(tiny_bundle: Path) -> None:
     assert result.stderr == ""
 
 
+def text(parts: Iterable[AnswerPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
 def test_a_model_without_chat_template_continues_text(toy_copy: Path) -> None:
     with_template(toy_copy, None)
     message: Json = {"role": "user", "content": "once"}
@@ -58,15 +67,37 @@ def test_a_model_without_chat_template_continues_text(toy_copy: Path) -> None:
         more = engine.completions.create(prompt=f"once\n{expected}\nmore", **settings).choices[0].text
     with LocalModel(toy_copy) as model:
         assert "it continues your text" in model.greeting
-        assert "".join(model.answer([message], settings)) == expected
+        assert text(model.answer([message], settings)) == expected
         listed: list[Json] = [
             message,
             {"role": "assistant", "content": expected},
             {"role": "user", "content": "more"},
         ]
-        assert "".join(model.answer(listed, settings)) == more
-        assert "".join(model.answer([message], {"ignore_eos": True}))
+        assert text(model.answer(listed, settings)) == more
+        assert text(model.answer([message], {"ignore_eos": True}))
         assert 0 < model.speed.answer_tokens <= BASE_TOKENS, "a base model may never end by itself"
+
+
+def test_reasoning_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a bundle in this process and a server of it tell reasoning from the answer, also where the
+    answer is bound to a form and where it ends early."""
+    monkeypatch.setitem(loading.LOADERS, "numpy", "tests.runtime.parrot:load")
+    parrot.write(tmp_path / "bundle", TEMPLATE)
+    message: Json = {"role": "user", "content": parrot.say("<think>\nHm.\n</think>\n\nFour.")}
+    settings: dict[str, Json] = {"temperature": 0}
+    with (
+        LocalModel(tmp_path / "bundle") as bundle,
+        parrot.serving(tmp_path / "bundle") as server,
+        ServerModel.connect(server.url) as remote,
+    ):
+        for model in (bundle, remote):
+            parts = list(model.answer([message], settings))
+            assert text(part for part in parts if part.is_reasoning) == "Hm."
+            assert text(part for part in parts if not part.is_reasoning) == "Four."
+            bound = list(model.answer([message], {**settings, "guided_regex": "Fo[a-z]+[.]"}))
+            assert text(part for part in bound if not part.is_reasoning) == "Four."
+            cut = list(model.answer([message], {**settings, "max_tokens": 9}))
+            assert {part.is_reasoning for part in cut if part.text} == {True}
 
 
 def test_commands(toy_bundle: Path) -> None:

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from mlcbuild_format.errors import EngineError, RequestError
 from mlcbuild_format.fields import Json
-from mlcbuild_runtime.chat.chat_model import Speed
+from mlcbuild_runtime.chat.chat_model import AnswerPart, Speed
 from mlcbuild_runtime.chat.chat_options import ChatOptions
-from mlcbuild_runtime.chat.conversation import COMMANDS, HELP, Conversation, converse
+from mlcbuild_runtime.chat.conversation import COMMANDS, HELP, UNANSWERED, Conversation, converse
 from mlcbuild_runtime.chat.rendering import plain_printer
 
 
 class Scripted:
-    """A model that answers with the number of messages, in two pieces; a message "fail" raises an error, and
-    "stop" the KeyboardInterrupt of Ctrl-C after the first piece."""
+    """A model that answers with the number of messages, in two parts; a message "fail" raises an error,
+    "stop" the KeyboardInterrupt of Ctrl-C after the first part, and "think" gives reasoning without an
+    answer."""
 
     name, greeting = "scripted", "it counts"
 
@@ -32,15 +33,18 @@ class Scripted:
         if "colour" in settings:
             raise RequestError("unknown field 'colour'")
 
-    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
+    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
         self.requests.append((messages, dict(settings)))
         last: Any = messages[-1]
         if last["content"] == "fail":
             raise EngineError("it has failed")
-        yield f"{len(messages)} "
+        yield AnswerPart("it counts them", is_reasoning=True)
+        if last["content"] == "think":
+            return
+        yield AnswerPart(f"{len(messages)} ")
         if last["content"] == "stop":
             raise KeyboardInterrupt
-        yield "messages"
+        yield AnswerPart("messages")
         self.speed = Speed(prompt_tokens=len(messages), answer_tokens=2)
 
     def metrics(self) -> Mapping[str, object]:
@@ -70,6 +74,13 @@ def test_an_answer_is_shown_and_remembered() -> None:
     ]
     assert model.requests[1][0] == [{"role": "system", "content": "s"}, *chat.history[:3]]
     assert chat.total_tokens == 4
+
+
+def test_reasoning_without_an_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    chat, _, out = conversation()
+    chat.answer("think")
+    assert capsys.readouterr().err == UNANSWERED and out.getvalue() == ""
+    assert chat.history[1] == {"role": "assistant", "content": ""}
 
 
 def test_a_message_that_fails_is_not_remembered() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from mlcbuild_runtime.chat.rendering import markdown, plain_printer, split, visible
+from mlcbuild_runtime.chat.chat_model import AnswerPart
+from mlcbuild_runtime.chat.rendering import markdown, plain_printer, printer, split, visible
 from rich.console import Console
 
 
@@ -18,13 +19,45 @@ def test_control_characters_are_shown() -> None:
 def test_plain_answers_end_with_a_line_break(escape: bool, text: str) -> None:
     out = io.StringIO()
     with plain_printer(out, escape)() as show:
-        show("a")
-        show("\x1b")
+        show(AnswerPart("a"))
+        show(AnswerPart("\x1b"))
     assert out.getvalue() == text
     empty = io.StringIO()
     with plain_printer(empty, escape)():
         pass
     assert empty.getvalue() == ""
+
+
+REASONED = [
+    AnswerPart(" two", True),
+    AnswerPart(" and\n\nthree", True),
+    AnswerPart("**five**"),
+    AnswerPart("!"),
+]
+
+
+@pytest.mark.parametrize(
+    ("escape", "text"),
+    [(True, "[reasoning]  two and\n\nthree\n[answer] **five**!\n"), (False, "**five**!\n")],
+)
+def test_reasoning_is_shown_apart_on_a_terminal_only(escape: bool, text: str) -> None:
+    out = io.StringIO()
+    with plain_printer(out, escape)() as show:
+        for part in REASONED:
+            show(part)
+    assert out.getvalue() == text
+
+
+def test_reasoning_is_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    with printer(out)() as show:
+        for part in REASONED:
+            show(part)
+    text = out.getvalue()
+    assert "\x1b[2mtwo and\x1b[0m" in text and "\x1b[2mthree\x1b[0m" in text
+    assert "\x1b[1mfive\x1b[0m!" in text
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ def sending(answer: bytes, more: bytes = b"") -> Iterator[str]:
                     client.sendall(answer)
                     while more:
                         client.sendall(more)
+                    client.shutdown(socket.SHUT_WR)
+                    while client.recv(1 << 16):  # The rest of the request: closing before it resets.
+                        pass
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=work, daemon=True)
@@ -44,7 +47,23 @@ def sending(answer: bytes, more: bytes = b"") -> Iterator[str]:
 
 def answered(url: str) -> str:
     with ServerModel.connect(url, name="m") as model:
-        return "".join(model.answer([{"role": "user", "content": "a"}], {}))
+        parts = model.answer([{"role": "user", "content": "a"}], {})
+        return "".join(f"({part.text})" if part.is_reasoning else part.text for part in parts)
+
+
+def test_reasoning_is_told_apart() -> None:
+    """Checks both names of the field with reasoning; a server that sends both sends the same text twice."""
+    deltas: list[dict[str, object]] = [
+        {"reasoning_content": "a"},
+        {"reasoning": "b", "reasoning_content": "b"},
+        {"reasoning": "c"},
+        {"content": "d", "reasoning_content": None},
+        {"content": None},
+        {"reasoning": 1},
+    ]
+    events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+    with sending(OK + "".join(f"data: {text}\n\n" for text in events).encode()) as url:
+        assert answered(url) == "(a)(b)(c)d"
 
 
 def test_a_stream_is_read_to_its_end() -> None:

@@ -14,6 +14,14 @@ library returns several tokens together, so the rate of a few tokens would mean 
 
 
 @dataclass(frozen=True)
+class AnswerPart:
+    """The next part of an answer: some of its text, or some of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+@dataclass(frozen=True)
 class Speed:
     """The speed of one answer. Times are seconds that the engine computed; the delivery of tokens does not
     count."""
@@ -74,9 +82,9 @@ class ChatModel(Protocol):
         """Raises RequestError for settings, or messages, that the model refuses, as far as this can be
         checked without computing an answer."""
 
-    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
-        """Yields the answer to a list of chat messages as consecutive pieces of text; closing the generator
-        ends the answer. settings: fields of the request. Raises ServingError if the model cannot answer."""
+    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
+        """Yields the answer to a list of chat messages in consecutive parts; closing the generator ends the
+        answer. settings: fields of the request. Raises ServingError if the model cannot answer."""
 
     def metrics(self) -> Mapping[str, object]:
         """Returns the counts of the model's engine since its start: name -> value. Raises ServingError if the

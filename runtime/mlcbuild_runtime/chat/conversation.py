@@ -13,7 +13,7 @@ from typing import TextIO
 from mlcbuild_format.errors import RequestError, ServingError
 from mlcbuild_format.fields import Json
 
-from mlcbuild_runtime.chat.chat_model import ChatModel, Speed
+from mlcbuild_runtime.chat.chat_model import AnswerPart, ChatModel, Speed
 from mlcbuild_runtime.chat.chat_options import ChatOptions
 from mlcbuild_runtime.chat.line_input import messages, piped, typed
 from mlcbuild_runtime.chat.rendering import Printer, plain_printer, printer
@@ -32,6 +32,7 @@ Ctrl-C interrupts an answer."""
 COMMANDS = ("/help", "/set", "/stats", "/metrics", "/regen", "/save", "/reset", "/clear", "/exit", "/quit")
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "system")
 """Names of the settings that Tab completes; the command `/set` also accepts other fields of a request."""
+UNANSWERED = "the answer ended while the model was reasoning: set a larger max_tokens\n"
 FIXED = (
     *("messages", "model", "stream", "stream_options"),
     *("logprobs", "top_logprobs", "n", "tools", "tool_choice"),
@@ -59,24 +60,27 @@ class Conversation:
         head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
         return head + listed
 
-    def answer(self, text: str) -> None:
+    def answer(self, message: str) -> None:
         """Sends the user's message to the model, prints the answer as it arrives, and adds both to the chat.
-        Raises ServingError if the model cannot answer."""
-        asked: list[Json] = [*self.history, {"role": "user", "content": text}]
-        texts: list[str] = []
-        pieces = self.model.answer(self._with_system(asked), self.settings)
+        The reasoning before the answer is only printed. Raises ServingError if the model cannot answer."""
+        asked: list[Json] = [*self.history, {"role": "user", "content": message}]
+        parts: list[AnswerPart] = []
+        answer = self.model.answer(self._with_system(asked), self.settings)
         try:
-            with contextlib.closing(pieces), self.printer() as show:
-                for piece in pieces:
-                    texts.append(piece)
-                    show(piece)
+            with contextlib.closing(answer), self.printer() as show:
+                for part in answer:
+                    parts.append(part)
+                    show(part)
+            if {part.is_reasoning for part in parts if part.text.strip()} == {True}:
+                sys.stderr.write(UNANSWERED)
         except KeyboardInterrupt:
             if not self.terminal:
                 raise
             self.out.write("(interrupted)\n")
             self.out.flush()
         self.total_tokens += self.model.speed.answer_tokens
-        self.history = [*asked, {"role": "assistant", "content": "".join(texts)}]
+        text = "".join(part.text for part in parts if not part.is_reasoning)
+        self.history = [*asked, {"role": "assistant", "content": text}]
 
     def command(self, line: str) -> bool:
         """Executes a command of the chat, a line that begins with a slash. Returns False if the chat should

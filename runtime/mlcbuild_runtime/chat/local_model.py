@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
@@ -11,11 +11,11 @@ from typing import Self
 from mlcbuild_format.fields import Json
 
 from mlcbuild_runtime import untrusted
-from mlcbuild_runtime.chat.chat_model import Speed
+from mlcbuild_runtime.chat.chat_model import AnswerPart, Speed
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
-from mlcbuild_runtime.engine.request import Event, Request
-from mlcbuild_runtime.openai import api
+from mlcbuild_runtime.engine.request import Event
+from mlcbuild_runtime.openai import api, service
 
 PATIENCE = 0.5
 """Seconds after which a wait for the model is repeated, so that a signal that arrives just before the wait is
@@ -46,13 +46,12 @@ class LocalModel:
         return self._engine.manifest.name
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
-        self._call(messages, settings)
-
-    def _call(self, messages: list[Json], settings: Mapping[str, Json]) -> api.ChatCall:
-        """Returns the engine's request for an answer to a chat, checked by the rules of the HTTP API. Raises
-        RequestError for settings that the API refuses.
-        """
-        return api.chat_call({**settings, "messages": messages}, self._engine.manifest.serving)
+        """Raises RequestError for settings, or messages, that the HTTP API refuses for this model."""
+        serving = self._engine.manifest.serving
+        if self._is_chat:
+            api.chat_call({**settings, "messages": messages}, serving)
+        else:
+            api.completion_call({**settings, "prompt": _text(messages)}, serving)
 
     @property
     def greeting(self) -> str:
@@ -64,39 +63,26 @@ class LocalModel:
     def _is_chat(self) -> bool:
         return bool(self._engine.tokenizer.template.source)
 
-    def _prompt(self, call: api.ChatCall) -> list[int]:
-        """Returns the tokens of a chat's prompt; for a base model, which has no chat template, the tokens of
-        all texts in order. Raises RequestError for a prompt that is too long, or that the chat template
-        refuses."""
+    def _job(self, messages: list[Json], settings: Mapping[str, Json]) -> service.CompletionJob:
+        """Returns the engine's request for an answer to a chat, by the rules of the HTTP API; for a base
+        model, which has no chat template, for a continuation of all texts in order. Raises RequestError for
+        settings that the API refuses, and for a prompt that is too long or that the chat template refuses."""
         if self._is_chat:
-            return self._engine.tokenizer.chat(call.messages, call.template_options)
-        text = "\n".join(str(message.get("content") or "") for message in call.messages)
-        return self._engine.tokenizer.encode(text, self._engine.longest_text)
+            return service.chat(self._engine, {**settings, "messages": messages})
+        job = service.completion(self._engine, {**settings, "prompt": _text(messages)})
+        if settings.get("max_tokens"):
+            return job
+        (request,) = job.requests
+        room = self._engine.manifest.limits.context_window - len(request.prompt)
+        return replace(job, requests=(replace(request, max_tokens=max(1, min(BASE_TOKENS, room))),))
 
-    def _base_tokens(self, size: int) -> int:
-        """Returns the maximum length, in tokens, of a base model's continuation of a text if the user has set
-        none: base models rarely end a text. size: number of tokens of the prompt.
-        """
-        return max(1, min(BASE_TOKENS, self._engine.manifest.limits.context_window - size))
-
-    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
-        call = self._call(messages, settings)
-        prompt = self._prompt(call)
-        options = call.options
-        grammar = options.constraint
-        is_chat = self._is_chat
-        constraint = None if grammar is None else self._engine.grammars.compiled(grammar, message=is_chat)
-        request = Request(
-            tuple(prompt),
-            options.max_tokens if is_chat else options.max_tokens or self._base_tokens(len(prompt)),
-            options.sampling,
-            options.stop,
-            message=is_chat,
-            constraint=constraint,
-        )
+    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
+        job = self._job(messages, settings)
+        (request,), (prompt,) = job.requests, job.reply.prompts
+        reader = None if prompt.reader is None else prompt.reader()
         events: SimpleQueue[Event] = SimpleQueue()
         ticket = self._engine.submit(request, events.put)
-        self.speed = Speed(len(prompt))
+        self.speed = Speed(len(request.prompt))
         try:
             while True:
                 try:
@@ -105,8 +91,12 @@ class LocalModel:
                     continue
                 if event.error is not None:
                     raise event.error
-                self.speed = _speed(len(prompt), event)
-                yield event.text
+                self.speed = _speed(len(request.prompt), event)
+                if reader is None:
+                    yield AnswerPart(event.text)
+                else:
+                    for piece in reader.read(event.text, event.last):
+                        yield AnswerPart(piece.text, piece.kind == "reasoning")
                 if event.last:
                     return
         finally:
@@ -114,6 +104,11 @@ class LocalModel:
 
     def metrics(self) -> Mapping[str, object]:
         return {name: value for name, value in asdict(self._engine.state()).items() if name != "alive"}
+
+
+def _text(messages: list[Json]) -> str:
+    """Returns the texts of a chat's messages as the prompt of a base model, a line each."""
+    return "\n".join(str(message.get("content") or "") for message in messages if isinstance(message, dict))
 
 
 def _speed(prompt_tokens: int, event: Event) -> Speed:

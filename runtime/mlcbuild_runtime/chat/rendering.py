@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from mlcbuild_runtime.chat.chat_model import AnswerPart
+
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.markdown import Markdown
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -19,11 +21,11 @@ _PERIOD = 0.1
 _LINES = 4
 """Number of rows of the terminal that stay free below the part of an answer that is still redrawn."""
 
-Show = Callable[[str], None]
-"""Function that shows the next piece of an answer's text; the piece, a str, is its argument."""
+Show = Callable[[AnswerPart], None]
+"""Function that shows the next part of an answer, its argument."""
 Printer = Callable[[], AbstractContextManager[Show]]
 """Function that returns a context manager for showing one answer; it yields a function that shows the next
-piece of text, a str, of the answer."""
+part of the answer, an AnswerPart."""
 
 
 def visible(text: str) -> str:
@@ -33,23 +35,30 @@ def visible(text: str) -> str:
 
 
 def plain_printer(out: TextIO, escape: bool) -> Printer:
-    """Returns a printer that writes the answers of a chat as plain text. escape: True if control characters
-    are replaced by visible escapes."""
+    """Returns a printer that writes the answers of a chat as plain text. escape: True for a terminal, where
+    control characters are replaced by visible escapes, and the reasoning before an answer is written, too.
+    """
 
     @contextmanager
     def show_answer() -> Iterator[Show]:
-        is_empty = True
+        last: AnswerPart | None = None
 
-        def show(piece: str) -> None:
-            nonlocal is_empty
-            is_empty = False
-            out.write(visible(piece) if escape else piece)
+        def show(part: AnswerPart) -> None:
+            nonlocal last
+            if part.is_reasoning and not escape:
+                return
+            if part.is_reasoning and last is None:
+                out.write("[reasoning] ")
+            elif last is not None and last.is_reasoning and not part.is_reasoning:
+                out.write("\n[answer] ")
+            last = part
+            out.write(visible(part.text) if escape else part.text)
             out.flush()
 
         try:
             yield show
         finally:
-            out.write("" if is_empty else "\n")
+            out.write("" if last is None else "\n")
             out.flush()
 
     return show_answer
@@ -74,47 +83,62 @@ def printer(out: TextIO) -> Printer:
 @contextmanager
 def _markdown(console: Console) -> Iterator[Show]:
     """Yields a function that prints each block of Markdown when it is complete, and redraws the growing block
-    below.
+    below. Reasoning is shown as dim text.
 
     Only what fits the terminal can be redrawn, so a complete block is printed once and scrolls away.
     """
     from rich.live import Live
 
-    text, drawn = "", 0.0
+    block, drawn = AnswerPart(""), 0.0
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
 
-        def show(piece: str) -> None:
-            nonlocal text, drawn
-            complete, text = split(text + visible(piece))
-            if complete.strip():
-                live.console.print(markdown(complete))
+        def finish(complete: AnswerPart) -> None:
+            if complete.text.strip():
+                live.console.print(_rendered(complete))
                 live.console.print()
+
+        def show(part: AnswerPart) -> None:
+            nonlocal block, drawn
+            if part.is_reasoning != block.is_reasoning:
+                finish(block)
+                block = AnswerPart("", part.is_reasoning)
+            complete, rest = split(block.text + visible(part.text))
+            finish(AnswerPart(complete, part.is_reasoning))
+            block = AnswerPart(rest, part.is_reasoning)
             now = time.monotonic()
             if complete or now - drawn > _PERIOD:
-                live.update(_Tail(text), refresh=True)
+                live.update(_Tail(block), refresh=True)
                 drawn = now
 
         try:
             yield show
         finally:
             live.update("", refresh=True)
-            if text.strip():
-                live.console.print(markdown(text))
+            if block.text.strip():
+                live.console.print(_rendered(block))
 
 
 class _Tail:
-    """The unfinished end of the Markdown block that is being drawn: as many rows as fit the terminal."""
+    """The unfinished end of the block that is being drawn: as many rows as fit the terminal."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, block: AnswerPart) -> None:
+        self._block = block
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
 
-        rows = console.render_lines(markdown(self._text), options, pad=False)
+        rows = console.render_lines(_rendered(self._block), options, pad=False)
         for row in rows[-max(console.height - _LINES, 1) :]:
             yield from row
             yield Segment.line()
+
+
+def _rendered(block: AnswerPart) -> RenderableType:
+    """Returns a block of an answer in a form that rich can print: reasoning as dim text, the rest as
+    Markdown."""
+    from rich.text import Text
+
+    return Text(block.text.strip(), style="dim") if block.is_reasoning else markdown(block.text)
 
 
 def markdown(text: str) -> Markdown:

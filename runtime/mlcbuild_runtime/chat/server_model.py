@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from mlcbuild_format.errors import RequestError, ServingError, SetupError
 from mlcbuild_format.fields import Json
 
-from mlcbuild_runtime.chat.chat_model import Speed
+from mlcbuild_runtime.chat.chat_model import AnswerPart, Speed
 
 TIMEOUT = 600.0
 """Seconds without a byte after which a request to a server fails. A long prompt can take minutes."""
@@ -79,7 +79,7 @@ class ServerModel:
         """Accepts any settings of a chat, such as the temperature, without a check: the model's server checks
         them when a request is sent, and refuses invalid ones then."""
 
-    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
+    def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
         body: dict[str, Json] = {**settings, "model": self.name, "messages": messages, "stream": True}
         body["stream_options"] = {"include_usage": True}
         self.speed = Speed()
@@ -92,9 +92,9 @@ class ServerModel:
             except (OSError, HTTPException, ValueError) as error:
                 raise SetupError(f"{self.url}: the answer broke off: {_reason(error)}") from None
 
-    def _pieces(self, response: HTTPResponse) -> Generator[str, None, None]:
-        """Yields the texts of an answer in parts, as they arrive in a server's response, a stream of
-        server-sent events. Raises SetupError if the response is no such stream."""
+    def _pieces(self, response: HTTPResponse) -> Generator[AnswerPart, None, None]:
+        """Yields the reasoning and the text of an answer in parts, as they arrive in a server's response, a
+        stream of server-sent events. Raises SetupError if the response is no such stream."""
         has_event = False
         while line := response.readline(_LARGEST + 1):
             if len(line) > _LARGEST:
@@ -109,8 +109,8 @@ class ServerModel:
             match document := _parsed(data):
                 case {"error": error}:
                     raise RequestError(_message(error))
-                case {"choices": [{"delta": {"content": str(text)}}, *_]}:
-                    yield text.encode(errors="replace").decode()  # without unpaired surrogates
+                case {"choices": [{"delta": dict(delta)}, *_]}:
+                    yield from _parts(delta)
             self._count(document)
         if not has_event:
             raise SetupError(f"{self.url} answers without an event: is it an OpenAI-compatible server?")
@@ -187,6 +187,16 @@ class ServerModel:
         if response.status != 200:
             raise RequestError(f"{self.url} answers {response.status}: {_refusal(text)}")
         return response
+
+
+def _parts(delta: Mapping[str, Json]) -> Generator[AnswerPart, None, None]:
+    """Yields the parts of an answer in a delta, the change of the message that an event of a stream states.
+    Servers name the reasoning `reasoning_content` or `reasoning`, some of them both.
+    """
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+    for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
+        if isinstance(text, str) and text:
+            yield AnswerPart(text.encode(errors="replace").decode(), is_reasoning)  # no unpaired surrogates
 
 
 def _reason(error: Exception) -> str:
