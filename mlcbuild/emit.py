@@ -44,8 +44,9 @@ class Finished:
 
     @cached_property
     def sources(self) -> dict[str, dict[tuple[str, str], str]]:
-        """Returns name of a step -> {(source, path): BLAKE3 digest} for each local file that the step read.
-        The mapping is filled as steps are looked up."""
+        """Returns a cache of file digests, empty at first: name of a step -> {(name of a local source, path
+        of a file in it): BLAKE3 digest}, for each local file that the step read. Steps are added when their
+        provenance is written."""
         return {}
 
 

@@ -247,8 +247,9 @@ def _odd_space(text: str) -> tuple[int, str] | None:
 
 
 def _cuts_text(written: str, column: int) -> bool:
-    """Returns True if YAML probably ended an unquoted text early, because a brace or bracket stands in the
-    line `written` at the offset `column` of a syntax error, or is the last character before it."""
+    """Returns True if a YAML syntax error is probably due to a brace or bracket in an unquoted text, which
+    ends such a text early. `written` is the line of the error and `column` its offset there; the brace or
+    bracket must stand at this offset, or be the last character before it that is not a space."""
     brackets = ("{", "[", "}", "]")
     return written[column : column + 1] in brackets or written[:column].rstrip()[-1:] in brackets
 

@@ -45,8 +45,8 @@ class SchemaError:
     where: Where
     message: str
     on_key: bool = False
-    """True if the key of a mapping entry violates the schema, False if a value does: the entry's, or an item
-    of a list."""
+    """True if the key of a mapping entry violates the schema; False if a value does, which is that of an
+    entry or an item of a list."""
     is_misspelt: bool = False
     """True if a required key is absent because it is misspelt. No message is shown then: the one about the
     unknown key stands for both."""
@@ -302,8 +302,9 @@ def _purpose(rule: Schema, key: str) -> str:
 
 
 def _misspelt(value: Mapping[str, Data], rule: Schema) -> set[str | None]:
-    """Returns those keys of a JSON schema that unknown keys of the mapping `value` resemble, so are probably
-    meant. Only the first 20 unknown keys are compared; None in the set: one resembles no key."""
+    """Returns the keys of a JSON schema that are probably meant by unknown keys of the mapping `value`,
+    because they resemble them. The set also contains None if an unknown key resembles no key. Only the first
+    20 unknown keys are compared."""
     # The only rule with required keys and without properties is the `else` of targets.
     properties = cast(Schema, rule.get("properties") or _checker("target")[0]["properties"])
     unknown = islice((key for key in value if key not in properties), _COMPARED_KEYS)

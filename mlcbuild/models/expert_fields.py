@@ -28,11 +28,12 @@ def read_experts(
     size: str = "moe_intermediate_size",
     defaults: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Experts:
-    """Reads the experts of a model from its config.json: their number, the number that a token uses, and the
-    number of hidden units of one expert.
+    """Reads the experts of a model from fields of its config.json, and returns their description: their
+    number, the number that a token uses, and the number of hidden units of one expert.
 
-    router: rule by which experts are chosen. size: field with the number of hidden units. defaults: these
-    three numbers for absent fields; None: the field is required.
+    fields: the reader of config.json, which collects an error message for each missing or wrong field.
+    router: rule by which experts are chosen. size: name of the field with the number of hidden units.
+    defaults: these three numbers for absent fields, in the same order; None: the field is required.
     """
     fields.ignore(TRAINING)
     name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])

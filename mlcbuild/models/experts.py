@@ -80,8 +80,8 @@ class Experts:
     bias: bool = False
     """True if the matrices gate, up and down of each expert have biases."""
     clamp: Clamp | None = None
-    """The limits of gpt-oss's clamped gate, which then replaces the function `activation`; None: `activation`
-    is used."""
+    """The constants `limit` and `alpha` of gpt-oss's clamped gate, which then replaces the activation
+    function `activation` in the experts; None: the gate is not clamped, and `activation` is used."""
     shared_size: int = 0
     """Number of inner values (hidden units) of a feed-forward that every token uses beside its experts; 0:
     there is none.

@@ -117,7 +117,8 @@ class Common:
     count: int
     """Number of layers of the model."""
     model: ModelConfig
-    """The config of the model, without its layers yet. Its norm before the output matrix is `norm`."""
+    """The config of the model, complete except for its layers, which the model family adds. The norm between
+    its last layer and its output matrix is the one that `norm` describes."""
 
     def layer(self, **attention: Any) -> LayerSpec:
         """Returns a layer with a norm before attention and before the feed-forward. attention: name of a
@@ -154,7 +155,7 @@ class ConfigRules:
     num_attention_heads.
     """
     kv_heads_optional: bool = False
-    """True if num_key_value_heads may be absent and then equals num_attention_heads."""
+    """True if config.json may omit num_key_value_heads, which then equals num_attention_heads."""
     tied: bool = False
     """The value of tie_word_embeddings if config.json does not state it."""
     activation_field: str = "hidden_act"
@@ -285,7 +286,9 @@ def _reordered(
     family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
     """Returns the descriptions `pieces` of the checkpoint's tensors that hold an attention parameter, with
-    the ranges of rows that belong to it added, in the parameter's order. mixer: the layer's attention."""
+    the rows to read from each tensor and their order added. This concerns tensors that mix rows of query, key
+    and value, and heads whose rotary embedding pairs neighbouring rows; other descriptions are returned
+    unchanged. mixer: the layer's attention."""
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
     if is_qkv and family.tensors.fused_heads:

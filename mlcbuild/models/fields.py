@@ -151,8 +151,9 @@ class Fields:
         return values[value]
 
     def switches(self, name: str, default: Sequence[bool]) -> list[bool]:
-        """Returns a list of 0 and 1 in a field of config.json as booleans. The list must have as many entries
-        as `default`; if the field is absent, or wrong, which records a problem, `default` is returned."""
+        """Returns a field of config.json that holds a list of 0 and 1, as booleans. default: the result if
+        the field is absent or null. Any other value than a list of as many 0s and 1s as `default` has entries
+        adds an error message, and `default` is returned."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return [*default]
@@ -206,11 +207,11 @@ class Fields:
         self.ignore(name for name in self._values if name.startswith("_"))
 
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
-        """Records a problem for each field that was not read before and has another value than those in
-        `table`.
+        """Adds an error message for each field of config.json that no code has read yet and whose value would
+        change results in a way that the model family does not implement.
 
-        table: field name -> values with which the field does not change results. owner: the model family that
-        messages name.
+        table: field name -> values with which the field changes nothing; fields that it does not list are
+        ignored. owner: the model family that the messages name.
         """
         for name, allowed in table.items():
             if name in self._read or name not in self._values:
@@ -222,8 +223,9 @@ class Fields:
                 self.problem(name, f"{owner} supports only {alternatives}, found {show(value)}")
 
     def close(self, owner: str) -> None:
-        """Records a problem for each field that was not read, since it may change results. owner: the model
-        family or type of rotary embedding that messages name."""
+        """Adds an error message for each field of a JSON object such as config.json that no code has read,
+        since such a field may change results. After 50 messages, one more stands for all remaining fields.
+        owner: the model family or type of rotary embedding that the messages name."""
         unknown = sorted(set(self._values) - self._read)
         for name in unknown[:MOST_UNKNOWN]:
             close = did_you_mean(name, self._known)

@@ -114,9 +114,13 @@ class Mixture:
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
-        """Returns the input rows of the experts' second product, act(gate) * up, as (object that emits the
-        computation of a row, tensors that it reads). pair: float32 [n * chosen, 2 * size], for each chosen
-        expert the values of gate, then those of up; choices: numbers and weights of the chosen experts.
+        """Returns the input rows of the second matrix product of a mixture of experts, act(gate) * up, as a
+        pair: the object that emits the computation of a row inside the product's kernel, and the tensors that
+        it reads.
+
+        pair: float32 [n * chosen, 2 * size], for each chosen expert of each token the values of gate, then
+        those of up; choices: float32 [n, 2 * chosen], for each token the numbers of its chosen experts, then
+        their weights.
         """
         spec, isa, bias = self.spec, self.parts.isa, self.optional("mlp.experts.gate_up.bias")
         if not bias and spec.clamp is None:

@@ -126,9 +126,12 @@ class CpuOps(Parts):
         return workspace.workspace(limits, self.config.vocab_size, mod)
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns two mappings: use of a kernel -> the kernel's name, and use -> reason, only for kernels
-        that are slower than the processor allows. A use is attention, or a matrix's name, without the layer
-        where all layers have the same kernel.
+        """Returns two mappings: use of a kernel -> name of the kernel, and use -> reason why its kernel is
+        slower than the processor allows, for these uses only.
+
+        A use is a form of attention, such as "attention.prompt", or the name of a weight matrix. Without the
+        prefix `layers.N.`, a matrix name stands for all layers except those that are listed with the prefix
+        because they have another kernel.
         """
         form = "_int8" if self.cache.has_scales else ""
         chosen: dict[str, str] = {

@@ -305,9 +305,10 @@ class Parts:
         )
 
     def gated_fallback(self, first: Linear, second: Linear, bias: bool) -> str | None:
-        """Returns the reason why act(gate) * up of prompt rows is not packed although both products use AMX;
-        None if it is packed or AMX is not used. bias: True if gates have a bias.
-        """
+        """Returns the reason why a feed-forward's values act(gate) * up of prompt rows are stored as float32,
+        not packed in the tiles of AMX, although both of its matrix products use AMX. Returns None if they are
+        packed, or if a product does not use AMX. first, second: the two products; bias: True if the gates
+        have a bias."""
         if not (first.has_prompt_variant and second.has_prompt_variant) or (
             not bias and amx.Packed.fits(second.k)
         ):

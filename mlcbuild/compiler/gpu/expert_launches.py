@@ -144,10 +144,14 @@ class _Mixture:
         sizes: Mapping[str, Expression],
         buffers: Buffers,
     ) -> list[Launch]:
-        """Returns the kernel launches of a product with a stack of experts' matrices, one for each part of
-        the stack that a device can bind. make: function that builds the kernel; product: (name of the stack,
-        such as gate_up; fields of its ProductSpec; further arguments of `make`); sizes, buffers: scalars and
-        buffers that all of the launches receive.
+        """Returns the kernel launches that multiply rows with the matrices of their experts, which are stored
+        as one stack. If the stack is larger than a buffer that a device can bind, it is divided, with one
+        launch for each part.
+
+        make: function that builds the kernel; product: (name of the stack, such as gate_up; fields of its
+        ProductSpec by name; further arguments of `make`); sizes: name of a scalar in the kernel -> value;
+        buffers: name of a buffer in the kernel -> buffer of the program. All of the launches receive the same
+        sizes and buffers.
         """
         part, fields, more = product
         name, launches = f"{self._base}.experts.{part}.weight", []

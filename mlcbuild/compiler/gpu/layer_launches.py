@@ -30,9 +30,9 @@ class LayerHalf:
 
 
 def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the kernel launches of the layer with the number `index`. rows: rows of x per workgroup for the
-    matrix-vector products of decoding; None: launches for prompts.
-    """
+    """Returns the kernel launches that compute one layer of the model, the one with the number `index`. rows:
+    how many rows of activations one workgroup multiplies in the matrix-vector products of decoding; None:
+    launches for prompts."""
     mixer = LayerHalf(*attention_launches(build, index, layer, rows))
     feed_forward = _feed_forward(build, index, layer, rows)
     if layer.residual == "sequential":

@@ -21,7 +21,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc, Shuffle, Var
 
 Value = Any
-"""A TensorIR expression or buffer, for which no type information exists."""
+"""Type alias for a TensorIR expression or buffer. TVM publishes no types for them, so type checkers accept
+any value."""
 WORKGROUP = 64
 """Number of threads in a workgroup of most kernels: two warps of NVIDIA's, one wave of AMD's."""
 ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4, "float16": 2}
@@ -46,9 +47,9 @@ class KernelBuilder:
     features: frozenset[str] = frozenset()
     """Names of the optional GPU device features that the kernel may use, such as subgroups."""
     optional: set[str] = field(default_factory=set)
-    """Names of the optional GPU device features for which `uses` was called: with them, the kernel would have
-    another text, and the program may hold one text for each set of them.
-    """
+    """Names of the optional GPU device features, such as subgroups, that the kernel's code checked for while
+    it was built. With such a feature the kernel has another source text, and the program may hold one text
+    for each set of features."""
     _sizes: dict[str, Var] = field(default_factory=dict)
 
     def uses(self, feature: str) -> bool:

@@ -11,11 +11,13 @@ from tvm.tirx import BufferStore, PrimFunc, SeqStmt
 
 
 def ordered_shapes(mod: IRModule) -> IRModule:
-    """Sorts the stores of dimensions in each function that TVM generated to compute shapes by their index in
-    the shape heap; returns `mod`, changed in place. It runs after TVM's pass VMShapeLower.
+    """Brings the statements in TVM's generated shape functions into a fixed order, and returns `mod`, changed
+    in place. Such a function computes tensor dimensions and stores them in the shape heap, an array of the
+    virtual machine; its stores are sorted by the index in this array. It runs after TVM's pass VMShapeLower,
+    which generates the functions.
 
-    The order of stores does not matter: such a function reads only dimensions that were stored before its
-    call.
+    The order of stores does not change results: a shape function reads only dimensions that were stored
+    before its call.
     """
     for name, function in mod.functions.items():
         if isinstance(function, PrimFunc) and _computes_shapes(function):

@@ -27,10 +27,10 @@ from mlcbuild.models.layers import layer_parameters
 from mlcbuild.quant import StoredTensor
 
 BATCH_AND_FORKS = (*abi.BATCH, abi.FORKS)
-"""Descriptions (name, dtype, dimensions) of the arguments that describe the batch of a step, such as
-positions and page table, then of `forks`, int32 [f, 3]: copies of KV cache pages, (source page, destination
-page, tokens). The private functions of layers take them, too.
-"""
+"""Descriptions (name, dtype, dimensions) of arguments of a compiled library's functions. First come those
+that describe the batch of a step, such as positions and page table; the last is `forks`, int32 [f, 3], in
+which each row requests a copy within the KV cache: (source page, destination page, number of tokens). The
+private functions of layers have the same arguments."""
 
 
 @dataclass(frozen=True)

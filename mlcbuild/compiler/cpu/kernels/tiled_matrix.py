@@ -127,9 +127,8 @@ class TiledMatrix:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the number of bytes that the codes of a tile of 16 weight rows take in one group of 32
-        columns.
-        """
+        """Returns the number of bytes that the codes (quantized weights) of 16 rows and 32 columns take: one
+        tile of rows in one group of columns."""
         return GROUP * TILE_ROWS * self.bits // 8
 
     @property

@@ -211,9 +211,9 @@ class _Head:
         barrier()
 
     def _statistics(self, vector: Value) -> tuple[Value | None, Value]:
-        """Emits the statistics of a query or key, over one head or over all heads of its kind, and returns
-        (mean, or None if the norm does not subtract it; 1 / sqrt(mean square + eps)).
-        """
+        """Emits code that computes the statistics by which a query or key is normalized, over one head or
+        over all query or key heads of a token. Returns two expressions: the mean, or None if the norm does
+        not subtract it, and 1 / sqrt(mean square + eps)."""
         norm, cache, dim = self._spec.norm, self._cache, self._cache.head_dim
         assert norm is not None
         if self._spec.span != "heads":

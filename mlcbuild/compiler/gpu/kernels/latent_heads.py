@@ -1,7 +1,7 @@
 """Emits GPU kernels of latent attention (MLA): the cached row of a token, the two parts of queries, and the
 product of each head's vector with that head's matrix.
 
-The vector of a head has the number row * heads + head.
+Vectors of heads are numbered token by token: that of head h in row r has the index r * heads + h.
 """
 
 from __future__ import annotations

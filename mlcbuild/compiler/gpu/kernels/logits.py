@@ -35,8 +35,8 @@ PART = 4096
 """Number of consecutive logits of a row that one workgroup searches for the largest."""
 CANDIDATES = 64
 _NAN = 0x7F800000
-"""The bits of float32 infinity as an integer. Logits are compared as integers of the same order; that of NaN
-is above this number."""
+"""The bits of float32 infinity, as an integer. Logits are compared by integer keys that have the same order;
+only the keys of NaN are greater than this number."""
 _SMALLEST = -(1 << 31) + 1
 
 

@@ -86,9 +86,9 @@ class NormVectors:
         )
 
     def scaled(self, value: Value, index: Value) -> Value:
-        """Returns value * weight + bias of the column `index`; `value` has been centred and divided by the
-        row's root mean square.
-        """
+        """Returns an expression for value * weight + bias, with the norm's weight and bias for the column
+        `index`; a missing one is left out. value: a number of a row that is already divided by the row's root
+        mean square, after subtraction of the mean if the norm is a LayerNorm."""
         factor = self.factor(index)
         value = value if factor is None else value * factor
         return value if self.bias is None else value + self.bias[index]

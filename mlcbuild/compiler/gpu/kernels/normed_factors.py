@@ -209,10 +209,14 @@ class Factors:
     def chunk(
         self, row: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
     ) -> list[Value]:
-        """Returns the four float32 values in columns 4 * column to 4 * column + 3 of a row of x, multiplied
-        by the norm's weights. LayerNorm is applied completely; with RMSNorm the factor 1 / root mean square
-        is left to the product's results. row: position of the row among the rows that the workgroup
-        multiplies; norm: (weight, bias) for each of the four columns, or None for no norm.
+        """Emits reads of four float32 values of a row of x, the left factor of a matrix product, with the
+        weights and biases of a norm applied, and returns them. The values are in the columns 4 * column to 4
+        * column + 3.
+
+        LayerNorm is applied completely. With RMSNorm the factor 1 / root mean square of the row is still
+        missing: the product's finished sums are multiplied by it. row: position of the row among the rows
+        that the workgroup multiplies; norm: (weight, bias) for each of the four columns, None for one that
+        the norm lacks; None instead of the list: no norm.
         """
         values = self.block.chunk(row, column)
         if norm is None or self.norm is None:

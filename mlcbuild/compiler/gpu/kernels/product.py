@@ -347,9 +347,10 @@ def finish(
     target: Outputs,
     at: tuple[GemvShape, Value],
 ) -> None:
-    """Emits the sum over the threads that share a row of W, for each output, and stores the outputs. sums:
-    the thread's sums; norm: the RMSNorm whose factor is applied to sums, or None; target: rows and columns of
-    y that are stored, as index expressions (`Outputs`); at: (shape of the GEMV, index of the thread).
+    """Emits code that ends a matrix-vector product y = x W^T: it adds up the partial sums of the threads that
+    share a row of W, and stores the results in y. sums: partial sums of the running thread, an array in
+    registers; norm: the RMSNorm of x whose factor the sums still lack, or None; target: rows and columns of y
+    that are stored, as index expressions; at: (division of the product among threads, index of the thread).
     """
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]

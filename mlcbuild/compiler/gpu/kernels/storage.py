@@ -19,7 +19,8 @@ from mlcbuild.quant.format import load_format
 from mlcbuild.quant.groups import GROUP, low_bits, row_words
 
 CHUNK = 4
-"""Number of columns in a chunk: a vector of four values, the widest load that all targets have."""
+"""Number of consecutive columns of a matrix row that a GPU kernel reads at a time, as one vector: four
+values, the widest load that all GPU targets have."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +293,9 @@ class StoredMatrix:
 
 
 def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
-    """Returns one code in a word. shift: bit at which the codes begin; place: index of the code, counted from
-    there; width: number of bits of a code.
-    """
+    """Returns an expression for one code (quantized weight) of several that a 32-bit word holds. shift: bit
+    of the word at which the codes begin; place: index of the code, counted from that bit; width: bits per
+    code."""
     first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
     return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
 
