@@ -47,7 +47,9 @@ _WORDS: Mapping[str, bool | None] = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 _CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-"""Characters that are neither text nor line breaks: U+0085, U+2028 and U+2029 end a line in YAML 1.1 only."""
+"""Matches a character that a YAML file may not contain: a control character other than tab and line break, a
+surrogate, a byte order mark or a noncharacter. U+0085, U+2028 and U+2029 are among them, because YAML 1.1
+reads them as line breaks and YAML 1.2 does not."""
 _ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
 _MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
 """Matches a character that is mistaken for a space where YAML requires one: before a key, after ':', or at a

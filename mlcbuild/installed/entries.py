@@ -45,9 +45,12 @@ class InstallOptions:
     scheme: str | None = None
     """Name of the quantization scheme to build with; None: a scheme that suits this machine is chosen."""
     note: Callable[[str], None] = lambda line: None
-    """Function that receives one line of text about each choice, such as that of the scheme."""
+    """Function that receives one line of text for each decision that mlcbuild makes for the user, such as the
+    choice of a quantization scheme."""
     watch: Callable[[], AbstractContextManager[Reporter]] | None = None
-    """Function that returns a context with the reporter of a build's events; None: no progress is shown."""
+    """Function without parameters that returns a context manager for the time of a build. The context manager
+    yields the function that receives each event of the build, to show progress. None: no progress is shown.
+    """
 
 
 @dataclass(frozen=True)

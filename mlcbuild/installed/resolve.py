@@ -80,9 +80,14 @@ def _installed(source: str, options: InstallOptions) -> Path:
 
 
 def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | None:
-    """Returns the complete bundle in the store that was made from `source` for this machine, with the scheme
-    that the user named or else any; None if there is none. words: triple, processor and features of this
-    machine, separated by spaces. Raises UsageError if a scheme is named for a downloaded bundle."""
+    """Returns the complete installed bundle that was made from `source`, an address or the path of a
+    checkpoint, for this machine; None if there is none. If the user named a quantization scheme, only a
+    bundle with this scheme counts; otherwise a downloaded one, or one whose scheme mlcbuild chose, is
+    preferred.
+
+    words: triple, processor and features of this machine, separated by spaces. Raises UsageError if a scheme
+    is named and the bundle was downloaded, since it has its own scheme.
+    """
     usable = [
         entry
         for entry in entries.read(options.root)

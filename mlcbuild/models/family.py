@@ -220,8 +220,9 @@ class Family:
     """True if checkpoints of the family may refer to code of their own (auto_map), because that code computes
     what transformers' implementation computes."""
     texts: tuple[Family, ...] = ()
-    """Families of the text model, if config.json describes it under `text_config` beside other models, such
-    as a vision tower. The first one applies to a `text_config` without a model_type."""
+    """The model families that may describe the text model of a config.json that holds it under `text_config`,
+    beside other models such as a vision tower. If `text_config` has no model_type, the first of them applies.
+    Empty for families whose config.json is that of a text model."""
 
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:

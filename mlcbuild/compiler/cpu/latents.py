@@ -103,10 +103,13 @@ class Latents:
         return self.product("attn.q_b", Fusion(normed), [first, *norm], out)
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """Emits, for each head, the product of its rows of x with its matrix of the parameter `name`, into
-        `out`, and returns `out`. The kernel of mixture-of-experts products computes it, with heads in place
-        of experts. source: describes how the kernel reads rows of x, float32 [n * heads, columns]; choices:
-        float32 [n, 2 * heads], in each row the numbers of all heads, then a weight of 1 for each head.
+        """Emits the product of each head's vectors with that head's own matrix into `out`, and returns `out`.
+        It calls the kernel that multiplies tokens with the matrices of their experts; here heads take the
+        place of experts.
+
+        name: the parameter that holds the matrices of all heads; x: float32 [n * heads, columns], the
+        vectors; source: describes how the kernel reads a row of x; choices: float32 [n, 2 * heads], in each
+        row the numbers of all heads, then a weight of 1 for each head.
         """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None

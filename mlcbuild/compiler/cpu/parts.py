@@ -237,10 +237,10 @@ class Parts:
         return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
-        """Returns the number of columns of the scratch tensor "pair", which later holds the feed-forward's
-        gate and up values, if attention can store its output for prompts there as AMX tiles; 0 if it cannot.
-        output: the matrix product (attention's output projection) that reads these tiles.
-        """
+        """Returns the number of columns of the scratch tensor "pair" if attention can store its output for
+        prompts in this tensor, as tiles for AMX; 0 if it cannot. Later in the layer the tensor holds the
+        feed-forward's gate and up values. output: the matrix product that reads the tiles, attention's output
+        projection."""
         columns = self.pair_columns(spec.feed_forward)
         able = (
             self.attending(spec.mixer).has_prompt_variant
@@ -272,9 +272,9 @@ class Parts:
         return _into(func, [delta, *bias, *post], x)
 
     def normed(self, spec: Norm, width: int, weights: Sequence[Tensor]) -> Normed:
-        """Returns the description of a matrix product's input that the product's kernel computes itself: the
-        norm of rows of `width` float32 values. weights: the stored tensors of the norm.
-        """
+        """Returns an object with which the kernel of a matrix product computes the rows that it multiplies:
+        the norm of rows of `width` float32 values. spec: description of the norm; weights: its stored
+        tensors."""
         return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
@@ -284,16 +284,16 @@ class Parts:
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
-        """Returns the description of a matrix product's input that the product's kernel computes itself:
-        act(gate) * up, from rows of gate and up values. packed: True if the input already holds these
-        products, packed for AMX.
-        """
+        """Returns an object with which the kernel of a matrix product computes the rows that it multiplies:
+        act(gate) * up, from rows that hold the values of gate, then those of up. bias: stored tensors of the
+        bias of gate and up, empty if there is none; packed: True if the input already holds act(gate) * up,
+        packed in the tiles of AMX."""
         return Gated(self.gate(spec), _dtype(bias), packed)
 
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
-        """Returns the description of a matrix product's input that the product's kernel computes itself:
-        act(up). scalars: the stored tensor of the activation's parameters, if it has any.
-        """
+        """Returns an object with which the kernel of a matrix product computes the rows that it multiplies:
+        act(up), in a feed-forward without gate. bias: stored tensors of the bias of up, empty if there is
+        none; scalars: the stored tensor of the activation's parameters, if it has any."""
         return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:

@@ -36,10 +36,12 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the number of bytes of the buffers that TVM's memory planner has put into a library's
-    functions: for each size of a buffer, the largest number that is in use at one time. The runtime calls a
-    function such as `step`; that calls `embed`, then `trunk`, which calls the layers one after the other, and
-    each function has buffers of its own.
+    """Returns the number of bytes of the intermediate buffers that TVM's memory planner has put into a
+    library's functions. For each size of a buffer, it counts the largest number of them in use at one time.
+
+    The runtime calls a function such as `step`; that calls `embed`, then `trunk`, which calls the layers one
+    after the other, and each function has buffers of its own. mod: the library's module after memory
+    planning.
     """
     planned = {
         str(name.name_hint): _blocks(function)

@@ -82,10 +82,10 @@ class Emitter:
     def _alternative(
         self, make: Make, arguments: tuple[object, ...], plain: Shader, features: frozenset[str]
     ) -> Alternative:
-        """Builds the kernel `plain` once more, with optional device features, adds its source text to the
-        program, and returns the Alternative, which holds the features, the file name and the bytes of shared
-        memory. make, arguments: the kernel's function and its arguments.
-        """
+        """Builds a kernel once more, so that it uses the optional GPU device features `features`, and adds
+        its source text to the program. Returns the Alternative, which holds the features, the name of the
+        text's file, and the bytes of shared memory that it uses. plain: the same kernel without these
+        features; make, arguments: the function that built it, and the function's arguments after the name."""
         with for_features(features):
             shader, text = lower(make(plain.entry.removesuffix("_kernel"), *arguments), self.dialect)
         assert replace(shader, shared_bytes=plain.shared_bytes) == plain, "hosts launch both alike"

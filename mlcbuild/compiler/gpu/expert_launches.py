@@ -112,9 +112,10 @@ class _Mixture:
         return first, second
 
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns two lists of kernel launches of the chosen experts for prompts: those that compute their
-        outputs, and the one that adds their weighted sum to the residual stream.
-        """
+        """Returns two lists of kernel launches for the experts of prompt tokens: those that compute the
+        outputs of the chosen experts, and a single one that adds up these outputs, times their weights. It
+        adds the sum to the residual stream or, if a norm follows the experts, stores it in the buffer
+        `delta`."""
         block, hidden = self._block, self._build.config.hidden_size
         sorted_sizes: dict[str, Expression] = {
             "choices": self._choices,

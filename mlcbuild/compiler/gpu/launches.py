@@ -187,11 +187,13 @@ class LaunchBuilder:
     def normed_product(
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
     ) -> list[Launch]:
-        """Returns the launches for out = norm(x) W^T of the residual stream x. In decoding, a sum that is
-        still to be added to x is added first, by the same kernel if possible. name: the matrix W; norm_name:
-        prefix of the norm's parameters; rows: rows of x per workgroup in decoding; None: for prompts, whose
-        norm(x) is in the buffer `normed` already; options: fields of the ProductSpec that describes the
-        product.
+        """Returns the kernel launches that compute norm(x) W^T, where x is the residual stream, into the
+        buffer `out`. In decoding, a sum whose addition to x was postponed is added first, by the same kernel
+        if possible.
+
+        name: name of the matrix W; norm_name: prefix of the names of the norm's parameters; rows: rows of x
+        per workgroup in decoding; None: launches for prompts, which read norm(x) from the buffer `normed`;
+        options: further fields of the ProductSpec, the description of the product.
         """
         _, norm, _ = self.normed_source(norm_name, layer, rows)
         spec, first = self.product(name, norm=norm, **options), list[Launch]()

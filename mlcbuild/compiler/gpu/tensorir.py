@@ -53,9 +53,9 @@ class KernelBuilder:
     _sizes: dict[str, Var] = field(default_factory=dict)
 
     def uses(self, feature: str) -> bool:
-        """Returns True if the kernel may use the optional GPU device feature `feature`. It also adds the
-        feature to `optional`, from which the emitter sees that another text of the kernel is worth building.
-        """
+        """Returns True if the kernel under construction may use the optional GPU device feature `feature`,
+        such as subgroups. The name is also added to the set `optional`, which records for which features it
+        is worth building the kernel once more."""
         self.optional.add(feature)
         return feature in self.features
 

@@ -46,7 +46,8 @@ class TiledMatrix:
 
     @property
     def zero(self) -> int:
-        """Returns the stored code that stands for the weight 0."""
+        """Returns the code, the stored integer, that stands for the weight 0 in the matrix's quantized
+        format."""
         return 1 << (self.bits - 1) if self.blocks is None else self.blocks.zero
 
     @property

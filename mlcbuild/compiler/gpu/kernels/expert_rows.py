@@ -64,10 +64,12 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
 
 
 def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
-    """Returns the kernel y[row] = the sum of weight * x[row * chosen + i] W^T over the row's experts, with
-    the matrix W of the i-th one: x is float32 [n * chosen, inputs], y [n, outputs]. It reads the experts'
-    numbers from `routes` and their weights from `shares`, both [n * chosen].
-    """
+    """Returns the kernel that multiplies rows with the matrices of their chosen experts and adds up the
+    results: y[row] = the sum over i of weight_i * x[row * chosen + i] W_i^T, where W_i is the matrix of the
+    row's i-th expert. The sum is multiplied by the constant `spec.scale`, and added to y if `spec.residual`
+    is True. x is float32 [n * chosen, inputs], y float32 [n, outputs]. The kernel reads the experts' numbers
+    from `routes` int32 [n * chosen], and their weights from `shares` float32 [n * chosen]; it leaves out
+    experts whose matrices the launch does not bind."""
     with kernel(name) as k:
         shape = GemvShape.of(k, spec, 1)
         n, choices = k.size("n"), k.size("choices")

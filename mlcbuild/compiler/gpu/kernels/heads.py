@@ -152,9 +152,9 @@ class _Head:
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
     ) -> None:
-        """Prepares code for one head of one row of the buffer `qkv` [rows, values of all heads]. at: (number
-        of the head: first queries, then keys, then values; index of the row; index of the thread).
-        """
+        """Initializes the object that emits code for one head of one row of the buffer `qkv` [rows, values of
+        all heads]. at: (number of the head, where query heads come first, then key heads, then value heads;
+        index of the row; index of the thread in the workgroup)."""
         self._k, self._cache, self._spec, self._qkv = k, cache, spec, qkv
         self._place, self._row, self._tx = at
         self.is_query = self._place < cache.heads

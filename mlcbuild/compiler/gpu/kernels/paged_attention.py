@@ -180,9 +180,8 @@ class _HeadGroup:
     workgroup computes.
     """
     sums: Value
-    """Weighted sums of values, in registers: for each query head that the workgroup computes, the dimensions
-    of this thread, which are every 64th.
-    """
+    """Array in registers with the weighted sums of the value vectors of attention so far. For each query head
+    that the workgroup computes, a thread holds every 64th dimension of the sum."""
     state: Value
     """Array in registers, two numbers for each query head that the workgroup computes: the maximum of the
     attention scores so far, and the sum of the weights exp(score - maximum).

@@ -29,9 +29,8 @@ QUERIES, KEYS = 32, 32
 """Number of query rows, and number of keys, in a tile of a prompt's attention."""
 _TILE_THREADS = 128
 _OWN = KEYS // 4
-"""Number of the 32 keys of a tile for which each of the four threads that share a query row is responsible.
-It is also the number of dimensions of the result that each of them computes of every 32.
-"""
+"""Number of the 32 keys of a tile that one thread handles: a quarter, because four threads share a query row.
+Of every 32 dimensions of attention's result, a thread computes as many."""
 _STRIDE = KEYS + 1
 """Number of columns of a tile in shared memory. It is odd, so that the numbers of a column lie in different
 banks.

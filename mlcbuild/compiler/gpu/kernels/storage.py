@@ -265,10 +265,10 @@ class StoredMatrix:
         high_shift: Value | int = 0,
         count: int = CHUNK,
     ) -> list[Value]:
-        """Returns `count` consecutive stored codes as float32 expressions, minus the code that represents the
-        weight 0. word, shift: word that holds their low bits, and bit at which they begin; high, high_shift:
-        the same for the bits above them, if there are any.
-        """
+        """Returns `count` consecutive weights of a quantized matrix as float32 expressions: stored codes
+        minus the code that represents the weight 0. The low bits of the codes are in the 32-bit word `word`,
+        from bit `shift` on. If the format stores the bits above them separately, these are in the word
+        `high`, from bit `high_shift` on; None: there are no such bits."""
         low, codes = low_bits(self.form.bits), []
         for place in range(count):
             code = _bits(word, shift, place, low)

@@ -119,9 +119,8 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
 
 
 def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Value:
-    """Returns the value of x that `read` returns for a column; 0 if the column is not below `columns`, the
-    number of columns of x.
-    """
+    """Returns the expression read(column), or 0 if `column` is not below `columns`, the number of columns of
+    x. read: function from a column to an element of a row of x; it is called for existing columns only."""
     if columns % DEPTH == 0:
         return read(column)
     column = bind(column)
