@@ -29,9 +29,9 @@ class Execution:
     not encrypted.
     """
     handle_signals: bool = False
-    """True if SIGINT and SIGTERM end the run, whose result then names the signal; only in the main thread.
-    Otherwise no handler is installed, and KeyboardInterrupt leaves `run` once its workers have ended.
-    """
+    """True if the signals SIGINT and SIGTERM end the run, whose result then names the signal; the run must
+    then be in the main thread. False if no signal handler is installed: a KeyboardInterrupt then ends the
+    run, and is raised once its workers have ended."""
 
 
 HERE = Execution()

@@ -27,9 +27,9 @@ class LibraryMemory:
     kv_cache: int
     """Bytes of the KV cache for max_batch sequences of context_window tokens each."""
     workspace: int
-    """Maximum bytes of the buffers between kernels, with the logits of max_batch rows, and of the scratch
-    buffers of a kernel on one thread. They are allocated once and kept.
-    """
+    """Maximum number of bytes that the library's calls allocate in addition to weights and KV cache: the
+    buffers between kernels, with logits for at most max_batch rows, and the scratch buffers of kernels on one
+    thread. The memory is allocated once and kept."""
 
 
 @dataclass(frozen=True)

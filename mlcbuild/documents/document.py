@@ -80,9 +80,8 @@ class Document:
     value, counted from 1.
     """
     keys: Mapping[Where, tuple[int, int]]
-    """Path of a value in a YAML document, the keys and list indices that lead to it -> (line, column),
-    counted from 1, of the key before it in its mapping.
-    """
+    """Path of a value in a YAML mapping, the keys and list indices that lead to it from the top of the
+    document -> (line, column), counted from 1, of the key to which the value belongs."""
     texts: Mapping[Where, str]
     """Path of a number or boolean in a YAML document, the keys and list indices that lead to it -> its text
     as it is written in the file.

@@ -78,7 +78,8 @@ class InstalledModel:
 
     @property
     def is_default(self) -> bool:
-        """Returns True if mlcbuild chose the scheme of this bundle, False if the user named it."""
+        """Returns True if mlcbuild chose the quantization scheme of this bundle, False if the user named it
+        or the bundle was downloaded."""
         return self.choice == "default"
 
     @property

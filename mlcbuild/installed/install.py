@@ -64,9 +64,12 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
 
 
 def _is_published(source: str) -> bool:
-    """Returns True if an address (oci:// or hf://) names a published bundle, False if it names a checkpoint
-    or `source` is a path. For hf:// the hub is queried. Raises UsageError if it holds neither or the address
-    is wrong, SourceError if the hub cannot be queried."""
+    """Returns True if `source` is the address (oci:// or hf://) of a published bundle, False if it is the
+    address of a checkpoint or a path. For an hf:// address the hub is queried.
+
+    Raises UsageError for a wrong address, or a repository on the hub that holds neither a bundle nor a
+    checkpoint, and SourceError if the hub cannot be queried.
+    """
     if "://" not in source:
         return False
     if source.startswith("oci://"):

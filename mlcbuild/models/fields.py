@@ -47,12 +47,12 @@ class Fields:
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
-        """Returns another Fields for this JSON object that reads it under the field names that all model
-        families share, and adds problems to this object's list. Two spellings of one field with different
-        values are a problem.
+        """Returns another reader of this JSON object, under the field names that all model families share.
+        Error messages of both readers are collected in one list. Two spellings of one field with different
+        values add an error message.
 
-        spellings: name that only one family uses -> shared name. defaults: shared name -> value of an absent
-        field.
+        spellings: field name that only one model family uses -> shared name. defaults: shared name -> value
+        of an absent field.
         """
         values: dict[str, object] = {}
         shown: dict[str, str] = {}
@@ -116,8 +116,8 @@ class Fields:
         return float(value)
 
     def maybe_integer(self, name: str, default: int | None) -> int | None:
-        """Returns the integer in a field, which must be at least 1; None if it is null, which turns a feature
-        off; `default` if the field is absent. Records a problem for any other value, and returns 1."""
+        """Returns the integer in a field of config.json, at least 1; None if the field is null, which turns a
+        feature off; `default` if it is absent. Any other value adds an error message, and 1 is returned."""
         if self.get(name) is ABSENT:
             return default
         return None if self.get(name) is None else self.integer(name)

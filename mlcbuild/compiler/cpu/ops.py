@@ -167,9 +167,9 @@ class CpuOps(Parts):
                 yield param.name, product.name, reason
 
     def _gated_fallback(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Returns the reason why the values act(gate) * up before the feed-forward's second matrix `name` are
-        not packed for AMX; None if they are, or if `name` is another matrix. shapes: parameter name -> shape.
-        """
+        """Returns the reason why the values act(gate) * up, the input of a feed-forward's second matrix, are
+        not packed in the tiles of AMX for prompts. Returns None if they are packed, if AMX is not used, or if
+        `name` is another matrix. name: name of a parameter; shapes: parameter name -> shape."""
         layer, _, rest = name.partition(".mlp.")
         if rest != "down.weight" or f"{layer}.mlp.gate_up.weight" not in shapes:
             return None

@@ -26,9 +26,9 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Number of tokens for which decoding attention uses one more workgroup per row and group of heads, up to 8:
-the keys in the context window, or in the layer's attention window if that is smaller, are divided among them.
-"""
+"""Number of tokens of context for which decoding attention uses one workgroup more, up to 8, for each row and
+group of heads. The workgroups divide the keys of the context window among them, or those of the layer's
+attention window if that is smaller."""
 _MAX_SPLITS = 8
 
 
@@ -86,8 +86,7 @@ def attention_launches(
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
     """Returns the kernel launches that compute attention's results from rotated queries and the KV cache.
-    rows: None for prompts; for decoding, whose kernels are others, any number.
-    """
+    rows: None for prompts; any number for decoding, which uses other kernels."""
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
     sinks = {} if spec.half_sinks is None else {"sinks": f"layers.{index}.attn.sinks"}
@@ -193,11 +192,10 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
 def _head_product(
     build: LaunchBuilder, name: str, rows: int | None, places: tuple[str, str], stride: int
 ) -> Launch:
-    """Returns the launch of a kernel that multiplies the vector of each head by the head's own matrix, all in
-    the parameter `name`. rows: rows of x per workgroup in decoding; None for prompts; places: (buffer to
-    read, buffer to write); stride: columns per head of the buffer to write, if they are more than the matrix
-    computes, else 0.
-    """
+    """Returns the launch of a kernel that multiplies the vector of each attention head by the head's own
+    matrix; the parameter `name` holds the matrices of all heads. rows: rows of x per workgroup in decoding;
+    None: a launch for prompts; places: (name of the buffer to read, name of the buffer to write); stride:
+    columns per head in the buffer to write, if they are more than the product computes, else 0."""
     count, (source, out) = build.params[name].count, places
     spec = build.product(name, stride=stride)
     make: Callable[..., Any] = latent_heads.head_gemm if rows is None else latent_heads.head_gemv

@@ -70,9 +70,8 @@ class CallSizes:
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Returns input name, such as tokens or positions -> its section, in int32 words, of the one buffer
-        that holds all inputs of a call of a GPU program.
-        """
+        """Returns input name, such as tokens or positions -> the input's section, which is its offset and
+        size in int32 words, in the one buffer that holds all inputs of a call of a GPU program."""
         sizes: dict[str, Expression] = {
             "count": 1,
             "tokens": "n",

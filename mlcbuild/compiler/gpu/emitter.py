@@ -99,18 +99,21 @@ class Emitter:
         return name
 
     def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
-        """Adds a function in several variants to the GPU program. variants: any key -> (name of a size -> its
-        maximum in a call, launches of kernels). A call uses the first variant whose maxima suffice."""
+        """Adds a function to the GPU program, with several variants. variants: a key of any kind -> (name of
+        a size -> its maximum in a call, launches of kernels). The keys are not used; a call runs the first
+        variant, in the mapping's order, whose maxima are large enough."""
         ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
         self.functions[name] = tuple(ordered)
 
     def launch(
         self, kernel: str, scalars: Mapping[str, Expression], buffers: Mapping[str, str | BoundBuffer]
     ) -> Launch:
-        """Returns a launch of the kernel with the name `kernel`. scalars: name in the kernel -> value;
-        buffers: name in the kernel -> name, or part, of a buffer of the program.
+        """Returns a launch of the kernel with the name `kernel`. scalars: name of a scalar in the kernel ->
+        value; names that the kernel lacks are ignored; buffers: name of a buffer in the kernel -> name of the
+        program's buffer to bind, or a part of it.
 
-        Raises CompileError if the names differ from those that the kernel declares.
+        Raises CompileError if a scalar is missing, or if the buffer names differ from those that the kernel
+        declares.
         """
         shader = self.shaders[kernel]
         names = {binding.name for binding in shader.bindings}

@@ -45,9 +45,9 @@ class ResidualStream:
 
 def can_add(pending: PendingSum, spec: ProductSpec) -> bool:
     """Returns True if the kernel of the matrix product `spec` can add `pending`, a postponed sum scale *
-    norm(delta), to the residual stream x while it reads x: only RMS norms are fused, and the kernel must not
-    bind more buffers than every device can.
-    """
+    norm(delta), to the residual stream x while it reads x. It cannot if the norm is a LayerNorm, if the
+    product ends with the activation xIELU or a gate for each row, or if the kernel would bind more buffers
+    than every device can."""
     norm = spec.norm
     if isinstance(pending.norm.norm, LayerNorm) or spec.activation == "xielu" or spec.row_gate:
         return False

@@ -92,9 +92,10 @@ return max(value, subgroupShuffleXor(value, select(0u, step, step < lanes)));
 fn lane_runs(lanes : u32, count : u32) -> i32 { return i32(max(count / lanes, 1u)); }
 fn lane_stride(lanes : u32, count : u32) -> i32 { return i32(min(lanes, count)); }
 """
-"""WGSL functions of reductions. lanes: number of threads in a subgroup; step: distance between the two
-threads that exchange values, which do so only within a subgroup.
-"""
+"""Source text of WGSL functions that compute sums and maxima over the threads of a subgroup, and the numbers
+by which those of several subgroups are combined. Their parameters: lanes is the number of threads in a
+subgroup; step is the distance between the two threads that exchange values, which do so only within a
+subgroup."""
 _PACKED = """
 fn packed(a : f32, b : f32, c : f32, d : f32) -> u32 {
 return pack4xI8(vec4<i32>(round(vec4<f32>(a, b, c, d))));

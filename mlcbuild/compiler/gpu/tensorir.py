@@ -127,7 +127,8 @@ _features: ContextVar[frozenset[str]] = ContextVar("features", default=frozenset
 
 @contextmanager
 def for_features(features: frozenset[str]) -> Iterator[None]:
-    """Lets kernels use optional features of a device, as a context manager; outside of it they use none."""
+    """Allows GPU kernels that are built inside a `with` block to use the optional device features `features`;
+    outside of such a block kernels use none. It is a context manager."""
     token = _features.set(features)
     try:
         yield

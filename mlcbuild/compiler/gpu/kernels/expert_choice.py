@@ -77,11 +77,10 @@ class _Choice:
             self._groups, self._kept = k.shared(spec.router.groups), k.shared(spec.count)
 
     def scored(self, logits: Value, correction: Value | None) -> None:
-        """Emits the choice of the experts with the largest scores, sigmoid or softmax of the logits, and
-        stores of their numbers in `routes` int32 [n, chosen], the best first, and of their weights in
-        `shares` float32 [n, chosen]. correction: buffer float32 [experts] that is added to scores for
-        choosing only, or None.
-        """
+        """Emits code that chooses the experts of a row by the largest scores, which are the sigmoid or
+        softmax of the logits. It writes their numbers to `routes` int32 [n, chosen], the best first, and
+        their weights to `shares` float32 [n, chosen]. logits: buffer with the router's logits; correction:
+        buffer float32 [experts] of numbers that are added to the scores for the choice only, or None."""
         spec, tx = self._spec, self._tx
         self._score(logits)
 
@@ -179,10 +178,9 @@ class _Choice:
         return self._kept
 
     def sparsemixer(self, logits: Value) -> None:
-        """Emits the choice of two experts by the sparsemixer rule of Phi-3.5-MoE, and stores of their numbers
-        in `routes` int32 [n, 2] and of their weights in `shares` float32 [n, 2], the best first. All threads
-        of the workgroup compute the same.
-        """
+        """Emits code that chooses two experts by the sparsemixer rule of Phi-3.5-MoE. It writes their numbers
+        to `routes` int32 [n, 2] and their weights to `shares` float32 [n, 2], the best first. All threads of
+        the workgroup compute the same."""
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
         covering(count, self._tx, WORKGROUP, lambda e: put(self._left, logits[row, e], e))
@@ -265,10 +263,9 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
 
 
 def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
-    """Emits two sums over all experts with a lower number than `expert`, the number of their choices and the
-    number of their tiles of up to 64 choices, and returns them as arrays of one element. counts: number of
-    choices of each expert.
-    """
+    """Emits code that computes two sums over all experts with a lower number than `expert`, and returns them
+    as arrays of one int32: the number of choices of these experts, and the number of tiles that they fill,
+    each with up to 64 choices of one expert. counts: array with the number of choices of each expert."""
     total, tiles = local(1, "int32"), local(1, "int32")
     put(total, T.int32(0), 0)
     put(tiles, T.int32(0), 0)

@@ -161,9 +161,9 @@ class _Head:
         self._is_value = self._place >= cache.heads + cache.kv_heads
 
     def read(self, column: Value) -> Value:
-        """Returns the value in one column of the row of queries, keys and values, clipped if the model clips
-        them and no norm comes first.
-        """
+        """Returns an expression for the value in the column `column` of the row that holds a token's queries,
+        keys and values. The value is clipped if the model clips queries, keys and values, unless it does so
+        only after a norm."""
         value = self._qkv[self._row, column]
         return bind(value if self._spec.clips_norms else self._clipped(value))
 

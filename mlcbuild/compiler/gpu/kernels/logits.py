@@ -169,9 +169,8 @@ class _Chosen:
 
     def consider(self, value: Value, token: Value) -> None:
         """Emits code that replaces the running thread's largest logit and its token if another logit is
-        larger. value: the other logit as an int32 key in the order of logits. A thread must pass tokens in
-        ascending order.
-        """
+        larger. value: the other logit, as an int32 key in the order of logits; token: its token. A thread
+        must consider tokens in ascending order, so that the lowest of several equal logits remains."""
         with when(value > self._best[0]):
             put(self._best, value, 0)
             put(self._best, token, 1)

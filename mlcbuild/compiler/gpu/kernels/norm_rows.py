@@ -51,7 +51,8 @@ class NormSpec:
 
     @property
     def is_centred(self) -> bool:
-        """Returns True if the mean of a row is subtracted before scaling."""
+        """Returns True if the norm subtracts the mean of a row before it scales the row, as LayerNorm does.
+        """
         return isinstance(self.norm, LayerNorm)
 
 

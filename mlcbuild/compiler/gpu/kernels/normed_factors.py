@@ -89,8 +89,8 @@ class AddedRows:
 
 @dataclass(frozen=True)
 class AddedBuffers:
-    """The buffers of a product that replaces its x by x + scale * norm(delta): the rows `delta`, the norm's
-    parameters, and `sum`, to which the new x is also written.
+    """The buffers of a matrix product's kernel that first replaces its input x by x + scale * norm(delta):
+    the rows `delta`, the weight and bias of the norm, and `sum`, into which the kernel also writes the new x.
     """
 
     delta: RowsOf

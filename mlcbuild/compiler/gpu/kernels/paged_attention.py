@@ -291,10 +291,9 @@ class _HeadGroup:
                             put(self.sums, weight * value + self.sums[place], place)
 
     def store(self, part: Value, row: Value, base: Value, g: int) -> None:
-        """Emits stores of the partial result of head `g` in row `row` of the buffer `part`, float32, from
-        column `base` on: the weighted sums of values [value_dim], the maximum of the scores, the sum of the
-        weights.
-        """
+        """Emits code that stores the partial result of query head `g` in the buffer `part`, float32, in row
+        `row` from column `base` on: the weighted sums of values [value_dim], the maximum of the scores, and
+        the sum of the weights."""
         dim = self.spec.cache.value_dim
         for index in range(self.parts):
             column = index * WORKGROUP + self.tx

@@ -204,9 +204,9 @@ class _QueryTile:
         return factor
 
     def _of_row(self, value: Value, start: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Emits the combination by `combine`, such as addition, of `start` and the values of the four threads
-        that share one row, and returns the result.
-        """
+        """Emits code that combines `start` and the values of the four threads that share one query row, and
+        returns the result, which all four have. value: the running thread's number; combine: function that
+        emits the operation on two numbers, such as addition."""
         put(self.reduced, value, self.tx)
         barrier()
         for index in range(4):
