@@ -31,8 +31,9 @@ def kind() -> str:
 
 
 def label(machine_kind: str) -> str:
-    """Returns "machine " and `machine_kind`: the label by which a cluster's scheduler finds workers on one
-    kind of machine. machine_kind: processor and number of cores, such as "Some Processor, 8 cores"."""
+    """Returns the text "machine " followed by `machine_kind`: the label by which the scheduler of a cluster
+    assigns steps to workers on one kind of machine. machine_kind: processor and number of cores, such as
+    "Some Processor, 8 cores"."""
     return f"machine {machine_kind}"
 
 

@@ -93,9 +93,12 @@ def _is_published(source: str) -> bool:
 
 
 def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions) -> None:
-    """Writes a recipe into the directory of the new entry in the store, and builds its bundle there. chosen:
-    the quantization scheme. Raises UsageError for a model that cannot be built, and the error of the first
-    build step that fails."""
+    """Writes a recipe into the directory of a model that is being installed, and builds its bundle there.
+    entry: the model with its directory in the store; chosen: the quantization scheme, and why it was chosen.
+
+    Raises UsageError for a model that cannot be built, the error of the first build step that fails, and
+    KeyboardInterrupt if the build was interrupted.
+    """
     recipe, model = entry.directory / RECIPE, entry.name.removesuffix(f"-{entry.scheme}")
     recipe.write_text(recipe_text(model, entry.source, entry.scheme), encoding="utf-8")
     try:

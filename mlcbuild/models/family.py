@@ -347,9 +347,10 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Returns the attention window of each layer in tokens, None for layers without one. kinds: the kind of
-    each layer, "full_attention" or "sliding_attention", if config.json (`fields`) has no layer_types, which
-    decides otherwise. window: tokens of a window."""
+    """Returns the attention window of each layer, in tokens; None for a layer without one. fields: the reader
+    of config.json, in which layer_types lists the kinds of layers; a wrong list, or a missing window, adds an
+    error message. kinds: the kind of each layer, "full_attention" or "sliding_attention", that applies if
+    layer_types is absent. window: tokens of the window; None if it is off."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):

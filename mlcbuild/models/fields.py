@@ -93,8 +93,9 @@ class Fields:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """Returns the integer in a field, which must be in low..high; otherwise records a problem and returns
-        a valid substitute. default: value if the field is absent or null; None: the field is required."""
+        """Returns the integer in a field of config.json. default: the result if the field is absent or null;
+        None: the field is required. A missing field, or a value outside low .. high, adds an error message,
+        and the valid substitute `low` is returned."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return low if (default := self._default(name, default)) is None else default
@@ -104,9 +105,9 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        """Returns the number in a field, which must be finite, above `low` and at most `high`; otherwise
-        records a problem and returns a valid substitute. default: value if the field is absent or null; None:
-        the field is required."""
+        """Returns the number in a field of config.json, as a float. default: the result if the field is
+        absent or null; None: the field is required. A missing field, or a value that is not finite, above
+        `low` and at most `high`, adds an error message, and the valid substitute `high` is returned."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return high if (default := self._default(name, default)) is None else default
@@ -128,8 +129,9 @@ class Fields:
         return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns the boolean in a field. default: value if the field is absent, or wrong, which records a
-        problem. null counts as false, as in transformers, and is a problem if `default` is True."""
+        """Returns the boolean in a field of config.json. default: the result if the field is absent. A value
+        that is no boolean adds an error message, and `default` is returned. null counts as false, as in
+        transformers, but is an error if `default` is True."""
         value = self.get(name)
         if value is ABSENT or (value is None and not default):
             return default
@@ -167,8 +169,9 @@ class Fields:
         return [bool(item) for item in value]
 
     def integers(self, name: str, count: int, default: int, high: int = 2**22) -> list[int]:
-        """Returns `count` integers from 1 to `high` from a field that holds a list of them, or one integer
-        for all. default: each integer if the field is absent or wrong; a wrong one records a problem."""
+        """Returns a list of `count` integers from 1 to `high` from a field of config.json, which holds such a
+        list, or one integer for all. default: the integer that is repeated if the field is absent. A wrong
+        value adds an error message, and a list of valid substitutes is returned."""
         value = self.get(name)
         if not isinstance(value, list):
             return [self.integer(name, default, high=high)] * count

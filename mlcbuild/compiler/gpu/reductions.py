@@ -49,10 +49,12 @@ def reduced(
 def _by_subgroups(
     values: Sequence[Value], scratch: Sequence[Value], at: tuple[Value, int], how: Operation
 ) -> list[Value]:
-    """Emits the sum or maximum (`how`) of each of several values over every run of consecutive threads, a
-    power of two, on devices with subgroups of any size. Threads exchange values with those of their subgroup;
-    what remains is one number for each subgroup of a run, if the run has several. values, scratch: a number
-    and a shared array per value; at: (index of the thread, threads in a run).
+    """Emits the sum or maximum (`how`) of each of several values over runs of consecutive threads, on devices
+    with subgroups of any size, and returns the results. Threads first exchange values within their subgroup;
+    if a run has several subgroups, their results are then combined through shared memory.
+
+    values: one number of each thread; scratch: an array in shared memory for each value; at: (index of the
+    thread, number of threads in a run, a power of two).
     """
     thread, count = at
     for buffer, value in zip(scratch, values, strict=True):

@@ -25,9 +25,8 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder
 from mlcbuild.errors import CompileError
 
 HOST = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
-"""TVM target for the host part of a kernel, which TVM lowers together with the kernel and which is
-discarded.
-"""
+"""TVM's target for host code, which would launch a kernel from the CPU. TVM lowers this code together with
+the kernel; mlcbuild discards it, since the runtime launches kernels itself."""
 
 LOWER: Sequence[Callable[[], Pass]] = (
     S.StmtSimplify,

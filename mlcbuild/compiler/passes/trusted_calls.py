@@ -69,9 +69,9 @@ def _needless(value: Expr, checked: set[Var]) -> bool:
 
 
 def _reads_heap(value: Expr, checked: set[Var]) -> bool:
-    """Returns True if a Relax expression needs the shape heap, where the virtual machine stores dimensions:
-    it reads a dimension, or matches the shape of an argument in `checked`, those whose checks are kept.
-    """
+    """Returns True if a Relax expression needs the shape heap, the array in which TVM's virtual machine
+    stores dimensions: the expression reads a dimension from it, or matches the shape of a variable in
+    `checked`. checked: the arguments of the function whose type and shape checks are kept."""
     name = _name(value)
     return name in _READERS or (name == _MATCH and value.args[0] in checked)
 
@@ -92,9 +92,8 @@ def _codes(arguments: Sequence[Expr]) -> list[int]:
 
 
 def _used(bindings: Sequence[Binding], result: Expr) -> list[Binding]:
-    """Returns a Relax function's bindings, in order, without tuples and reads of tuple fields whose value is
-    unused. result: the function's result, which counts as a use.
-    """
+    """Returns a Relax function's bindings in their order, except those of tuples and reads of tuple fields
+    whose value nothing uses. result: the function's result, which counts as a use."""
     read = {result}
     remaining: list[Binding] = []
     for binding in reversed(bindings):

@@ -121,9 +121,8 @@ class Ops(Protocol):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns True if the last layer can be limited, for prompts, to the rows whose logits are needed.
-        Keys and values are still computed for all rows.
-        """
+        """Returns True if this device's operations can compute the last layer, for prompts, only for the rows
+        whose logits are needed. Keys and values are still computed for all rows."""
         ...
 
     @property

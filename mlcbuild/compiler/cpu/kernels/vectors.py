@@ -165,10 +165,10 @@ def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], 
 
 
 def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
-    """Emits a prefetch for a loop that reads a matrix four rows at a time: of the same column four rows on
-    or, if rows are long enough for the hardware prefetcher, 4 KiB ahead in this row. row_bytes: bytes of a
-    row.
-    """
+    """Emits a prefetch for a loop that reads a matrix four rows at a time. It fetches the element four rows
+    below the one that is read or, if four rows are longer than 16 KiB, the one 4 KiB further on in the same
+    row, where the hardware prefetcher works. buffer: the matrix; row, column: indices of the element that is
+    read; row_bytes: number of bytes of a row."""
     if 4 * row_bytes <= 16 << 10:
         prefetch(buffer, (row + 4, column))
     else:

@@ -207,9 +207,9 @@ def row_statistics(
 
 
 def _one_row(k: KernelBuilder, vectors: NormVectors, tx: Value, columns: Columns) -> None:
-    """Emits the norm of one row, which all threads of a workgroup compute together. tx: index of the thread;
-    columns: (function that returns the value in a column, function that stores the normalized value).
-    """
+    """Emits code that normalizes one row, which all threads of a workgroup compute together. vectors: the
+    norm with its weight and bias; tx: index of the thread; columns: (function that returns the value in a
+    column, function of (column, normalized value) that stores it)."""
     read, write = columns
     mean, root = row_statistics(k, vectors.spec, tx, read)
 

@@ -172,7 +172,8 @@ class RowsNorm:
 
 
 def _square(value: Value, column: Value, columns: int) -> Value:
-    """Returns the square of a value, or 0 if `column` is beyond the number of columns of the row."""
+    """Returns an expression for the square of a value of a row, or 0 if `column`, the value's column, is not
+    below `columns`, the number of columns of the row."""
     value = bind(value)
     if columns % CHUNK == 0:
         return value * value
@@ -190,9 +191,9 @@ class Factors:
     columns: int
 
     def of_norm(self, column: Value) -> list[tuple[Value | None, Value | None]] | None:
-        """Returns (weight, bias) of the norm of x for the columns 4 * column to 4 * column + 3, None for a
-        missing one; None if x is not normalized.
-        """
+        """Returns the parameters of the norm of x for the columns 4 * column to 4 * column + 3, as a list of
+        four pairs (weight, bias); None takes the place of a parameter that the norm lacks. The result is None
+        instead of a list if x is not normalized."""
         if self.norm is None:
             return None
         at = [column * CHUNK + index for index in range(CHUNK)]

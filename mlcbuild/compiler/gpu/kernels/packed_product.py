@@ -20,9 +20,9 @@ _ONES, _LOW_CODES, _SIGNS = T.uint32(0x01010101), T.uint32(0x0F0F0F0F), T.uint32
 
 
 def can_pack(form: StoredAs) -> bool:
-    """Returns True if a few instructions turn four stored codes into the four bytes of a word, for products
-    of bytes: for 4-bit codes, and for 8-bit codes that represent the weight 0 by 128.
-    """
+    """Returns True if a GPU kernel can multiply a format's stored codes as packed bytes, because a few
+    instructions turn them into the four bytes of a 32-bit word. That is so for 4-bit codes, and for 8-bit
+    codes that represent the weight 0 by 128."""
     return form.bits == 4 or (form.bits == 8 and form.zero == 128)
 
 
@@ -59,9 +59,9 @@ def packed_group_sums(
 
 
 def _dot(out: Value, place: int, pairs: Sequence[tuple[Value, Value]]) -> None:
-    """Emits the store in out[place], an int32, of the sum of the dot products of all pairs in `pairs`: of the
-    four signed bytes of one uint32 with those of the other.
-    """
+    """Emits code that sets out[place], an int32, to a sum of dot products, one for each pair in `pairs`. A
+    pair consists of two uint32, each of which holds four signed bytes that are multiplied with those of the
+    other."""
     put(out, T.int32(0), place)
     for left, right in pairs:
         put(out, out[place] + T.call_pure_extern("int32", "dot4I8Packed", left, right), place)

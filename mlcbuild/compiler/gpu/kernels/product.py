@@ -140,10 +140,13 @@ class ProductBuffers:
         return cls(spec, matrix, bias, scalars, gate, y)
 
     def store(self, row: Value, output: Value, sums: list[Value], bias: Value | int | None = 0) -> None:
-        """Emits the last operations on one result of a product x W^T (bias, gate, activation, scale, soft
-        cap), and its store in y[row, output + spec.first] or its addition there. sums: the product of a row
-        of x with a row of W and, with a gate, with the corresponding row in the second half of W. bias: index
-        of the matrix's first bias in the buffer; None: the sums already include their biases.
+        """Emits the last operations on one result of a matrix product y = x W^T (bias, gate, activation,
+        scale, soft cap), and code that stores it in y[row, output + spec.first] or adds it to the value
+        there.
+
+        sums: the product of a row of x with a row of W and, if the product has a gate, that with the
+        corresponding row in the second half of W. bias: index, in the buffer of biases, of the matrix's first
+        bias; None: the sums already include their biases.
         """
         spec, values = self.spec, list(sums)
         column = output + spec.first
@@ -202,10 +205,9 @@ class GemvShape:
 
     @property
     def each(self) -> int:
-        """Returns the number of columns of the result that one thread computes. With several columns, several
-        loads of weights are in flight, which hides the latency of memory; the sums of more columns would not
-        fit into registers.
-        """
+        """Returns the number of columns of the result that one GPU thread computes in a matrix-vector
+        product, 2 or 4. With several columns, several loads of weights are in flight, which hides the latency
+        of memory; the sums of more columns would not fit into registers."""
         return 2 if self.count > 2 or self.spec.gate else 4
 
     @property
@@ -273,10 +275,10 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
 def _group_sums(
     matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: Factors
 ) -> None:
-    """Emits code that adds the products over one group of 32 columns to sums, an array in registers [row of
-    x, row of W]. matrix_rows: indices of the rows of W; group: index of the group; out: (array of the same
-    size for intermediate results, the sums); factors: the object whose methods emit reads of x.
-    """
+    """Emits code that multiplies rows of x with rows of W in one group of 32 columns, and adds the products
+    to the sums so far, an array in registers [row of x, row of W]. matrix_rows: indices of the rows of W;
+    group: index of the group; out: (array of the same size for intermediate results, array of sums); factors:
+    the object whose methods emit reads of x."""
     part, sums = out
     count, width, runs = factors.block.count, len(matrix_rows), matrix.runs
     words = [matrix.group(row, group) for row in matrix_rows]

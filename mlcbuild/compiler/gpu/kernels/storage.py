@@ -230,10 +230,9 @@ class StoredMatrix:
         return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
 
     def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
-        """Returns code * scale + minimum, float32, for some codes of one group of 32 weights. codes: codes
-        that share a scale; inside: position in the group of any of them, since the halves may have their own
-        scales.
-        """
+        """Returns float32 expressions for some weights of a group of 32 in a row, code * scale + minimum; the
+        minimum is left out if the format has none. codes: stored codes of weights that share a scale; inside:
+        position in the group of any of them, since each half of the group may have its own scale."""
         scales = self.scales(row, group)
         scale, minimum = scales[0]
         if len(scales) > 1:

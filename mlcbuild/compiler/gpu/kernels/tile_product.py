@@ -84,9 +84,9 @@ class TileRows:
 
 
 def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at: tuple[Value, Value]) -> None:
-    """Emits the product of 64 rows of x with 64 rows of the matrix, and the stores of its results. at: (index
-    of the tile of outputs, index of the thread).
-    """
+    """Emits code that multiplies 64 rows of x with 64 rows of a matrix, and stores the results. buffers: the
+    matrix, the output, and the operations that follow the product; tile: the rows of x and of the output; at:
+    (index of the 64 rows of the matrix, in units of 64; index of the thread)."""
     (bx, tx), spec = at, buffers.spec
     form = "float16" if spec.half_tiles and k.uses(SHADER_F16) else "float32"
     left, right, sums = k.shared(DEPTH * TILE, form), k.shared(DEPTH * TILE, form), local(_SIDE * _SIDE)
@@ -139,12 +139,12 @@ def _rounded(value: Value, form: str) -> Value:
 def _load_weights(
     matrix: StoredMatrix, to: tuple[Value, str], rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
 ) -> None:
-    """Emits code that writes 64 rows and 32 columns of a matrix into shared memory, dequantized and
-    transposed. to: (array in shared memory, its type); rows: (index in the stored tensors of the matrix's
-    first row, first row of the tile in the matrix, number of the matrix's rows); at: (index of the 32
-    columns, thread).
+    """Emits code that writes a tile of 64 rows and 32 columns of a matrix into shared memory, dequantized and
+    transposed. Each thread reads chunks of four columns.
 
-    A thread reads one chunk of four columns at a time.
+    to: (array in shared memory, its dtype); rows: (index of the matrix's first row in the stored tensors,
+    which may hold several matrices; index of the tile's first row in the matrix; number of rows of the
+    matrix); at: (index of the tile's 32 columns, index of the thread).
     """
     (base, first, count), (step, tx), chunks, (tile, form) = rows, at, DEPTH // CHUNK, to
     for index in range(TILE * chunks // THREADS):
