@@ -181,8 +181,8 @@ def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[Vali
 
 
 def _without_variables(rule: Data) -> Data:
-    """Returns a copy of a JSON schema in which numbers may not be written as text "${name}": that is allowed
-    only before variables are substituted."""
+    """Returns a copy of a JSON schema that accepts no text "${name}" in place of a number. Such references to
+    variables are allowed only in a document whose variables have not been substituted yet."""
     if isinstance(rule, list):
         return [_without_variables(item) for item in rule]
     if not isinstance(rule, dict):

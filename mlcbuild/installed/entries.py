@@ -67,7 +67,8 @@ class InstalledModel:
     """Triple, processor and features of the machine for which the bundle was built, separated by spaces; ""
     for a downloaded bundle."""
     choice: str = ""
-    """"default" if mlcbuild chose the bundle's quantization scheme; "" if the user named it."""
+    """The origin of the bundle's quantization scheme: "default" if mlcbuild chose it; "" if the user named it
+    or the bundle was downloaded."""
     files: Stats = field(default_factory=dict)
     """File name -> (size in bytes, mtime in ns) of the local checkpoint from which the bundle was built;
     empty if it came from an oci:// or hf:// address."""

@@ -42,8 +42,8 @@ class Fields:
         """Name that all model families share for a field -> name in config.json, if it differs."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
-        """Returns a Fields that reads `values`, the JSON object in the field `name` of this one. It collects
-        its own problems; `adopt` adds them to this object's."""
+        """Returns a reader of `values`, the JSON object that stands in the field `name` of this reader's
+        object. The new reader collects its own error messages; `adopt` adds them to those of this one."""
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
@@ -83,8 +83,8 @@ class Fields:
         return not self._wrong.intersection(names)
 
     def get(self, name: str) -> object:
-        """Returns the value of a field as it stands in the JSON object, or ABSENT, and marks the field as
-        read."""
+        """Returns the value of a field of the JSON object, such as config.json, unchanged, or the constant
+        ABSENT if the object lacks it, and marks the field as read."""
         self._read.add(name)
         self._known.add(name)
         return self._values.get(name, ABSENT)
@@ -141,8 +141,9 @@ class Fields:
         return value
 
     def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
-        """Returns the value in `values` whose key is the text in a field. default: the key to use if the
-        field is absent or null, and if it holds no key of `values`, which records a problem."""
+        """Returns the value in `values` whose key is the text in a field of config.json. default: the key to
+        use if the field is absent or null. A text that is no key of `values`, or no text, adds an error
+        message, and `default` is used."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return values[default]
@@ -181,9 +182,8 @@ class Fields:
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Returns the numbers in a field that must hold a list of `count` numbers from 1e-6 to 1e6;
-        otherwise records a problem and returns ones.
-        """
+        """Returns the numbers in a field of config.json, which must hold a list of `count` numbers from 1e-6
+        to 1e6. If the field is missing or wrong, it adds an error message and returns `count` ones."""
         value = self.get(name)
         stand_in = (1.0,) * count
         if value is ABSENT or value is None:
@@ -200,13 +200,13 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Marks fields as read, so that `close` records no problem for them: they do not affect results,
-        whatever their values. names: fields of the JSON object, some of which may be absent."""
+        """Marks fields of the JSON object as read, so that `close` adds no error messages for them: they do
+        not affect results, whatever their values. names: names of the fields, some of which may be absent."""
         self._read.update(names)
 
     def ignore_private(self) -> None:
-        """Marks fields of the JSON object whose names begin with an underscore as read: programs store notes
-        in them."""
+        """Marks all fields of the JSON object whose names begin with an underscore as read, so that they
+        cause no error messages: programs store notes in them."""
         self.ignore(name for name in self._values if name.startswith("_"))
 
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:

@@ -63,11 +63,10 @@ class Mixture:
         return self.parts.linear(param.name, param.matrix)
 
     def add(self, source: Fed, out: Tensor, fresh: bool) -> Tensor:
-        """Emits the mixture of experts for the rows that `source` describes, added to `out` float32 [n,
-        hidden] in place, and returns `out`. source: (object that emits the computation of a row inside a
-        product's kernel, tensors that it reads), of which one may be `out`. fresh: True if `out` is
-        uninitialised and the result is stored, not added.
-        """
+        """Emits a mixture of experts, which adds its result to `out` float32 [n, hidden] in place, and
+        returns `out`. source: (object that emits the computation of an input row inside a product's kernel,
+        tensors that it reads); one of these tensors may be `out`. fresh: True if `out` is uninitialised, so
+        that the result is stored, not added."""
         spec, weights = self.spec, self.layer.weights
         choices = self._route(source)
         n = choices.shape[0]

@@ -64,8 +64,7 @@ class CpuOps(Parts):
 
     def _columns(self, layer: LayerSpec) -> dict[str, int]:
         """Returns scratch tensor name -> number of float32 columns that one layer, attention and
-        feed-forward, needs.
-        """
+        feed-forward, needs in this tensor."""
         mixer = layer.mixer
         columns = {
             "qkv": self.heads(mixer).width,
@@ -216,10 +215,10 @@ class _Halves:
         return self.spec.residual != "sequential"
 
     def source(self, half: str, width: int) -> tuple[RowSource, list[Tensor]]:
-        """Returns (object that emits, in the next product's kernel, the computation of the input rows of
-        attention or feed-forward from the residual stream, the tensors of their norm). half: "attn" or "mlp";
-        width: columns of the residual stream.
-        """
+        """Returns the input rows of a layer's attention or feed-forward as a pair: the object that emits, in
+        the kernel of the first product, their computation from the residual stream; and the stored tensors of
+        their norm, [] if there is none. half: "attn" or "mlp"; width: number of columns of the residual
+        stream."""
         before = self.spec.norms.before
         if before is None:
             return Given(), []

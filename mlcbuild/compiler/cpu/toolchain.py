@@ -130,9 +130,8 @@ def _linker(target: Target) -> Linker:
 
 
 def _candidates(target: Target) -> Iterator[Linker]:
-    """Yields the linkers for a target that are installed on this machine, best first: small programs before
-    compiler drivers, local ones before ziglang.
-    """
+    """Yields the linkers for a target that are installed on this machine, best first: small linkers before
+    compiler drivers, and those on PATH before the one in the Python package ziglang."""
     if target.system == "macos":
         yield from _macho_candidates(target)
         return

@@ -37,9 +37,9 @@ device runs the first whose features it has.
 
 
 def variants(builder: KernelBuilder) -> list[frozenset[str]]:
-    """Returns the sets of optional GPU device features for which a kernel gets separate source texts, the
-    best first; each is a set of names. A device that has some features of a set has all of them, or nearly
-    so; otherwise it runs the text that uses no optional feature.
+    """Returns the sets of optional GPU device features for which a kernel gets source texts of their own, the
+    best set first; each is a set of feature names. A device uses the text of a set if it has all of its
+    features, else the text without optional features. Devices with only some features of a set hardly exist.
     """
     chosen = list[frozenset[str]]()
     for features in _FEATURES:

@@ -92,9 +92,10 @@ class _Mixture:
         self._scale = layer.residual_scale if layer.norms.after is None else 1.0
 
     def decode(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns two lists of kernel launches of the chosen experts for decoding: those that compute their
-        gated values, and those that add their weighted outputs to the residual stream.
-        """
+        """Returns two lists of kernel launches for the experts of decoding: those that compute the gated
+        values of the chosen experts, and those that multiply these with the experts' output matrices and add
+        up the weighted results. They add the sum to the residual stream or, if a norm follows the experts,
+        store it in the buffer `delta`."""
         block, layer, norm_name = self._block, self._layer, self._norm_name
         source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
         fused = {"outputs": block.size, "gate": self._gate, "norm": norm}
@@ -182,9 +183,9 @@ class _Mixture:
 
     def shared(self) -> tuple[list[Launch], list[Launch]]:
         """Returns two lists of kernel launches of the shared feed-forward, which every token uses: those that
-        compute its gated values, and those that add its output to the residual stream. Both are empty if the
-        layer has none.
-        """
+        compute its gated values, and those that multiply them with its output matrix. The second ones add the
+        result to the residual stream or, if a norm follows the experts, to the buffer `delta`. Both lists are
+        empty if the layer has no shared feed-forward."""
         build, block, base, rows = self._build, self._block, f"{self._base}.shared", self._rows
         if not block.shared_size:
             return [], []

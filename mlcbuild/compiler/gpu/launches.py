@@ -172,11 +172,11 @@ class LaunchBuilder:
     def normed_source(
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
-        """Returns from where the kernel of a matrix product reads the normed residual stream: (name of the
-        input buffer; the norm, if the kernel must compute it, or None if the buffer holds its result; buffer
-        name in the kernel -> name of a parameter of that norm). rows: rows of x per workgroup in decoding;
-        None: for prompts, whose norm has a launch of its own.
-        """
+        """Returns where the kernel of a matrix product reads norm(x), x being the residual stream, as three
+        values: the name of its input buffer; the norm that the kernel must compute, or None if the buffer
+        holds what the product needs; and name of a buffer in the kernel -> name of a parameter of that norm.
+        rows: rows of x per workgroup in decoding; None: for prompts, whose norm is computed by a launch of
+        its own."""
         if layer.norms.before is None:
             return "x" if rows is None else self.stream.buffer, None, {}
         if rows is None:
@@ -212,10 +212,12 @@ class LaunchBuilder:
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
-        """Returns the launches for x += source W^T of the residual stream x, or for x += norm(source W^T) if
-        the layer has that norm. name: the matrix W; post_name: the norm; rows: rows of x per workgroup, None
-        for prompts. In decoding, norm and addition may be left to the next product; they are then recorded in
-        self.stream.pending.
+        """Returns the kernel launches that add source W^T to the residual stream x, or norm(source W^T) if
+        the layer has a norm there. In decoding, norm and addition may be postponed to the next matrix
+        product; `self.stream.pending` then records them.
+
+        name: name of the matrix W; post_name: prefix of the names of the norm's parameters; rows: rows of x
+        per workgroup in decoding; None: launches for prompts; source: name of the buffer that is multiplied.
         """
         if layer.norms.after is None:
             spec = self.product(name, residual=True, scale=layer.residual_scale)

@@ -24,7 +24,8 @@ from mlcbuild.models import LayerSpec, ModelConfig, Param, Rope
 from mlcbuild.quant import Storage
 
 Weights = Mapping[str, List[Tensor]]
-"""Name of a parameter -> its stored tensors, in stored order."""
+"""Mapping of parameter name -> the tensors that store the parameter, such as codes and scales, in the order
+in which its format lists them."""
 Variables = Mapping[str, relax.Var]
 """Name of an argument of a library function, as abi.py lists it -> its Relax variable, in the same order."""
 NO_WINDOW = 1 << 30

@@ -108,10 +108,12 @@ class TiledMatrix:
         steps: str,
         lanes: int,
     ) -> Expr:
-        """Emits loads of the quantization scales, or the minima, of `lanes` weight rows of a tile for one
-        half of a group of 32 columns, and returns them as a float32 vector. tensors: the stored tensors that
-        hold them; place: (index of the stored tile, group, first row); steps: dtype of the integers by which
-        the scale of a larger block is multiplied, in formats with two-level scales.
+        """Emits loads of the quantization scales, or the minima, of `lanes` consecutive weight rows for one
+        half of a group of 32 columns, and returns them as a float32 vector with a lane for each row.
+
+        tensors: the stored tensors that hold the scales or minima; place: (index of the stored tile of 16
+        rows, group, first row in the tile); half: 0 or 1; steps: in formats with two-level scales, the dtype
+        of each group's integer, by which the scale of 256 weights is multiplied.
         """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":

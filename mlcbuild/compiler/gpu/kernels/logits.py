@@ -250,7 +250,8 @@ class _Line:
                 body(token, bind(self.logits[self.row, token]))
 
     def maximum(self) -> Value:
-        """Emits a search for the largest logit of the row, and returns it."""
+        """Emits code with which all threads of a workgroup search a row of logits for the largest, and
+        returns this logit as a float32 expression."""
         put(self.thread_count, T.int32(_SMALLEST), 0)
         self.each(lambda _, bits: put(self.thread_count, T.max(self.thread_count[0], key(bits)), 0))
         put(self.counts, self.thread_count[0], self.tx)
@@ -261,10 +262,9 @@ class _Line:
         return bind(T.reinterpret("float32", bits))
 
     def find_threshold(self, low: Value) -> None:
-        """Emits a search for the largest threshold that at least 64 logits of the row reach, bit by bit from
-        the highest, and its store in `low`, an array of one int32 per thread. The threshold is a key: an
-        int32 that is ordered like the logit.
-        """
+        """Emits code that searches for the largest threshold which at least 64 logits of the row reach, and
+        stores it in `low`, an array of one int32 per thread. Threshold and logits are compared as keys, int32
+        numbers in the order of the logits. The search determines the key bit by bit from the highest."""
         thread_count, tx = self.thread_count, self.tx
         put(low, T.int32(_SMALLEST), 0)
         with T.serial(32) as bit:

@@ -159,9 +159,8 @@ def copy_rows(name: str, columns: int) -> KernelBuilder:
 
 
 Columns: TypeAlias = tuple[Callable[[Value], Value], Callable[[Value, Value], None]]
-"""The access to a row: (function from a column to the value read there, function of (column, value) that
-stores a value).
-"""
+"""Two functions by which a kernel's code accesses a row: one that returns the value in a column, and one of
+(column, value) that stores a value there."""
 
 
 def row_sum(
@@ -188,10 +187,9 @@ def row_statistics(
     read: Callable[[Value], Value],
     count: Value | None = None,
 ) -> tuple[Value | None, Value]:
-    """Emits the statistics of a row and returns (mean, or None if the norm does not subtract it; 1 /
-    sqrt(mean square + eps)). read: function from a column to a number; count: number of the row's values, if
-    it is not the norm's number of columns.
-    """
+    """Emits code that computes the statistics of a row for a norm. Returns two expressions: the mean, or None
+    if the norm does not subtract it, and 1 / sqrt(mean square + eps). read: function from a column to the
+    number there; count: number of values in the row; None: the norm's number of columns."""
     columns = spec.columns if count is None else count
     share = exact(1 / spec.columns) if count is None else bind(number(1) / floating(count))
     mean = None

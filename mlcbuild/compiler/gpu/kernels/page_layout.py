@@ -52,7 +52,8 @@ class CacheSpec:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns of a row of queries, keys and values."""
+        """Returns the number of values in the row that holds the queries, keys and values of one token, over
+        all heads."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def declare(self, k: KernelBuilder) -> Value:

@@ -370,7 +370,7 @@ def finish(
 
 
 def rows_per_workgroup(largest: int) -> list[int]:
-    """Returns, ascending, the numbers of rows of x per workgroup for which separate GEMV kernels are built,
-    up to `largest`.
-    """
+    """Returns the numbers of rows of x per workgroup, in ascending order, for which separate kernels of
+    matrix-vector products (GEMVs) are built: 1, 2, 4 and 8, up to the first that is at least `largest`, the
+    maximum number of rows in a call."""
     return [rows for rows in (1, 2, 4, 8) if rows == 1 or rows < 2 * largest]

@@ -113,9 +113,8 @@ class _QueryTile:
     thread_scores: Value
     sums: Value
     state: Value
-    """The maximum of the attention scores so far and the sum of the weights, for the row of a tile that the
-    thread computes.
-    """
+    """Two numbers in registers for the query row that the thread computes: the maximum of its attention
+    scores so far, and the sum of the attention weights so far."""
 
     @classmethod
     def allocate(

@@ -138,9 +138,8 @@ class StoredMatrix:
         return GROUP // self.form.group
 
     def scales(self, row: Value, group: Value) -> list[Scale]:
-        """Returns (scale, minimum or None) for each set of weights that share a scale, 32 or 16, in a group
-        of 32 weights of a row; [] if there are no scales.
-        """
+        """Returns a list of the pairs (scale, minimum or None) in one group of 32 weights of a row: one pair
+        if all 32 weights share a scale, two if each half has its own; [] if the matrix has no scales."""
         if self.numbers is None:
             return []
         if self.form.levels:
@@ -189,9 +188,9 @@ class StoredMatrix:
         return words + [self._high(row, group * (bits - low) + index) for index in range(bits - low)]
 
     def _high(self, row: Value, index: Value) -> Value:
-        """Returns a 32-bit word with the high bits of a row's codes, which follow the words with their low
-        four (for 3-bit codes, low two) bits. index: number of the word, from 0.
-        """
+        """Returns a 32-bit word with the high bits of a row's codes (quantized weights). Formats of 3, 5 and
+        6 bits store them separately, after the words with the low bits of the codes: two low bits per code
+        for 3-bit codes, four for others. index: number of the word among those with high bits, from 0."""
         vectors, rest = divmod(self.groups * low_bits(self.form.bits), 4)
         index = index + rest
         vector = bind(self.words[row, vectors + index // 4])

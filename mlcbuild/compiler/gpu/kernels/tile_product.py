@@ -27,9 +27,9 @@ from mlcbuild.compiler.gpu.tensorir import (
 )
 
 TILE, DEPTH = 64, 32
-"""Number of rows, and of columns, in a tile of a product's results, and number of columns of the two factors
-that are read at a time: parts of both take 16 KB of shared memory together.
-"""
+"""Two sizes in the kernel of a matrix product of many rows: number of rows, and of columns, in a tile of
+results; and number of columns of the two factors that are read at a time. Parts of both factors take 16 KB of
+shared memory together."""
 _LARGEST_HALF = 65504
 _SIDE = 4
 """Number of rows and of columns of the square of results that one thread computes."""
