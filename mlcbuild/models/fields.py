@@ -106,8 +106,8 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
         """Returns the number in a field of config.json, as a float. default: the result if the field is
-        absent or null; None: the field is required. A missing field, or a value that is not finite, above
-        `low` and at most `high`, adds an error message, and the valid substitute `high` is returned."""
+        absent or null; None: the field is required. A missing field, or a value other than a finite number
+        above `low` and at most `high`, adds an error message, and the valid substitute `high` is returned."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return high if (default := self._default(name, default)) is None else default

@@ -211,7 +211,9 @@ class _Mixture:
         return launches, [build.multiply(f"{base}.down.weight", spec, rows, buffers)]
 
     def after(self) -> list[Launch]:
-        """Returns a list with the launch of the norm after the experts; it is empty if there is no norm."""
+        """Returns a list with the launch that normalizes the experts' result and adds it to the residual
+        stream. The list is empty if no norm follows the experts, or if decoding postpones norm and addition
+        to the next matrix product."""
         if self._layer.norms.after is None:
             return []
         return self._build.add_normed(f"{self._base}_post_norm", self._layer, self._rows)

@@ -51,8 +51,7 @@ class NormSpec:
 
     @property
     def is_centred(self) -> bool:
-        """Returns True if the norm subtracts the mean of a row before it scales the row, as LayerNorm does.
-        """
+        """Returns True if the norm subtracts a row's mean before it scales the row, as LayerNorm does."""
         return isinstance(self.norm, LayerNorm)
 
 
