@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mlcbuild.build.graph import Graph
 from mlcbuild.remotes import Remote, signing
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.store.records import LARGEST
 from tests.caches import serving
 from tests.conftest import checked, mlcbuild
 from tests.remotes.users import BUILT, REUSED, User, by_name, statuses, step
@@ -127,6 +129,21 @@ def test_a_signature_is_what_the_format_says(tmp_path: Path, key: keyfile.Signer
     raw = base64.urlsafe_b64decode(document["key"].removeprefix("ed25519:") + "=")
     message = b"mlcbuild-record/1\0" + record.key.encode() + b"\0" + first + second
     Ed25519PublicKey.from_public_bytes(raw).verify(base64.b64decode(document["signature"]), message)
+
+
+def test_a_record_that_is_too_large_is_refused_without_copies_of_it() -> None:
+    data = b'{"files": []}\n' + b"x" * LARGEST + b"\n"
+    tracemalloc.start()
+    try:
+        with pytest.raises(signing.RefusedError, match="it has more than"):
+            signing.unseal("0" * 64, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.1 * len(data)
+    for cut in (b"", b"{}", b"{}\n", b"{}\n{}"):
+        with pytest.raises(signing.RefusedError, match="it is cut off"):
+            signing.unseal("0" * 64, cut)
 
 
 def test_keys_are_made_once_and_shown(tmp_path: Path) -> None:
