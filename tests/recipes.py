@@ -71,7 +71,9 @@ def faults(text: str, **values: str) -> list[str]:
 
 
 def changed(**sections: str) -> str:
-    """Returns the text of the recipe HEAD with some sections replaced. sections: name -> new value."""
+    """Returns the text of the recipe HEAD, a complete recipe of four lines, with some sections replaced.
+    sections: name of a top-level section -> its new value, as YAML text. Names that HEAD lacks are
+    ignored."""
     return "".join(
         f"{line.partition(':')[0]}: {sections.get(line.partition(':')[0], line.partition(': ')[2])}\n"
         for line in HEAD.splitlines()

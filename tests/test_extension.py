@@ -44,8 +44,8 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def extend(root: Path) -> None:
-    """Adds the examples of the guide to a copy of the source: a family, a format and its kernel, with a line
-    in each of two tables."""
+    """Adds the examples of mlcbuild/README.md to the copy of the source in `root`: a model family, a format
+    for weights and the CPU kernel that reads it. The last two need one line each in a table."""
     package = root / "mlcbuild"
     (package / "models" / "families" / "toy.py").write_text(example("Extend: a model family"))
     (package / "quant" / "formats" / "toy.py").write_text(example("Extend: a format"))
@@ -151,8 +151,8 @@ BACKENDS["numpy"] = Backend(
 
 
 def add_device(root: Path) -> None:
-    """Adds the example device of the guide to a copy of the source: an entry in each of two tables, and its
-    name in the schema."""
+    """Adds the example device of mlcbuild/README.md to the copy of the source in `root`: an entry in the
+    tables of backends and of loaders, and the device's name in the JSON schema of targets."""
     for package in ("mlcbuild_format", "mlcbuild_runtime"):
         shutil.copytree(
             ROOT / "runtime" / package, root / package, ignore=shutil.ignore_patterns("__pycache__")

@@ -25,9 +25,9 @@ from tests.conftest import ROOT, project
 from tests.forkserver import ForkServer
 
 GOLDEN = ROOT / "tests" / "golden" / "closures.json"
-"""File that lists, for each kind of step, the source files in its key; entries "family/NAME" and
-"format/NAME" list the files that only one family or format adds. Changes must be intended, because every
-listed key changes.
+"""JSON file that lists, for each kind of build step, the source files that are hashed into its cache key;
+entries "family/NAME" and "format/NAME" list the files that only one model family or weight format adds.
+Review each change of the file: every key in which a listed file is changes with it.
 
 `python -m tests.test_keys` writes the file.
 """
@@ -45,7 +45,8 @@ ALL_KINDS = RECIPE.replace("targets: [", f"targets: [{GPU}, ").replace(
     "{q4f16_1: q4f16_1, small: {target_bits: 8, candidates: [q4f16_1, q8f16_1]}, "
     "fine: {scheme: q4a8_2, calibrate: [copy abc]}}",
 )
-"""A recipe that has every kind of step. The quantizations are a scheme, a budget and a calibrated scheme."""
+"""A recipe (YAML text) that leads to every kind of build step. Its three quantizations are a named scheme,
+one that is chosen within a size budget, and one that is calibrated on a prompt."""
 
 
 def closures(recipe: Path) -> dict[str, list[str]]:

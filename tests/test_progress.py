@@ -12,8 +12,8 @@ from mlcbuild import progress
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, int, int, str]]]:
-    """Returns the reports that arrive, as (time, done, total, unit), by a clock that advances 0.09 s
-    with each look."""
+    """Yields a list to which every progress report that passes the rate limit is appended, as (time in
+    seconds, done, total, unit). The clock is simulated and advances by 0.09 s each time it is read."""
     ticks = iter(range(1000))
     now = [0.0]
 

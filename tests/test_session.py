@@ -94,8 +94,8 @@ def toy_kind(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Builds a real recipe in worker processes and returns it with its result. It names a registry, to which
-    nothing is published."""
+    """Builds a real recipe once for the tests of this module, in worker processes, and returns it with its
+    result and events. The recipe names a registry as destination, to which nothing is published."""
     root = tmp_path_factory.mktemp("session")
     recipe = project(root, RECIPE.replace("toy://shelf/{model}", "oci://registry.invalid/{model}:v1"))
     events: list[Event] = []

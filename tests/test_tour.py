@@ -165,7 +165,8 @@ class Tour:
     checkout: Path
     port: int
     printed: str = ""
-    """The output of the commands in the previous block."""
+    """The text that the commands of the previous code block printed, with which a block of expected output is
+    compared."""
 
     def take(self, block: Block) -> None:
         kind, _, rest = block.mark.partition(" ")

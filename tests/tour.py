@@ -28,14 +28,16 @@ DOCUMENTS = (
 class Block:
     place: str
     mark: str
-    """The text after "tour: " in the comment before the block."""
+    """The text after "tour: " in the HTML comment before a document's code block, which states how the block
+    is tested; "" if there is no comment."""
     language: str
     text: str
 
 
 RESULTS = re.compile(r"<!-- results: .*?<!-- end of results -->", re.DOTALL)
-"""Regular expression of the tables that ci/bench/results writes into a document; tests/ci/test_results.py
-compares them."""
+"""Regular expression for the tables of measurements that the program ci/bench/results writes into a Markdown
+document, between two HTML comments. The tests of documents skip these comments; tests/ci/test_results.py
+tests the tables."""
 
 
 def blocks(document: str) -> list[Block]:

@@ -312,7 +312,8 @@ class TypeGolden:
 
 
 def stored(name: str) -> tuple[dict[str, Values], Values]:
-    """Returns (tensor name -> values of a golden's checkpoint, the golden's logits)."""
+    """Reads a golden file, the expected logits of a tiny checkpoint. Returns (tensor name -> values of the
+    checkpoint, which are generated from the name and not read; logits, float32 [n, vocabulary])."""
     data = (HERE / f"{name}.safetensors").read_bytes()
     base = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:base])

@@ -40,8 +40,9 @@ def test_weights_that_lie_on_the_levels_are_kept(scheme: Storage, extreme: int) 
 
 @FEW
 def test_weighted_error_of_few_bits(scheme: Storage) -> None:
-    """Checks that the search gives a smaller error on gaussian weights, weighted by magnitude, than the
-    scales extreme / -8 or max|w| / 7 (with 5 bits extreme / -16 or max|w| / 15)."""
+    """Checks that the search for scales reaches a smaller error on gaussian weights, weighted by magnitude,
+    than two plain scales of a group of 32. With 4 bits these are its weight of largest magnitude divided by
+    -8, and its largest magnitude divided by 7; with 5 bits the divisors are -16 and 15."""
     top = 2 ** (scheme.bits - 1)
     weight = normal(64, 4096)
     groups = weight.reshape(-1, 32).astype(np.float64)
@@ -74,8 +75,9 @@ def log_softmax(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1"])
 def test_trained_weights_lose_less_than_with_scales_of_their_extremes(scheme: str) -> None:
-    """Checks that the embedded model's KL divergence is smaller than with the scales of llama.cpp's Q4_0 and
-    Q5_0, extreme / -8 and extreme / -16."""
+    """Checks that the small model in recipes/models has a smaller KL divergence with the scales that the
+    search chooses than with those of llama.cpp's Q4_0 and Q5_0. Those are a group's weight of largest
+    magnitude divided by -8 (4 bits) or -16 (5 bits)."""
     storage = SCHEMES[scheme]
     config = parsing.parse(json.loads((TINY / "config.json").read_text()))
     exact = {
@@ -103,12 +105,15 @@ def test_trained_weights_lose_less_than_with_scales_of_their_extremes(scheme: st
 
 
 CONSTANTS = {4: (504, 8, (63, 72, 59), -7, 8), 5: (240, 16, (15, 16), -15, 16)}
-"""Number of bits -> (unit, divisor of importance, step widths, smallest code, largest code), as the docstring
-of `fit` states them."""
+"""Number of bits of a code -> the constants of the search for scales: (number of units to which a group's
+extreme weight is scaled, divisor of a weight's importance, tried widths of a quantization step in units,
+smallest code, largest code). They repeat the docstring of `fit` in mlcbuild/quant/search.py."""
 
 
 def scale_of(group: NDArray[np.float32], extreme: np.float32, bits: int) -> np.float32:
-    """Returns the scale of one group, by the formula in the docstring of `fit`, with Python's integers."""
+    """Returns the scale of one group of 32 weights, computed plainly with Python's integers, to check the
+    vectorized search for scales in `fit`. extreme: the group's weight of largest magnitude; bits: 4 or 5, the
+    size of a code."""
     unit, divisor, steps, least, most = CONSTANTS[bits]
     factor = np.float32(unit) / extreme
     units = [int(np.rint(weight * factor)) for weight in group]
@@ -125,7 +130,8 @@ def scale_of(group: NDArray[np.float32], extreme: np.float32, bits: int) -> np.f
 
 
 def fitted(search: Search, groups: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the scales of groups, float32 [groups, 32]."""
+    """Returns the scale that the code under test chooses for each group of 32 weights, float32 [n]. groups:
+    the weights, float32 [n, 32]."""
     planes = np.ascontiguousarray(groups.reshape(-1, 8, 4).transpose(1, 0, 2)).reshape(8, -1)
     return fit(search, planes, extremes(groups), Scratch())
 

@@ -1,4 +1,4 @@
-"""Tests of output directories of bundles that are refused."""
+"""Tests that a recipe is refused if it names an output directory for bundles that is not allowed."""
 
 from __future__ import annotations
 

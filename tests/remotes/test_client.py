@@ -20,8 +20,8 @@ from tests.caches import answering
 
 
 class Script:
-    """A server that answers with the statuses in `statuses`, one after the other, and then always with
-    200."""
+    """A simulated HTTP server. It answers requests with the statuses in the list `statuses`, one after the
+    other, and when the list is empty with 200."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []

@@ -22,7 +22,8 @@ from tests.guide import example
 from tests.remotes.users import BUILT, REUSED, User, statuses
 
 Shelves = dict[str, dict[str, bytes]]
-"""The contents of toy remotes: URL -> name -> content."""
+"""The contents of simulated remotes (stores elsewhere), as URL of a remote -> name of an object -> its
+content."""
 
 
 @pytest.fixture

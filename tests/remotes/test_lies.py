@@ -34,7 +34,8 @@ ENDLESS = 300 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """The real server's answer to a request, which the proxy may change."""
+    """An HTTP answer of the real server behind a proxy. The proxy forwards it, or changes it first to test
+    the client."""
 
     status: int
     headers: dict[str, str]
@@ -115,12 +116,12 @@ def flipped(data: bytes) -> bytes:
 
 
 def cut(handler: Handler, answer: Answer) -> None:
-    """Closes the connection after half of an answer's body."""
+    """Sends the first half of an answer's body to a client and then closes the connection."""
     handler.answer(answer.status, answer.body[: len(answer.body) // 2], answer.kept, len(answer.body))
 
 
 def reset(handler: Handler, answer: Answer) -> None:
-    """Resets the connection in the middle of an answer."""
+    """Sends the first half of an answer's body to a client and then resets the TCP connection."""
     cut(handler, answer)
     handler.wfile.flush()
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -221,18 +222,20 @@ LIES: dict[str, Lie] = {
     "drops": drops,
 }
 HARMLESS = {"packed", "a range that is none", "another version"}
-"""Names of the changes that a correct client may ignore, because it does not need the changed part of the
-answer."""
+"""Names of changes to a server's answers that a correct client may ignore, because it does not need the part
+of the answer that the proxy changed."""
 
 
 HEALED = {"cut", "reset"}
-"""Names of the changes after which a client recovers by requesting the rest of the answer."""
+"""Names of changes to a server's answers after which a client recovers by requesting the rest of the
+answer."""
 OF_BLOBS = (
     *("flipped", "short", "long", "nothing", "page", "cut", "reset", "endless", "loop", "nowhere", "login"),
     *("teapot", "another range", "another version", "negative length", "nothing said", "drops"),
 )
-"""Names of the changes that are applied to blobs only, so that a client meets them after it has received a
-record. All others are applied to all requests."""
+"""Names of changes to a server's answers that the proxy applies only to blobs (contents of files), so that a
+client meets them after it has received a record, which lists the files. All other changes are applied to all
+requests."""
 
 
 @pytest.fixture(scope="module", params=["http", "s3", "oci"])

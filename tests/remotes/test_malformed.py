@@ -159,7 +159,8 @@ TOKENS = [
 
 
 GOOD = {'{"token": "x"}', '{"access_token": "x"}'}
-"""Answers of a token service that do contain a token, which the registry then refuses."""
+"""Valid answers of a token service, as JSON text: they contain a token, and the registry refuses that token.
+The other answers of the test contain none."""
 
 
 def test_odd_tokens(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def pool() -> Iterator[Background]:
 
 
 class Server:
-    """A server that sends ranges of DATA in pieces of 250 bytes, and records the requests."""
+    """A simulated file server that sends byte ranges of the constant DATA (20,000 bytes) in pieces of 250
+    bytes, and records the requests."""
 
     def __init__(self, shift: int = 0, length: int = 0) -> None:
         self.asked: list[tuple[int, int, int]] = []

@@ -78,7 +78,8 @@ def test_a_blob_is_mounted_from_another_repository(registry_server: Server) -> N
 
 
 class Uploads:
-    """A registry that closes the connection after `most` bytes of each upload request."""
+    """A simulated registry that reads at most `most` bytes of each upload request and closes the connection
+    if the request has more, so that a client must continue its upload."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -28,7 +28,8 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Returns a list whose only value is the time for the module that is tested."""
+    """Replaces the clock of the module `deadlines`, which limits the time of connections. Returns a list
+    whose only value is the simulated time in seconds; a test changes it."""
     times = [100.0]
     monkeypatch.setattr("mlcbuild.remotes.deadlines.time.monotonic", lambda: times[0])
     return times
@@ -43,7 +44,8 @@ def begun(client: socket.socket) -> deadlines.TimedResponse:
 def test_headers_have_one_deadline_however_they_drip(
     pair: tuple[socket.socket, socket.socket], now: list[float]
 ) -> None:
-    """Checks that interim responses and single bytes do not extend the time, by a clock of our own."""
+    """Checks that neither interim responses (100 Continue) nor single bytes extend the deadline of 5 seconds
+    for a response's headers. The test advances a simulated clock."""
     response = begun(pair[0])
     pair[1].sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 3 + b"HTTP/1.1 200 OK\r\n")
     now[0] += 5.1
@@ -104,7 +106,8 @@ ENTRY = Entry("a", blake3(DATA).hexdigest(), len(DATA))
 
 
 def fetch(remote: Remote, part: Path, stop: threading.Event | None = None) -> tuple[bool, int]:
-    """Returns (True if the remote has the blob, number of bytes that arrived)."""
+    """Downloads the test's blob from `remote` to the file `part`. Returns (True if the remote has the blob,
+    number of bytes received). stop: event that ends the download early."""
     counts: list[int] = []
     complete = download(remote, ENTRY, part, stop or threading.Event(), counts.append)
     return complete, sum(counts)

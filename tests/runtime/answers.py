@@ -23,7 +23,8 @@ class Pieces:
 
 
 def prompt(*pieces: list[CallPiece], size: int = 5, is_thinking: bool = False) -> Prompt:
-    """Returns the properties of a prompt of `size` tokens, whose answer has these pieces, a list for each
-    event; without any, the answer is all text."""
+    """Returns the properties of a prompt of `size` tokens that response documents need. pieces: the parsed
+    parts of its answer, one list for each event of the engine; without any, the answer is all text.
+    is_thinking: constant answer of its parser to the question whether the text is reasoning."""
     reader = (lambda: cast(AnswerReader, Pieces(*pieces, is_thinking=is_thinking))) if pieces else None
     return Prompt(0, size, reader=reader)

@@ -27,10 +27,11 @@ from .wrapped import Wrapped
 
 
 class Counted(Wrapped):
-    """An executor that records how many steps each call executed, and that may sleep before each call.
+    """An executor that wraps another one, records how many decode steps each call executed, and sleeps for
+    `pause` seconds before each call.
 
-    It never tries another number of threads: a device executes single steps during such a trial, which other
-    work on the machine can trigger.
+    It prevents the wrapped device from trying another number of threads: during such a trial, which other
+    work on the machine can trigger, a device executes single steps.
     """
 
     pause = 0.0
@@ -66,7 +67,8 @@ def greedy(prompt: list[int], count: int) -> Request:
 
 
 def text(engine: Engine, prompt: list[int], count: int) -> str:
-    """Returns the text of the answer that the toy model gives to a prompt. count: number of tokens."""
+    """Returns the text of the answer of `count` tokens that greedy decoding of the toy model must produce for
+    `prompt`."""
     stream = engine.tokenizer.stream()
     return "".join(map(stream.push, toy.expected(prompt, count))) + stream.finish()
 

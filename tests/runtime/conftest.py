@@ -43,7 +43,8 @@ def webgpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def numpy_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the toy bundle for the executor in numpy_executor.py. Tests must not change it."""
+    """Returns the directory of the toy bundle (a trivial model whose answers follow from a formula) for the
+    executor in numpy_executor.py. Tests must not change it."""
     return shared.once(tmp_path_factory, "numpy_toy", lambda out: toy.write(out, "numpy"))
 
 
@@ -63,7 +64,8 @@ def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_bundle(request: pytest.FixtureRequest) -> Path:
-    """Returns the toy bundle, which tests must not change (see `toy_copy`). Test modules for several devices
+    """Returns the directory of the toy bundle: a bundle with a trivial model whose answers follow from a
+    formula. Tests must not change it (`toy_copy` returns a copy). Test modules that run on several devices
     override this fixture."""
     bundle: Path = request.getfixturevalue(shared.TOYS[0])
     return bundle
@@ -71,7 +73,8 @@ def toy_bundle(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def light_toy_bundle(request: pytest.FixtureRequest) -> Path:
-    """Returns the toy bundle for tests to which the device does not matter: that of the NumPy device, unless
+    """Returns the directory of the toy bundle (a bundle with a trivial model whose answers follow from a
+    formula) for tests to which the device does not matter. It is that of the NumPy device, unless
     MLCBUILD_TEST_DEVICE names another device."""
     bundle: Path = request.getfixturevalue(shared.TOYS[-1])
     return bundle
@@ -79,8 +82,9 @@ def light_toy_bundle(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def webgpu_real_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of real_toy.py for GPUs, a real model that is tested as the toy model is, and makes
-    `toy.expected` return this model's answers. Tests must not change it."""
+    """Returns the directory of a GPU bundle, written by real_toy.py, in which a real model replaces the toy
+    model of the tests. Makes `toy.expected`, the answers that tests expect, return this model's answers.
+    Tests must not change the bundle."""
     needs("mlcbuild")
     needs("wgpu")
 
@@ -95,7 +99,8 @@ def webgpu_real_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of toy.py for this machine's CPU. Tests must not change it."""
+    """Returns the directory of the toy bundle (a trivial model whose answers follow from a formula), compiled
+    for this machine's CPU. Tests must not change it."""
 
     needs("mlcbuild")
 
@@ -108,22 +113,22 @@ def cpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of the embedded model with 4-bit weights for this machine's CPU. Tests must not
-    change it."""
+    """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) with 4-bit
+    weights, for this machine's CPU. Tests must not change it."""
     return _real(tmp_path_factory, "tiny")
 
 
 @pytest.fixture(scope="session")
 def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the embedded model without the last of its five layers: a smaller model with the
-    same vocabulary. Tests must not change it."""
+    """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) without
+    the last of its five layers: a smaller model with the same vocabulary. Tests must not change it."""
     return _real(tmp_path_factory, "small", changes={"num_hidden_layers": 4})
 
 
 @pytest.fixture(scope="session")
 def window_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the embedded model in which every layer has an attention window of 32 tokens. Tests
-    must not change it."""
+    """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) in which
+    every layer has an attention window of 32 tokens. Tests must not change it."""
     names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     return _real(tmp_path_factory, "window", changes={**names, "sliding_window": 32})
 

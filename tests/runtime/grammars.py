@@ -27,8 +27,8 @@ SIZE = 512
 
 
 def _tokenizers() -> dict[str, Tokenizer]:
-    """Returns kind of tokenizer file ("json" or "pieces") -> the embedded model's tokenizer, read from this
-    kind of file."""
+    """Returns kind of tokenizer file -> the tokenizer of the repository's small model, read from this kind of
+    file: "json" for tokenizer.json, "pieces" for SentencePiece's tokenizer.model."""
     both = Tokenizer.load(TINY)
     special = {"bos_token": "<s>", "eos_token": "<|end|>"}
     config = json.loads((TINY / "tokenizer_config.json").read_bytes())

@@ -33,8 +33,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class NumpyExecutor:
-    """Returns the logits after tokens t_0 .. t_p: logits[v] = -((v - sum(t_j * (j % 7 + 1))) mod vocabulary)
-    / 2."""
+    """An executor that computes a trivial model in NumPy. After tokens t_0 .. t_p the logit of token v is
+    -((v - sum(t_j * (j mod 7 + 1))) mod vocabulary) / 2, with j = 0 .. p."""
 
     burst, exact_rows = 8, 16
     capabilities = frozenset(abi.CAPABILITIES)

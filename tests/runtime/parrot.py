@@ -1,8 +1,8 @@
 """A simulated model that repeats text of its prompt: its bundle, its executor, and a server of it.
 
-The answer is the text between the last SAY in the prompt and the END after it. Text that the template writes
-after the last `<|assistant|>` counts as a part of the answer that is given already. If there is a constraint,
-it takes precedence over the text.
+The answer is the text between the last mark "SAY:" in the prompt and the mark ":END" after it. Text that the
+template writes after the last `<|assistant|>` counts as a part of the answer that already exists. If there is
+a constraint, it takes precedence over the text.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class Parrot(NumpyExecutor):
-    """An executor for which the next token of the text between SAY and END is by far the most likely one, and
-    an end-of-sequence token after the text."""
+    """An executor that simulates a model which repeats a part of its prompt: the text between the marks
+    "SAY:" and ":END". The next token of that text is always by far the most likely one, and after the text an
+    end-of-sequence token."""
 
     def __init__(self, path: Path, manifest: Manifest, pages: int) -> None:
         super().__init__(path, manifest, pages)

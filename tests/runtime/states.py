@@ -1,4 +1,5 @@
-"""Computes hidden states with the builder's float64 reference: `states.py BUNDLE OUT.npy TOKENS ...`.
+"""Computes the hidden states of a bundle's model with the builder's float64 reference: `states.py BUNDLE
+OUT.npy TOKENS ...` writes them to OUT.npy.
 
 It is a separate program, because the runtime's tests do not import the builder.
 """

@@ -1,4 +1,5 @@
-"""Tests of the inputs of a step of the model."""
+"""Tests of the inputs of one step of the model: tokens, rows of logits, and the places in the KV cache to
+which a step writes."""
 
 from __future__ import annotations
 

@@ -42,8 +42,9 @@ OTHER_LIMITS = [
 
 
 def test_programs_of_other_limits_are_refused_as_in_python() -> None:
-    """Compares the check of a program's limits with that of the GPU executor: a program with 16 rows in a
-    decoding step, and one with fewer rows than a batch may have."""
+    """Checks that the browser's engine refuses a GPU program for the same limits, with the same message, as
+    the Python runtime. The limits vary for a program with 16 rows in a decoding step; another program has
+    fewer rows in a decoding step than a batch may have."""
     asked, expected = [], list[str | None]()
     for decode_rows, changes in [*((16, each) for each in OTHER_LIMITS), (4, {})]:
         limits: Any = replace(LIMITS, **changes)

@@ -35,7 +35,8 @@ def marks(*special: str, ordinary: tuple[str, ...] = ()) -> Vocabulary:
 
 @pytest.mark.parametrize("index", range(len(SYNTAXES)))
 def test_a_template_with_the_texts_of_a_syntax_has_that_syntax(index: int) -> None:
-    """No earlier row of the table may take the templates of a later one."""
+    """Checks that the table of tool call syntaxes is in the right order: a chat template with the
+    characteristic texts of a row has that row's syntax, and not the one of an earlier row."""
     syntax = SYNTAXES[index]
     form = Form.of("{{ tools }}" + " ".join(syntax.texts), marks(*syntax.special))
     assert form.lead == syntax.form.lead and form.by_name == syntax.form.by_name and form.native

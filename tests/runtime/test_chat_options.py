@@ -1,4 +1,5 @@
-"""Tests of the options of a chat, and of returning freed memory, which it and the server do."""
+"""Tests of the command-line options of the terminal chat, and of returning freed memory to the operating
+system, which both chat and server do."""
 
 from __future__ import annotations
 

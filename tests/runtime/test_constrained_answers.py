@@ -130,8 +130,8 @@ def test_where_a_text_must_come_no_mask_is_made(sample: Sample, monkeypatch: pyt
 
 
 def test_a_guess_leaves_logits_as_they_are(sample: Sample) -> None:
-    """Checks that sampling a draft token does not change the row of logits, from which the token's lead over
-    other tokens is computed afterwards."""
+    """Checks that sampling a draft token leaves the row of logits unchanged. The row is needed afterwards to
+    compute by how much the token is more likely than others."""
     actual, row = sequence(sample, "[ab]{9}", Sampling(0)), np.zeros(SIZE, np.float32)
     assert actual.propose(row) and not row.any()
     assert TOKENIZERS["json"].vocabulary.token_bytes(actual.draft.tokens[0]).strip(b"ab") == b""

@@ -20,7 +20,8 @@ from .scripted import sequence
 
 
 class Log:
-    """A trace that stores the arguments of its calls."""
+    """A stand-in for the engine's trace that writes no file and stores the arguments of each call in
+    `calls`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

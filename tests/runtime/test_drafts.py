@@ -111,8 +111,9 @@ def test_lookup_branches_where_something_else_followed(tokens: list[int], count:
 
 
 def test_as_many_tokens_as_rows_are_cheap() -> None:
-    """Checks the number of draft tokens for kernels that compute rows in groups of four: four rows take as
-    long as one, and eight as long as two such groups."""
+    """Checks how many draft tokens speculative decoding chooses when kernels compute rows in groups of four:
+    a step of up to four rows takes as long as one of a single row, and a step of eight as long as two groups
+    of four."""
     prices = Prices()
     assert prices.best(1, 5) == 5  # nothing is known
     tried = []

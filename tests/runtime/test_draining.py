@@ -50,7 +50,8 @@ def server(listener: socket.socket, models: Models, drain: float) -> Any:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Returns a list whose only value is the time for the module that is tested."""
+    """Replaces the clock of the server module that ends a process, `draining`. Returns a list whose only
+    value is the simulated time in seconds; a test changes it."""
     times = [100.0]
     monkeypatch.setattr(draining, "time", SimpleNamespace(monotonic=lambda: times[0], time=lambda: times[0]))
     return times

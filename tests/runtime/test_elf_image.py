@@ -38,8 +38,8 @@ def elf(place: int, value: int, width: int = 8) -> Damage:
 
 
 def segment(kind: int, field: int, value: int) -> Damage:
-    """Returns a function that damages an ELF library: it sets one field of the first program header of the
-    type `kind` to `value`."""
+    """Returns a function that damages the ELF library of a bundle: it sets the four bytes at offset `field`
+    of the first program header of type `kind` to `value`."""
 
     def damage(path: Path) -> None:
         data = (path / "model.so").read_bytes()

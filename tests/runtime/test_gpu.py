@@ -159,7 +159,9 @@ def test_a_lost_device_is_named(gpu_bundle: Path) -> None:
 
 
 def measured(path: Path, out: Path, *options: str, **variables: str) -> dict[str, Any]:
-    """Runs ci/bench/gpu for a bundle and returns the JSON document that it prints and writes to `out`."""
+    """Runs the benchmark ci/bench/gpu on the bundle at `path` and returns its JSON document. Asserts that it
+    succeeds and that the file `out` has the document that it prints. options: further arguments; variables:
+    environment variables."""
     script = shared.ROOT / "ci" / "bench" / "gpu"
     command = (str(script), "--bundle", str(path), "--rounds", "1", "--out", str(out), *options)
     result = shared.run(*command, extra=variables)

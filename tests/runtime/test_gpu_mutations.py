@@ -84,8 +84,8 @@ def mutated(rng: random.Random, document: Any) -> Any:
 
 
 def executed(program: Program, device: DeviceProgram, rng: random.Random) -> bool:
-    """Executes every function of a GPU program at its largest sizes with random inputs. Returns False,
-    without executing anything, if a kernel's loops would take too long."""
+    """Executes every function of a GPU program at its largest sizes with random inputs, and returns True.
+    Returns False, without executing anything, if a kernel's loops would take too long."""
     calls = [(name, variant) for name, variants in program.functions.items() for variant in variants]
     for _, variant in calls:
         for launch in variant.launches:

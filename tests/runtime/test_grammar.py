@@ -179,14 +179,15 @@ def test_what_cannot_be_compiled(constraint: Constraint, reason: str) -> None:
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """Makes the clock report these CPU seconds for the next masks."""
+    """Replaces the clock of CPU time, so that computing the next token masks seems to take `seconds`, one
+    number for each mask."""
     times = [time for each in seconds for time in (0.0, each)]
     monkeypatch.setattr("time.thread_time", lambda: times.pop(0))
 
 
 def test_masks_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the time limit for a single mask. The slowest mask of an answer is exempt, because on a loaded
-    machine a thread may be charged with the work of others."""
+    """Checks the limit of CPU time for computing one token mask of a constraint. The slowest mask of an
+    answer may exceed it, because on a loaded machine a thread may be charged with the work of others."""
     for seconds in ((0.0, 0.0, 1.0, 0.26), (0.26, 1.0), (1.0, 0.0, 0.26)):
         matcher = GRAMMARS["json"].compiled(Constraint("regex", "[a-z]+", "x"), message=False).matcher()
         taking(monkeypatch, *seconds)

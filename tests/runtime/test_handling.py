@@ -47,7 +47,8 @@ class Submitting(Submitted):
 
 
 class Lending:
-    """A stand-in for a server's models that has one, loaded at the first request, and counts its users."""
+    """A stand-in for a server's table of models. It has one model, which counts as loaded from the first
+    request on; `users` is the number of requests that use it now."""
 
     def __init__(self) -> None:
         self.engine = cast(Engine, Submitting())

@@ -161,7 +161,8 @@ SLOW = {"HEAD_SECONDS": 1.0, "IDLE_SECONDS": 2.0}
 
 @pytest.fixture(scope="module")
 def hasty(toy_bundle: Path) -> Iterator[Server]:
-    """Yields a server whose deadlines are short."""
+    """Yields a server process with short deadlines: 1 second to receive a request's head, 1 second for its
+    body, and 2 seconds for an idle connection."""
     code = "import sys; from mlcbuild_runtime.http import body_reader, connection;"
     code += "body_reader.BODY_SECONDS = 1.0;"
     code += f"vars(connection).update({SLOW!r});"

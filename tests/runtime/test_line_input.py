@@ -177,7 +177,8 @@ def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_a_signal_is_noticed_while_a_pipe_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a signal's handler runs while the chat waits for a line; the handler then writes it."""
+    """Checks that a signal's handler runs while the chat waits for a line of input: the handler itself writes
+    that line to the pipe from which the chat reads."""
     reading, writing = os.pipe()
     before = signal.signal(signal.SIGALRM, lambda *_: os.write(writing, b"late\n"))
     wakeup = signal.set_wakeup_fd(-1)

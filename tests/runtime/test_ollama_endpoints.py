@@ -89,8 +89,8 @@ def test_a_request_without_a_prompt_loads_or_unloads(engine: Engine, keep_alive:
 
 
 def vector(text: str) -> list[float]:
-    """Returns the embedding of a text by the simulated model, whose last hidden state is (the weighted sum of
-    all tokens, that sum modulo 7, 1)."""
+    """Returns the embedding of a text by the simulated model, scaled to length 1. The model's last hidden
+    state is (s, s mod 7, 1), where s is the sum of all tokens, each times (its position mod 7) + 1."""
     tokens = [toy.BOS, *(byte - ord("!") for byte in text.encode())]  # "!" is the first visible letter.
     total = sum(token * (i % 7 + 1) for i, token in enumerate(tokens))
     state = [total, total % 7, 1]

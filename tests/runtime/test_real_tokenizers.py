@@ -55,7 +55,8 @@ CHATS: Mapping[str, Json] = {
 
 
 def directories(variable: str) -> Iterator[Path]:
-    """Yields the directories that an environment variable lists."""
+    """Yields the directories that the environment variable `variable` lists, separated as in PATH; none if it
+    is not set."""
     for name in os.environ.get(variable, "").split(os.pathsep):
         if name:
             yield Path(name)

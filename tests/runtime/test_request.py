@@ -7,7 +7,8 @@ from mlcbuild_runtime.engine.request import Event, Ticket, late
 
 
 def ticket(window: int | None) -> tuple[Ticket, list[None]]:
-    """Returns a ticket, and a list to which each call of the ticket's function `wake` appends an item."""
+    """Returns (a request's handle, a list with one item for each call of its function `wake`, which wakes the
+    engine). window: maximum number of events that the client has not read; None: no limit."""
     calls: list[None] = []
     return Ticket(lambda: calls.append(None), window), calls
 

@@ -47,7 +47,8 @@ def ai(real: Server) -> Iterator[openai.OpenAI]:
 
 
 def said(server: Server, messages: list[Any], **body: Any) -> str:
-    """Returns the text that /v1/chat/completions answers to the same messages."""
+    """Returns the text that the server's /v1/chat/completions answers to `messages` at temperature 0, for
+    comparison with its /v1/responses. body: further fields of the request."""
     reply = post(server, CHAT, {"messages": messages, "temperature": 0, **body}).json()
     return str(reply["choices"][0]["message"]["content"])
 

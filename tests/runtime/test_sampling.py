@@ -45,7 +45,9 @@ def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], f
 
 
 def kept(logits: Floats, sampling: Sampling) -> list[int]:
-    """Returns the tokens that can be sampled from a row of logits, by the definition of the filters."""
+    """Returns the tokens that can be sampled from `logits`, the row of one position, computed plainly from
+    the definitions of the filters top_k, min_p and top_p. sampling: the sampling parameters; its temperature
+    must not be 0."""
     p = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     p /= p.sum()
     order = sorted(range(len(p)), key=lambda i: -logits[i])  # of equal probabilities, too

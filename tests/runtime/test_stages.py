@@ -30,9 +30,11 @@ class Costs:
 
     def __init__(self) -> None:
         self.held = threading.Event()
-        """Event for which trials in the last stage wait."""
+        """Event that holds back simulated compilations of constraints: those in the last stage, which has the
+        longest time limit, wait until a test sets it."""
         self.ran: list[tuple[str, float]] = []
-        """(grammar, limit in CPU seconds) of each trial, in order."""
+        """Each simulated trial of a constraint, in order, as (the constraint's grammar, the CPU seconds that
+        the trial may use)."""
 
     def run(self, trial: Trial, grammar: str) -> TrialOutcome:
         self.ran.append((grammar, trial._seconds))

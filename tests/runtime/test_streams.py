@@ -74,8 +74,8 @@ def test_when_one_request_is_refused_none_runs() -> None:
 def in_loop(
     engine: Submitted, send: Callable[[], None], count: int = 1
 ) -> tuple[AsyncAnswers, list[list[tuple[int, Event]]]]:
-    """Returns (the answers, the batches of events that reach the event loop when another thread calls
-    `send`). count: number of requests."""
+    """Calls `send` in another thread for `count` requests of the engine's stand-in. Returns (the answers that
+    collect the requests' events, the batches of (index of the request, event) that reach the event loop)."""
 
     async def run() -> tuple[AsyncAnswers, list[list[tuple[int, Event]]]]:
         answers = AsyncAnswers(cast(Engine, engine), [REQUEST] * count)

@@ -259,7 +259,8 @@ def test_an_unknown_decoder_is_refused(byte_level: Path, tmp_path: Path) -> None
 
 
 class Letters:
-    """A vocabulary whose tokens are given texts, so that a test chooses where a text is divided."""
+    """A vocabulary of which a test chooses the text of each token, and so where a text is divided into
+    tokens. Every text is encoded as all of these tokens, in order."""
 
     leading_space = False
 

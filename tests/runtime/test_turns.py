@@ -59,15 +59,16 @@ def test_an_early_request_is_served_while_others_keep_coming() -> None:
 
 
 class _Queue:
-    """A lock and threads of several clients that wait for it, which enter the queue one after the other."""
+    """A lock with a bounded queue, and threads of several clients that are put into this queue one after the
+    other; `order` records the order in which they hold the lock."""
 
     def __init__(self, places: int, pool: ThreadPoolExecutor) -> None:
         self.turns, self.order = FairLock(places), list[str]()
         self._pool = pool
 
     def enter(self, name: str, address: str, delay: float = 0.0) -> Future[None]:
-        """Lets a thread wait for the lock. Returns its future once the thread is in the queue or was
-        refused."""
+        """Starts a thread of the client `address` that waits for the lock under test. Returns its future once
+        the thread is in the lock's queue, or was refused because the queue is full."""
         before = self.turns.waiting
         future = self._pool.submit(self._work, name, address, delay)
         while self.turns.waiting == before and not future.done():

@@ -56,8 +56,9 @@ TEXTS = {tool.name: text_parameters(tool) for tool in (ADD, NOW)}
 
 
 def read_in_parts(reader: AnswerReader, text: str, seed: int | None) -> dict[str, str]:
-    """Parses an answer whose text arrives in random parts. Returns kind of piece -> joined text of the pieces
-    of this kind. seed: of the sizes of the parts; None: one part."""
+    """Parses an answer whose text arrives in parts of random size. Returns kind of piece ("reasoning",
+    "text", "call" or "arguments") -> the joined text of all pieces of this kind. seed: seed of the random
+    sizes; None: the text arrives in one part."""
     by_kind: dict[str, str] = {}
     for piece in _arriving(reader, text, seed):
         by_kind[piece.kind] = by_kind.get(piece.kind, "") + piece.text

@@ -251,7 +251,8 @@ def _masks() -> Any:
 
 
 def _emit_sample_tokens(builder: Any, *kernels: Any) -> None:
-    """Emits the library function `sample_tokens` in the form that real libraries have."""
+    """Emits the function `sample_tokens` of a compiled library, with the parameters that it has in real
+    libraries. kernels: one that masks logits, and one that samples."""
     import tvm
 
     q, v = (tvm.tirx.Var(name, "int64") for name in "qv")
@@ -265,7 +266,9 @@ def _emit_sample_tokens(builder: Any, *kernels: Any) -> None:
 
 
 def _drawn(builder: Any, kernels: Sequence[Any], inputs: Sequence[Any], shape: tuple[Any, Any]) -> Any:
-    """Emits code that masks logits and samples tokens from them, and returns the masked logits."""
+    """Emits Relax code that masks logits and then samples a token from each row. Returns the variable of the
+    masked logits. kernels: (the masking kernel, the sampling kernel); inputs: logits, sampling parameters,
+    the tensor for the sampled tokens, masks; shape: (rows, vocabulary)."""
     from tvm import relax
 
     (masked, sample), (logits, sampling_params, sampled, masks) = kernels, inputs

@@ -77,7 +77,8 @@ def test_it_is_the_program_that_looks_for_receipts(build: Build) -> None:
 
 
 def blob(name: str, root: Path) -> Path:
-    """Returns the blob in the store to which a file of a bundle is hard-linked."""
+    """Returns the path in the store `root`/store of the blob to which the file `name` of a built bundle is
+    hard-linked. Raises StopIteration if there is none."""
     inode = next((root / "dist").rglob(name)).stat().st_ino
     return next(path for path in (root / "store" / "cas").rglob("*") if path.stat().st_ino == inode)
 
