@@ -79,8 +79,8 @@ def read(root: Path, settings: Mapping[str, Any]) -> tuple[models.ModelConfig, M
 
 
 def check(root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats]) -> None:
-    """Asserts that the quantized matrices of a checkpoint are read with exactly these values. values: tensor
-    name -> matrix."""
+    """Asserts that the quantized matrices of a checkpoint are read with exactly the expected values. values:
+    tensor name of a matrix -> its dequantized values."""
     config, weights = read(root, settings)
     names = parsing.tensor_names(config).sources
     for param in weights:
@@ -95,8 +95,9 @@ def check(root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats])
 def check_converted(
     root: Path, settings: Mapping[str, Any], values: Mapping[str, Floats], fields: Mapping[str, Any]
 ) -> None:
-    """Converts a quantized checkpoint to float32 and asserts that one matrix has exactly its values. fields:
-    config.json."""
+    """Converts a quantized checkpoint to float32 and asserts that the matrix down_proj of the second layer
+    has exactly the expected values. root: directory of the checkpoint; settings: its quantization_config;
+    values: tensor name -> expected matrix; fields: its config.json."""
     config = parsing.parse(fields)
     sources = locate(root, config, parsing.tensor_names(config), views_for(settings))
     conversion.write(sources, SCHEMES["q0f32"], root / "out", 2)

@@ -56,7 +56,8 @@ def reading(text: str) -> Reading:
 
 
 def reported(recipe: Reading) -> list[str]:
-    """Returns `line:column: message` of every problem that readers have added to a recipe."""
+    """Returns the problems that were reported while the sections of a recipe were read, each as `line:column:
+    message`."""
     return [str(problem).removeprefix("q.yaml:") for problem in recipe.problems]
 
 

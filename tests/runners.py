@@ -92,7 +92,9 @@ def value(expression: str, context: Mapping[str, Json]) -> Json:
 
 
 def filled(item: Json, context: Mapping[str, Json]) -> Json:
-    """Returns a part of a workflow with its expressions evaluated."""
+    """Returns a copy of `item`, a part of a CI workflow (text, or a mapping with texts in it), in which
+    expressions such as ${{ matrix.os }} are replaced by their values. context: values of the names in
+    them."""
     if isinstance(item, dict):
         return {key: filled(inner, context) for key, inner in item.items()}
     if not isinstance(item, str):
@@ -103,9 +105,9 @@ def filled(item: Json, context: Mapping[str, Json]) -> Json:
 
 
 def run_job(job: Json, runner: Runner, context: dict[str, Json]) -> dict[str, str]:
-    """Runs the steps of a job and returns the job's outputs. After a failed step, only steps with always()
-    are run.
-    """
+    """Runs the steps of a job of a CI workflow on a simulated runner, and returns the job's outputs, name ->
+    value. After a failed step, only steps with always() are run. context: values for the workflow's
+    expressions."""
     files = {name: runner.home / name for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")}
     for path in files.values():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,16 +20,19 @@ QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits]
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
-    """Returns a matrix of normally distributed weights."""
+    """Returns a matrix of normally distributed weights, float32 [rows, columns], the same for the same
+    seed."""
     return np.random.default_rng(seed).standard_normal((rows, columns), np.float32)
 
 
 def pack(weight: Array, scheme: Storage, name: str = "matrix") -> tuple[Array, ...]:
-    """Returns the stored tensors of a matrix."""
+    """Quantizes a matrix and returns the tensors in which the scheme stores it. weight: the matrix, [rows,
+    columns]; name: its name in error messages."""
     return tuple(scheme.definition.pack(weight, Scratch(), name))
 
 
 def unpack(tensors: tuple[Array, ...], scheme: Storage, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the dequantized matrix of stored tensors."""
+    """Returns the dequantized matrix, float32 [rows, columns]. tensors: the tensors in which it is stored;
+    scheme: the quantization that stored them; shape: (rows, columns)."""
     rows, columns = shape
     return scheme.definition.unpack(tensors, (rows, columns))

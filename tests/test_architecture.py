@@ -117,17 +117,19 @@ RUNTIME_TABLE: Mapping[str, str] = {
 SHARED = {"errors", "canon"}
 """Modules of the builder that every room (a directory of the package) may import."""
 FORMAT_LEAVES = {"control_groups", "memory", "processors", "regular", "sizes", "strict_json"}
-"""Modules of mlcbuild_format that import only each other and do not depend on bundles, so that any room of
-the builder may import them."""
+"""Modules of mlcbuild_format, the package shared by builder and runtime, that import only each other and do
+not depend on bundles. Any room (directory) of the builder may import them."""
 FORMAT_USERS = {"bench", "bundles", "checkpoints", "cli", "compiler"}
-"""Rooms of the builder that may import the rest of mlcbuild_format, because they write or read what the
-runtime loads."""
+"""Rooms (directories) of the builder that may import every module of mlcbuild_format, the package shared with
+the runtime, because they write or read files that the runtime loads."""
 RUNTIME_USERS = {"bench", "bundles", "cli", "installed"}
-"""Rooms of the builder that may import the runtime, because they run bundles."""
+"""Rooms (directories) of the builder that may import the runtime, because they run bundles. All others must
+not."""
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Returns dotted name of a module below the package -> its file."""
+    """Returns the Python modules in a package: dotted name below the package, such as "cli.build" -> its
+    file."""
     by_name = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -151,8 +153,9 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def top_level_uses(package: Path, of: str) -> dict[str, set[str]]:
-    """Returns, for each first part of a module's name in `package`, the first parts of the modules of the
-    package `of` that it imports."""
+    """Returns which parts of one package import which parts of another. Key and values are the first parts of
+    module names, such as "cli": part of `package` -> the parts of the package named `of` that its modules
+    import, without itself."""
     names = {name.partition(".")[0] for name in modules(PACKAGES[of])}
     uses: dict[str, set[str]] = {}
     for name, path in modules(package).items():

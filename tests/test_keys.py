@@ -65,8 +65,9 @@ def closures(recipe: Path) -> dict[str, list[str]]:
 
 
 def added(kind: str, names: Iterable[str], module: Callable[[str], str]) -> dict[str, set[str]]:
-    """Returns `kind` -> the source files that all of these modules import, and "kind/NAME" -> the source
-    files that only the module of NAME imports."""
+    """Returns `kind` -> the source files that the modules of all `names` import, and "kind/NAME" -> the
+    source files that only the module of NAME imports besides these. module: function that returns the dotted
+    name of a name's module."""
     closures = {name: set(code_files(module(name))) for name in names}
     shared = set.intersection(*closures.values())
     return {kind: shared} | {f"{kind}/{name}": files - shared for name, files in closures.items()}
@@ -178,8 +179,8 @@ RUNS: Mapping[str, set[str]] = {
     "runtime/mlcbuild_runtime/executor/batch.py": {"verify", "bench"},
     "runtime/mlcbuild_runtime/text/tokenizer.py": {"reference"},
 }
-"""Source file -> kinds of steps that run again after an edit of it. Steps behind them run only if their
-results change."""
+"""Source file -> kinds of build steps that must run again after an edit of this file. Steps that depend on
+them run only if the results of these steps change."""
 RUNS_NOTHING = (
     "mlcbuild/bench/exchange.py",
     "mlcbuild/build/cluster/client.py",
@@ -241,7 +242,8 @@ RUNS_NOTHING = (
     "runtime/mlcbuild_runtime/release.py",
     "runtime/mlcbuild_runtime/untrusted.py",
 )
-"""Source files that are in no key of the recipe."""
+"""Source files (paths in the checkout) whose content enters no cache key of the tests' recipe, so that an
+edit of them makes no step run again."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def built(directory: Path, text: str, lock: Lock | None = None) -> Pipeline:
 
 
 def kinds(created: Pipeline) -> Counter[str]:
-    """Returns kind of step, the first part of a step's name -> the steps of this kind."""
+    """Returns kind of step -> number of steps of this kind in a pipeline. The kind is the first part of a
+    step's name."""
     return Counter(step.name.partition("/")[0] for step in created.graph.steps())
 
 

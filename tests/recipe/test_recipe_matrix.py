@@ -54,8 +54,9 @@ def entries(inputs: list[Combination]) -> list[MatrixEntry]:
 
 
 def settings(cell: Cell, include: list[Combination]) -> Combination:
-    """Returns the settings of a cell: the values of its axes, then those that its include entries set, in
-    order."""
+    """Returns setting -> value for one cell (a combination that remains) of a recipe's matrix: the values of
+    its axes, then those that its `include` entries set, in order. include: all `include` entries of the
+    recipe."""
     actual = dict(zip(AXES, cell.names, strict=True))
     for i in cell.includes:
         actual.update(include[i])

@@ -20,7 +20,8 @@ def basic(login: str) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """Returns environment variables for which all credential files lie in a directory of the test."""
+    """Returns environment variables (NETRC, DOCKER_CONFIG, REGISTRY_AUTH_FILE) that make mlcbuild search for
+    credential files in a test's directory only. It holds a netrc file with one login."""
     (tmp_path / "netrc").write_text("machine cache.example login ann password p\n")
     return {
         "NETRC": str(tmp_path / "netrc"),

@@ -15,7 +15,8 @@ from tests.remotes.users import BIG, User, statuses, step
 
 
 def drops(count: int) -> Callable[[Handler], bool]:
-    """Returns a fault with which a server ends the answer to each download of a blob after `count` bytes."""
+    """Returns a function that makes a file server faulty: the answer to each download of a blob ends after
+    `count` bytes, although its Content-Length states more."""
 
     def fault(handler: Handler) -> bool:
         data = handler.cache.content.get(handler.path, b"")

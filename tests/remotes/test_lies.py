@@ -57,15 +57,17 @@ Lie = Callable[[Handler, Answer], None]
 
 @dataclass
 class Proxy:
-    """A proxy that forwards all requests. It changes the answers to read requests by the function `lie`, if
-    there is one."""
+    """A proxy that forwards all requests to a real server. If its function `lie` is set, that function
+    changes the answers to read requests."""
 
     address: str = ""
     lie: Lie | None = None
     kind: str = "everything"
-    """Answers that the proxy changes: "everything", or "blobs" for files of the cache only."""
+    """The kind of answers that the proxy changes: "everything", or "blobs" for the contents of cached files
+    only."""
     blobs: set[str] = field(default_factory=set)
-    """Names by which the registry knows the files of the cache."""
+    """Digests that the registry uses as names for the contents of the cached files, collected from the
+    manifests that pass through the proxy."""
     dropped: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, handler: Handler) -> bool:
@@ -242,7 +244,8 @@ requests."""
 def proxied(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Proxy, str]]:
-    """Yields (a proxy, the URL of a filled cache behind it), for each protocol."""
+    """Yields (a proxy that can falsify answers, the URL of a shared cache through that proxy), for caches on
+    a web server, in S3 and in an OCI registry. A first user has uploaded all results to the cache."""
     with ExitStack() as stack:
         patched = stack.enter_context(pytest.MonkeyPatch.context())
         for module in (client, s3):

@@ -39,7 +39,8 @@ def diamond(root: Path) -> Graph:
 
 @pytest.fixture
 def planned(tmp_path: Path) -> tuple[Graph, Plan]:
-    """Returns a graph that has steps in every state."""
+    """Returns (a graph of build steps, a plan of it) in which steps have every state: one is stored, others
+    have never been built or wait for them."""
     graph = diamond(tmp_path)
     store = Store(tmp_path / "store")
     execute(graph, store, Options(executor="inline", only=("library/a",)))

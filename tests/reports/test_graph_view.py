@@ -66,7 +66,8 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser) -> 
 
 
 class Outline(HTMLParser):
-    """Collects the tags of a page, each with the tags around it, and the texts in them."""
+    """An HTML parser that collects the tags of a page, each with the tags around it, and the texts in
+    them."""
 
     def __init__(self) -> None:
         super().__init__()

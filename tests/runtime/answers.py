@@ -10,7 +10,8 @@ from mlcbuild_runtime.openai.chat_documents import Prompt
 
 
 class Pieces:
-    """A parser of answers that yields prepared pieces, one list for each event, instead of parsing."""
+    """A stand-in for the parser of answers. It ignores the text of an answer and yields pieces that a test
+    has prepared, one list of them for each event of the engine."""
 
     def __init__(self, *pieces: list[CallPiece], is_thinking: bool = False) -> None:
         self._pieces, self.is_thinking = list(pieces), is_thinking

@@ -90,7 +90,8 @@ def begin(
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the time limit of bursts for a test, because decode steps are slow while other tests run."""
+    """Removes, for a test, the time limit of bursts (several decode steps in one call of the library),
+    because decode steps are slow while other tests run."""
     monkeypatch.setattr(loop, "BURST_SECONDS", 60.0)
 
 

@@ -37,7 +37,8 @@ loading.LOADERS["numpy"] = f"{__package__}.numpy_executor:load"
 
 @pytest.fixture(scope="session")
 def webgpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of the embedded model for the device webgpu. Tests must not change it."""
+    """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) for the
+    device webgpu. Tests must not change it."""
     return _real(tmp_path_factory, "tiny", "webgpu")
 
 
@@ -154,7 +155,8 @@ def _real(
 
 @pytest.fixture(scope="session")
 def sample(cpu_toy_bundle: Path) -> Sample:
-    """Returns the function of the toy library that samples one token from each row of logits."""
+    """Returns the sampling function of a compiled library: it samples one token from each row of logits. The
+    library is that of the toy model for this machine's CPU."""
     return CpuExecutor.load(cpu_toy_bundle).sample
 
 

@@ -21,8 +21,8 @@ Guess = Callable[[Sequence, int], list[int]]
 
 
 class Drafting(Speculation):
-    """Speculative decoding whose drafts come from a function, for every sequence and regardless of how many
-    draft tokens are accepted."""
+    """A replacement for speculative decoding whose draft tokens come from the function `guess`. It drafts for
+    every sequence in every step, regardless of how many draft tokens are accepted."""
 
     def __init__(self, guess: Guess) -> None:
         super().__init__(7, EXACT_ROWS)

@@ -1,4 +1,6 @@
-"""A child process for tests, which answers a line, ends, or never answers, as the line requests."""
+"""A child process for tests of its parent. Each line of its input is a JSON document; depending on it, the
+process answers with a line, answers with a long one, starts another process, ends with an exit code, or never
+answers."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def append(name: str, inputs: InputPlaces) -> KernelBuilder:
 
 
 def total(name: str, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the GPU kernel that computes x[row], the weighted sum of the sequence's tokens up to the row's
-    position."""
+    """Returns the GPU kernel that computes x[row] for each new token of a step: the sum over the tokens of
+    its sequence up to its own position, each times (position mod 7) + 1."""
     with kernel(name) as k:
         block, pages = inputs.declare(k), CACHE.declare(k)
         x = k.buffer("x", (k.size("n"), 1))
@@ -78,7 +78,8 @@ def total(name: str, inputs: InputPlaces) -> KernelBuilder:
 
 
 def select(name: str, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the GPU kernel that computes selected[r] = x[rows[r]]."""
+    """Returns the GPU kernel that copies the rows for which logits are computed: selected[r] = x[rows[r]],
+    where `rows` are indices into x."""
     with kernel(name) as k:
         block, x = inputs.declare(k), k.buffer("x", (k.size("n"), 1))
         y = k.buffer("selected", (k.size("q"), 1))
@@ -88,7 +89,8 @@ def select(name: str, inputs: InputPlaces) -> KernelBuilder:
 
 
 def head(name: str) -> KernelBuilder:
-    """Returns the GPU kernel that computes logits[r, v] = -((v - selected[r]) mod vocabulary) / 2."""
+    """Returns the GPU kernel that computes logits from the token selected for each row: logits[r, v] = -((v -
+    selected[r]) mod vocabulary) / 2, so that the selected token is the most likely one."""
     with kernel(name) as k:
         q = k.size("q")
         x, y = k.buffer("selected", (q, 1)), k.buffer("logits", (q, toy.VOCAB))

@@ -1,5 +1,5 @@
-"""Calls some of the server's endpoints in the process of the test, without a socket: the engine runs the
-simulated model of parrot.py."""
+"""Functions that call some of the server's endpoints in the test's own process, without a socket. The engine
+behind them runs a simulated model, which repeats a part of its prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Endpoints(Protocol):
 
 @contextmanager
 def running(directory: Path, template: str = toy.TEMPLATE) -> Iterator[Engine]:
-    """Writes the bundle of the simulated model into a directory, and yields its engine."""
+    """Writes the bundle of a simulated model, which repeats a part of its prompt, into a directory, and
+    yields a running engine for it. template: the model's chat template."""
     parrot.write(directory, template)
     manifest = bundle.manifest(directory)
     executor = parrot.load(directory, manifest, None, None)
@@ -46,8 +47,9 @@ def send(
     *requests: tuple[str, str, object],
     access: Access | None = None,
 ) -> Sequence[httpx.Response]:
-    """Returns the responses to requests, (method, path, body) of each, sent one after the other. create: the
-    class of the endpoints. Raises the error of a request that is refused."""
+    """Sends requests one after the other to some of the server's endpoints, in this process and without a
+    socket, and returns the responses. create: class of the endpoints; requests: (method, path, body) of each.
+    Raises the error of a request that is refused."""
     models = Models.of(engine)
     handling = RequestHandling(models, access or Access(), Metrics(models.states))
     app = Starlette(routes=create(handling).routes())

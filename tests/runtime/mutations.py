@@ -15,7 +15,8 @@ from typing import Any
 from . import toy
 
 RAW = "\0raw:"
-"""Prefix of a string that stands for raw JSON text, which json.dumps would not write."""
+"""Prefix of strings in mutated JSON documents. The text after it is written as it is, so that a document may
+contain what json.dumps does not write, such as NaN or duplicate keys."""
 NASTY: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**400, -0.0, 0.5, 1e308,
     f"{RAW}NaN", f"{RAW}1e999", f"{RAW}-Infinity", f"{RAW}{'9' * 5000}", f"{RAW}{'[' * 100_000}",
@@ -100,7 +101,8 @@ def noise(rng: random.Random, data: bytes) -> bytes:
 
 
 def weights(rng: random.Random, data: bytes) -> bytes:
-    """Returns the header of a weights file."""
+    """Returns a damaged copy of a weights file in safetensors format: a value in its JSON header is replaced,
+    or the number that states the header's length. data: content of the file."""
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.2:
         return rng.choice([0, 1, length - 1, 2**32, 2**63, 2**64 - 1]).to_bytes(8, "little") + data[8:]

@@ -23,7 +23,7 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 from numpy.typing import NDArray
 
 SECONDS = 1e-4
-"""Seconds by which the clock of this device advances for each computed row."""
+"""Seconds by which the simulated clock of this device advances for each row (token) that it computes."""
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> NumpyExecutor:

@@ -1,6 +1,8 @@
-"""Builds a bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY CHANGES [TARGET]`.
+"""Builds a bundle of the small model in the repository (recipes/models/tiny) with the real compiler: `real.py
+SCHEME DIRECTORY CHANGES [TARGET]` writes it to DIRECTORY.
 
-It is a separate program, because the runtime's tests do not import the builder.
+CHANGES is a JSON object with fields of config.json to replace; TARGET is this machine's CPU if it is left
+out. It is a separate program, because the runtime's tests do not import the builder.
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def run(
     *arguments: str, stdin: str = "", extra: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a Python child process to its end, and returns its result."""
+    """Runs Python with these arguments in a child process to its end, with the runtime of this checkout, and
+    returns its exit code and output. stdin: text of its standard input; extra: further environment variables.
+    Raises TimeoutExpired after WAIT seconds."""
     return subprocess.run(
         [sys.executable, *arguments],
         input=stdin,

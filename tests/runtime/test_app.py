@@ -51,7 +51,9 @@ def engine(toy_bundle: Path) -> Iterator[Engine]:
 
 
 def send(engine: Engine, requests: Sequence[tuple[str, str, object]]) -> list[httpx.Response]:
-    """Returns the responses to requests, (method, path, body) of each, sent one after the other."""
+    """Sends requests one after the other to the server's application, in this process and without a socket,
+    and returns the responses. requests: (method, path, body) of each; engine: the engine that answers
+    them."""
 
     async def talk() -> list[httpx.Response]:
         transport = httpx.ASGITransport(create_app(engine), raise_app_exceptions=False)

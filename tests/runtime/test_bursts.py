@@ -42,7 +42,9 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 
 def single(executor: Executor, parts: list[Part], params: list[list[SamplingRow]]) -> list[list[int]]:
-    """Returns the tokens that steps sample if they are executed one by one."""
+    """Returns the tokens that the executor samples if each decode step is a call of its own, as
+    [step][sequence]. parts: (new tokens, length after them, KV cache pages) of each sequence; params:
+    sampling parameters for each step and sequence."""
     drawn, last = list[list[int]](), [tokens for tokens, _, _ in parts]
     for number, rows in enumerate(params):
         lengths = [length + number for _, length, _ in parts]

@@ -129,8 +129,8 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yields a server of the toy model with a context that is long enough for the prompts of these
-    clients."""
+    """Yields a server of the toy model with a context of 8192 tokens, enough for the long prompts that
+    LangChain and instructor send."""
     needs("tvm")
 
     def build(out: Path) -> None:

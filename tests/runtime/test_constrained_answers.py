@@ -151,8 +151,8 @@ def test_log_probabilities_are_of_all_tokens(sample: Sample) -> None:
 
 
 def test_backoff_skips_more_tokens_after_each_violation() -> None:
-    """Checks that sampling without a mask is tried less often after violations of the grammar, and more often
-    again after successes."""
+    """Checks that, under a constraint, sampling without a token mask is tried less often after tokens that
+    violated the grammar, and more often again after successes."""
 
     def tries(fits: List[bool], start: int) -> list[bool]:
         results = []

@@ -1,4 +1,4 @@
-"""The Dockerfile of runtime/deploy, built and run without a daemon."""
+"""Tests of the Dockerfile in runtime/deploy: the image is built and run without a container daemon."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ every = pytest.mark.skipif(
 @every
 @pytest.mark.timeout(1200)
 def test_the_image_is_built_and_serves(tmp_path: Path, tiny_bundle: Path) -> None:
-    """Builds the image with its own instructions, on a base of this machine's Python, and runs it as its
-    configuration says: user, entry point, health check, stop signal."""
+    """Checks the container image of runtime/deploy: builds it from its Dockerfile, on a base with this
+    machine's Python, and runs it with the user, entry point, health check and stop signal of its
+    configuration."""
     if why := container.refusal(tmp_path / "trial"):
         pytest.skip(why)
     (base,) = (line.split()[1] for line in DOCKERFILE.read_text().splitlines() if line.startswith("FROM "))

@@ -18,7 +18,8 @@ from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from numpy.typing import NDArray
 
 STEP = ModelStep.of([([7, 8, 9], 18, [5, 2]), ([4], 1, [0])])
-"""A chunk of three tokens of a sequence with 15 earlier ones, and the first token of another sequence."""
+"""The inputs of a step of the model: three new tokens of a prompt whose 15 earlier tokens are in the KV
+cache, and the first token of another sequence."""
 DECODE = ModelStep.of([([7], 18, [5, 2]), ([4], 1, [0])])
 
 

@@ -54,8 +54,9 @@ def test_the_unit_starts_a_server_and_waits_longer_than_it_drains() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """Checks the unit file with systemd-analyze. The program in it is replaced by that of this environment,
-    because systemd requires that the file exists."""
+    """Checks runtime/deploy/mlcbuild.service, the example of a systemd service, with systemd-analyze. The
+    path of the server program in it is replaced by that of the installed one, because systemd-analyze
+    requires that the file exists."""
     program = Path(sys.executable).with_name("mlcbuild-serve")
     unit = (DEPLOY / "mlcbuild.service").read_text()
     for name, text in (("good", unit), ("bad", unit.replace("DynamicUser=", "DynamikUser="))):

@@ -33,7 +33,8 @@ from .wrapped import Stepwise, is_decode
 
 GREEDY = Sampling(temperature=0)
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ
-"""True if the tests that use `toy_bundle` also run on a GPU adapter. test_executor.py always runs on one."""
+"""True if the environment variable MLCBUILD_TEST_EVERY is set. Then the tests of the engine that use
+`toy_bundle` also run on a GPU adapter."""
 POISON = 111
 """Token that makes the faulty model fail if it is in a prompt."""
 

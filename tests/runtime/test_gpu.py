@@ -39,7 +39,8 @@ def has_adapter() -> bool:
 
 @pytest.fixture(scope="module")
 def gpu_bundle(webgpu_bundle: Path) -> Path:
-    """Returns the bundle of the embedded model for the device webgpu. Tests must not change it."""
+    """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) for the
+    device webgpu. Skips the test if this machine has no GPU adapter. Tests must not change the bundle."""
     if not has_adapter():
         pytest.skip("this machine has no GPU adapter, not even one in software")
     return webgpu_bundle

@@ -27,8 +27,9 @@ COUNT = 1000 if "MLCBUILD_TEST_EVERY" in os.environ else 60
 SEED = int(os.environ.get("MLCBUILD_TEST_SEED", "11"))
 GUARD = np.full(256, 0xA5, np.uint8)
 PAGES, LONGEST = 8, 1 << 16
-"""PAGES is the number of pages of the KV cache. LONGEST is the largest value of a scalar with which a kernel
-is executed, because loops depend on scalars."""
+"""Two limits of these tests: PAGES is the number of pages in the KV cache. LONGEST is the largest value of a
+kernel's scalar argument with which the kernel is still executed, because the lengths of loops depend on
+scalars."""
 
 
 class Guarded:

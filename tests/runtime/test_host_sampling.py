@@ -17,7 +17,9 @@ TOP = 64
 
 
 def expected(logits: NDArray[np.float32], params: abi.SamplingParams) -> int:
-    """Returns the token that abi.SamplingParams defines for a row of logits, computed token by token."""
+    """Returns the token that sampling must choose from a row of logits, computed plainly, token by token,
+    from the definition of the sampling parameters. logits: float32 [vocabulary]; params: temperature, filters
+    and the random number."""
     weights = {token: float(value) for token, value in enumerate(logits)}
     order = sorted(weights, key=lambda token: -weights[token])
     if params.top_k:

@@ -42,7 +42,8 @@ def closure() -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creates the isolated environment, and returns its Python interpreter."""
+    """Creates a virtual environment that has only the runtime and its dependencies, and returns the path of
+    its Python interpreter."""
     root = tmp_path_factory.mktemp("isolated")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
     (site,) = root.glob("lib/python*/site-packages")

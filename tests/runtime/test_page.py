@@ -67,7 +67,8 @@ class Browser:
 
     @contextmanager
     def other_tab(self, url: str) -> Iterator[None]:
-        """Opens a second tab, to which all calls go until the context ends."""
+        """Opens a second tab of the browser with the page `url`. While the context is open, all other methods
+        act on that tab; afterwards the tab is closed, and they act on the first one again."""
         first, self._session = self._session, ""
         target = self.call("Target.createTarget", url=url)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]

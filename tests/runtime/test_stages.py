@@ -138,8 +138,8 @@ def test_large_numbers_and_long_texts_look_costly(grammar: str, costly: bool) ->
 
 
 def test_a_client_with_many_constraints_does_not_delay_another(costs: Costs, trials: Trials[int]) -> None:
-    """Checks that one client's constraint does not wait for all those of another client in the last stage,
-    whose trials are given to addresses in turn."""
+    """Checks that a client's expensive constraint does not wait until all ten of another client's are
+    compiled on trial: in the last stage, clients (by address) take turns."""
 
     def ask(address: str, grammar: str) -> int | str:
         client.set(address)

@@ -11,7 +11,7 @@ from mlcbuild_runtime.engine.threads import Task, Turns
 
 
 def waiting(turns: Turns, count: int) -> None:
-    """Waits until `count` threads wait for the lock."""
+    """Waits until `count` threads wait for their turn to compute. Fails after 120 seconds."""
     end = time.monotonic() + 120
     while len(turns._waiting) < count:
         assert time.monotonic() < end

@@ -182,7 +182,8 @@ def test_added_tokens_of_pieces(pieces: Path) -> None:
 
 
 def test_spaces_of_added_tokens_are_decoded(pieces: Path, pieces_as_json: Path, tmp_path: Path) -> None:
-    """Gemma's tokenizer.json and tokenizer_config.json list the pieces of several spaces as added tokens."""
+    """Checks that tokens of several spaces are decoded as spaces if a tokenizer lists them as added tokens,
+    as Gemma's tokenizer.json and tokenizer_config.json do."""
     reference = tokenizers.Tokenizer.from_file(str(pieces_as_json / "tokenizer.json"))
     reference.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
     reference.save(str(tmp_path / "tokenizer.json"))
@@ -281,7 +282,8 @@ class Letters:
 
 
 def plain_stop(text: str, stops: Sequence[str]) -> str:
-    """Returns the text up to the first complete stop string, by the definition."""
+    """Returns the text before the first complete stop string, computed plainly, or the whole text if it
+    contains none. stops: the stop strings; the longest one counts if several end at the same place."""
     for end in range(len(text) + 1):
         whole = [stop for stop in stops if text[:end].endswith(stop)]
         if whole:

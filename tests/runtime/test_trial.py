@@ -68,8 +68,9 @@ def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:
 
 
 def test_a_short_trial_takes_a_multiple_of_a_plain_schema() -> None:
-    """Checks that a short trial is also limited by a multiple of the time for a plain schema: with a small
-    vocabulary that is less than the fixed limit, so that slow constraints do not delay others."""
+    """Checks that compiling a constraint on trial is limited by a fixed CPU time, and also by a multiple of
+    the CPU time for a plain JSON schema. With a small vocabulary the multiple is the smaller limit, so that
+    slow constraints do not delay others."""
     tokens = GRAMMARS["json"]._tokens
     slow = 'start: %json {"type": "integer", "multipleOf": 999983}'
     for seconds, multiple in ((60.0, 20.0), (0.2, None), (0.2, 1e9)):

@@ -76,8 +76,10 @@ def _arriving(reader: AnswerReader, text: str, seed: int | None) -> Iterator[Cal
 def pieces(
     text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
 ) -> list[CallPiece]:
-    """Parses a text that arrives in parts and returns its pieces; consecutive pieces of one kind are
-    joined."""
+    """Parses an answer whose text arrives in parts, and returns its pieces: texts, beginnings of tool calls,
+    and their arguments; consecutive pieces of one kind are joined. form: syntax of tool calls; choice:
+    "required" if the answer must be a call, else "auto"; seed: seed of the random sizes of the parts, None
+    for one part; formatted: True if an answer without calls follows a JSON format."""
     actual: list[CallPiece] = []
     for piece in _arriving(Reader(form, choice, formatted, TEXTS), text, seed):
         if actual and actual[-1].kind == piece.kind != "call":
