@@ -23,7 +23,7 @@ REGISTRY = shutil.which("docker-registry")
 WITHOUT_REGISTRY = "docker-registry is not installed: apt-get install docker-registry"
 LOGIN = "ann:s3cret"
 _BCRYPT = "$2y$04$/cGGWxC6F01EGBeEmf5ce..GwZr8u9Go8lrSqiFuhDo3ogi96U3gu"
-"""The password of LOGIN as a bcrypt hash."""
+"""Hash, made by bcrypt, of the password "s3cret" in LOGIN, for the password file of a registry."""
 
 _CONFIG = """\
 version: 0.1

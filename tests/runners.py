@@ -32,7 +32,8 @@ class Runner:
     """Directory in which the simulated CI service stores artifacts and its cache."""
     variables: dict[str, str] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
-    """The output of the shells so far, one text for each command."""
+    """Everything that the shells of the simulated CI runner have printed so far, one text for each
+    command."""
 
     @property
     def workspace(self) -> Path:

@@ -19,8 +19,8 @@ from tests.test_program import PROGRAM, REFUSED, changed, mutated
 
 PAGES = 32
 STRICTER = r"too large|more than \d+ digits|must hold|duplicate|there twice|nested too deeply|surrogate|UTF-8"
-"""Regular expression of those reasons of Python's check that do not exist in JavaScript: they concern JSON
-syntax, or numbers that JavaScript cannot represent."""
+"""Regular expression for reasons to refuse a GPU program that Python's check reports and the one in
+JavaScript does not: they concern JSON syntax, or numbers that JavaScript cannot represent."""
 
 
 def outcomes(documents: list[str]) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ from mlcbuild.store.store import Store
 
 
 class Run:
-    """A run of a graph of three steps in the place of a recipe's: a source, a bundle of it, its `verify`."""
+    """A finished run of a small graph of steps in place of a real recipe's: a source, a config, a bundle, and
+    the step that verifies the bundle. signer: the key that signs, or None."""
 
     def __init__(self, place: Path, signer: keyfile.Signer | None = None) -> None:
         (place / "model").mkdir()

@@ -95,7 +95,8 @@ def write_model(out: Path) -> None:
 
 
 def python(root: Path, *arguments: str) -> str:
-    """Runs Python code in root/work with the copied builder, and returns what it printed."""
+    """Runs Python with these arguments in the directory root/work, with the copy of the builder in `root`,
+    and returns its standard output."""
     kept: Mapping[str, str] = {
         name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")
     }

@@ -6,7 +6,8 @@ from mlcbuild_format.limits import Limits
 
 
 def test_pages_hold_whole_sequences() -> None:
-    """Checks the number of pages for sequences: each sequence needs whole pages."""
+    """Checks the number of KV cache pages that a bundle's limits imply: one sequence has whole pages for the
+    context, and all sequences of a batch need as many each."""
     limits = Limits(context_window=33, prefill_chunk=8, max_batch=4)
     assert (limits.page_size, limits.sequence_pages, limits.pages) == (16, 3, 12)
     assert Limits(32, 8, 4).pages == 8

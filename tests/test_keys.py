@@ -81,8 +81,9 @@ def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
 
 
 def test_no_backend_is_in_the_keys_of_another() -> None:
-    """Checks that no backend's files are in the keys of another backend. They share `mlcbuild/compiler/*.py`;
-    only the CPU's keys contain Relax passes and `program/`."""
+    """Checks that the source files that only one backend (CPU or GPU) uses are in no cache key of the other.
+    Both share some files at the top of `mlcbuild/compiler`; only the CPU's keys contain Relax passes and
+    `program/`."""
     entries = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
 
     def rooms(kind: str) -> set[str]:

@@ -256,7 +256,8 @@ IMPORT = re.compile(
 
 
 def imported(text: str) -> set[str]:
-    """Returns the dotted names that the import statements of a program's text may mean as modules."""
+    """Returns the dotted names of all modules that the import statements in a program's text may mean. For
+    `from a import b` these are "a" and "a.b", because b may be a module."""
     names = set()
     for package, listed, module in IMPORT.findall(text):
         names |= {package or module, *(f"{package}.{name}" for name in re.findall(r"\w+", listed))}

@@ -75,8 +75,8 @@ VARYING = {
     r"\d+ cores": r"\d+ cores",
     r"threads \d+": r"threads \d+",
 }
-"""Pattern in a stated output that may differ from the real output -> pattern of the text that may stand in
-its place."""
+"""The allowed differences between the output that a document shows and the real one: regular expression in
+the shown text (such as a decimal number) -> regular expression that the real text must match there."""
 
 
 def pattern(expected: str) -> str:
@@ -159,7 +159,7 @@ class Shell:
 
 @dataclass
 class Tour:
-    """Executes or checks the code blocks of one document, in order."""
+    """The execution of one document: runs or checks its code blocks in order, in one shell."""
 
     shell: Shell
     checkout: Path
@@ -192,7 +192,8 @@ class Tour:
         return Path(printed.strip()) / path
 
     def _expect(self, output: str, command: str) -> int:
-        """Runs a command, asserts that its output is the stated one, and returns its exit code."""
+        """Runs a command in the shell, asserts that its output matches `output` (the text that the document
+        shows), and returns its exit code. A command without shown output may print anything."""
         command, output = (text.replace("8000", str(self.port)) for text in (command, output))
         background = command.endswith("&")
         printed, code = self.shell.run(command, pattern(output) if background else None)

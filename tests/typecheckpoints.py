@@ -30,9 +30,10 @@ FOLDERS = {
     "qwen2": "qwen2-window",
     "qwen3": "qwen3",
 }
-"""Model type -> name of the directory in tests/golden with its checkpoint."""
+"""Model type -> name of the directory in tests/golden that has its tiny checkpoint."""
 STACKS = {name.partition("-")[0]: name for name in experts_golden.VARIANTS}
-"""Model type -> name of the golden with experts that has its checkpoint."""
+"""Model type (of models with experts) -> name of the golden file, below tests/golden, from which its tiny
+checkpoint is generated."""
 
 
 def write(name: str, area: Path) -> Path:

@@ -323,7 +323,8 @@ def stored(name: str) -> tuple[dict[str, Values], Values]:
 
 
 def load(name: str, area: Path) -> TypeGolden:
-    """Loads a golden. Its checkpoint is written to the directory `area`."""
+    """Reads a golden file (the expected logits of a tiny checkpoint) and writes the checkpoint, whose weights
+    are generated from the name, to the directory `area`. Returns config, weights, input tokens and logits."""
     tensors, logits = stored(name)
     save(area / "model.safetensors", {tensor: entry(value, "F32") for tensor, value in tensors.items()})
     config = parsing.parse(CONFIGS[name], name)

@@ -1,4 +1,5 @@
-"""Values that a correct server never sends, for tests."""
+"""Values for headers, JSON fields and addresses that a correct server never sends, and functions that make a
+simulated server send them."""
 
 from __future__ import annotations
 
@@ -112,8 +113,8 @@ HEADERS: dict[tuple[int, str], list[str]] = {
 
 
 def saying(status: int, name: str, value: str, body: bytes = b"{}") -> Fault:
-    """Returns a fault with which a server gives the same answer to every request. The header `name` has the
-    value `value`, sent as UTF-8 even if it is invalid."""
+    """Returns a function that makes a simulated server send the same answer to every request. The header
+    `name` has the value `value`, sent as UTF-8 even if it is invalid."""
 
     def fault(handler: Handler) -> bool:
         lines = [f"HTTP/1.1 {status} x", f"{name}: {value}"]
@@ -127,8 +128,8 @@ def saying(status: int, name: str, value: str, body: bytes = b"{}") -> Fault:
 
 
 def uploading(value: str) -> Fault:
-    """Returns a fault with which a server acts as an empty registry that accepts everything and names `value`
-    as the place to upload to."""
+    """Returns a function that makes a simulated server act as an empty registry: it stores nothing, accepts
+    every upload, and returns `value` as the address and the range of the upload."""
 
     def fault(handler: Handler) -> bool:
         body = handler.body()

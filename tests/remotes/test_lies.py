@@ -98,8 +98,8 @@ class Proxy:
 
 
 def told(change: Callable[[bytes], bytes]) -> Lie:
-    """Returns a fault that changes the body of an answer by `change` and sends it with a matching
-    Content-Length."""
+    """Returns a function that falsifies an answer: it changes the body by `change` and sends it with a
+    matching Content-Length, so that only the digest can reveal the change."""
 
     def lie(handler: Handler, answer: Answer) -> None:
         data = change(answer.body)

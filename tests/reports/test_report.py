@@ -203,7 +203,8 @@ print("rich" in sys.modules)
 
 
 def on_a_terminal(store: Path, **environment: str) -> str:
-    """Runs the program CODE on a pseudo terminal, and returns what it writes."""
+    """Runs a small build of two steps, with its progress reported, on a pseudo terminal, and returns what it
+    prints. store: directory of the build's store; environment: environment variables to set."""
     leader, follower = pty.openpty()
     kept = {name: value for name, value in os.environ.items() if name not in {"CI", "TERM", "COLUMNS"}}
     command = [sys.executable, "-c", CODE, str(store)]

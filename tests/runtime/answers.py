@@ -1,4 +1,4 @@
-"""Parts of answers, for tests of the documents that they become."""
+"""Prepared pieces of models' answers, for tests of the response documents that are made from them."""
 
 from __future__ import annotations
 

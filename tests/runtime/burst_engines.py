@@ -74,7 +74,8 @@ def text(engine: Engine, prompt: list[int], count: int) -> str:
 
 
 def settle(executor: Executor) -> None:
-    """Makes an executor behave as shortly after a step, so that it does not try another number of threads."""
+    """Makes an executor for CPUs behave as shortly after a step: it then does not try another number of
+    threads at its next call. Other executors are not changed."""
     if isinstance(executor, CpuExecutor):
         workers = executor._workers()
         workers._ended, workers._trying = time.perf_counter(), False

@@ -140,8 +140,9 @@ def _real(
     device: str = shared.DEVICE,
     changes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Returns a bundle of the embedded model with some fields of its config.json replaced. device: "cpu" for
-    this machine's CPU, or "webgpu"."""
+    """Returns the directory of a bundle of the small model in the repository (recipes/models/tiny) with 4-bit
+    weights, built at the first call. name: part of the directory's name; device: "cpu" for this machine's
+    CPU, or "webgpu"; changes: fields of config.json to replace."""
     needs("mlcbuild")
 
     def build(out: Path) -> None:

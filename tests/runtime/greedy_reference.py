@@ -12,12 +12,14 @@ from mlcbuild_runtime.executor.sampling_params import SamplingRow
 
 _GREEDY: SamplingRow = (0.0, 0.0, 1.0, 0.0, 0.0)
 _FEW = 4
-"""Number of tokens behind a shared beginning that are computed one by one instead of as a prompt."""
+"""Maximum number of tokens that are computed one by one, as in decoding, behind a beginning that is in the KV
+cache. If more are missing, the whole sequence is computed as a prompt."""
 
 
 class GreedyReference:
-    """An executor of a bundle that answers one prompt after the other. The KV cache keeps the latest
-    sequences, each in pages of its own."""
+    """The greedy answers of a bundle's model that tests expect, computed with its executor for one prompt at
+    a time and without the engine. The KV cache keeps the latest sequences, each in pages of its own, so that
+    similar prompts are computed faster."""
 
     def __init__(self, bundle: Path) -> None:
         self._executor = loading.load(bundle)
@@ -25,11 +27,13 @@ class GreedyReference:
         self._slots: list[list[int]] = [
             [] for _ in range(self._executor.pages // self._limits.sequence_pages)
         ]
-        """Tokens whose keys and values are in each part of the KV cache."""
+        """The tokens whose keys and values are in the KV cache, one list for each part of the cache. A part
+        has room for one sequence."""
         self._recent = list(range(len(self._slots)))
-        """Indices of the parts, the most recently used one last."""
+        """Indices of the parts of the KV cache, each of which holds one sequence, the most recently used one
+        last."""
         self._next: dict[tuple[int, ...], int] = {}
-        """Sequence -> the most likely token after it."""
+        """Memory of earlier results: all tokens of a sequence -> the most likely token after them."""
         self._lock = threading.Lock()
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:

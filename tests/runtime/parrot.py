@@ -104,7 +104,8 @@ def _last(tokens: list[int], part: list[int]) -> int:
 
 @contextmanager
 def serving(bundle: Path, *options: str) -> Iterator[Server]:
-    """Starts a server process of such a bundle on a free port, and yields it."""
+    """Starts a server process for a bundle of the simulated model, which repeats a part of its prompt, on a
+    free port, and yields it. options: further options of the command line."""
     extra = {"PYTHONPATH": f"{shared.ROOT / 'runtime'}:{shared.ROOT}"}
     arguments = ("-m", "tests.runtime.parrot", str(bundle), "--port", "0", *options)
     with shared.program(*arguments, extra=extra) as running:

@@ -85,7 +85,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     ready: str
-    """The line that the server printed once it accepted requests."""
+    """The line on standard output by which the server reported that it accepts requests."""
     name: str
 
     def health(self) -> dict[str, int | str | bool]:
@@ -103,7 +103,8 @@ class Server:
         return actual
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
-        """Sends the signal and returns the exit code. Raises TimeoutExpired after WAIT seconds."""
+        """Sends the signal `number`, by default SIGINT, to the server process and returns the process's exit
+        code. Raises TimeoutExpired if the process has not ended after WAIT seconds."""
         self.process.send_signal(number)
         return self.process.wait(WAIT)
 
@@ -121,7 +122,8 @@ def busy(seconds: float) -> float:
 def serving(
     bundle: Path, *options: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Yields a real server process on a free port."""
+    """Starts a real server process for a bundle on a free port, and yields it. options: further options of
+    the command line; python: the interpreter; extra: further environment variables."""
     arguments = ("-m", "mlcbuild_runtime", str(bundle), "--port", "0", *options)
     with program(*arguments, python=python, extra=extra) as running:
         yield running
@@ -131,7 +133,9 @@ def serving(
 def program(
     *arguments: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """Starts a server as a Python child process, and yields it with the address that it prints."""
+    """Starts a server as a Python child process with these arguments, waits for the line with its address,
+    and yields it. python: the interpreter; extra: further environment variables. At the end the process is
+    killed."""
     command = [python, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(extra)) as process:
         try:

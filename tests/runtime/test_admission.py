@@ -1,4 +1,5 @@
-"""Tests of deciding which requests fit a model."""
+"""Tests of the check whether a request fits a model: the maximum length of an answer, and the size of the
+longest text that can be a prompt."""
 
 from __future__ import annotations
 

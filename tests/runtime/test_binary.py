@@ -14,7 +14,8 @@ from mlcbuild_format.errors import BundleError
 
 
 def macho(cpu: int, *commands: tuple[int, int, int], kind: int = 6) -> bytes:
-    """Returns a Mach-O file of this kind: a header, and segments as (command, offset, size)."""
+    """Returns the bytes of a Mach-O file. cpu: number of its processor type; commands: (type of load command,
+    file offset, size in bytes) of each segment; kind: type of the file, by default a dynamic library."""
     body = b""
     for command, offset, size in commands:
         body += struct.pack("<II", command, 72) + bytes(32) + struct.pack("<QQ", offset, size) + bytes(16)

@@ -26,12 +26,14 @@ from . import shared
 from .browser_engine import ENGINE
 
 LIMIT = 60_000
-"""Bytes of the engine that a page loads, compressed with gzip as a web server does it."""
+"""Maximum size in bytes of the JavaScript files of the browser's engine that a page loads, compressed with
+gzip as web servers do it."""
 VOCABULARIES = {"json_vocabulary.js", "piece_vocabulary.js"}
-"""Files of the engine of which a model loads exactly one, depending on its tokenizer."""
+"""JavaScript files of the browser's engine for vocabularies. A model loads exactly one of them, depending on
+its tokenizer."""
 ON_DEMAND = {"json_schema.js", "byte_grammar.js", "token_masks.js"} | VOCABULARIES
-"""Files that the engine imports only when it needs them; those for JSON schemas are imported for the first
-answer with a schema."""
+"""JavaScript files of the browser's engine that are imported only when they are needed: those for JSON
+schemas at the first answer with a schema, and the one for the model's vocabulary."""
 
 
 @pytest.fixture(scope="module")

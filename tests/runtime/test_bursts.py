@@ -32,7 +32,8 @@ SAMPLINGS = [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.
 
 
 Part = tuple[list[int], int, list[int]]
-"""The part of a sequence in a step: (new tokens, length after them, KV cache pages)."""
+"""One sequence's part of a step: (its new tokens, its length in tokens after them, the numbers of its KV
+cache pages in order)."""
 
 
 @pytest.fixture(params=[*shared.TOYS, "tiny_bundle", "window_bundle"])
@@ -55,8 +56,8 @@ def single(executor: Executor, parts: list[Part], params: list[list[SamplingRow]
 
 
 def filled(executor: Executor, source: random.Random, count: int) -> list[Part]:
-    """Returns the parts of sequences that have a few tokens in the KV cache and one token to be computed:
-    (new tokens, length after them, pages) of each."""
+    """Computes random prompts of 4 to 8 tokens for `count` sequences, and returns what a decode step needs
+    next: (one new token, length after it, KV cache pages) of each sequence."""
     vocab, pages = executor.manifest.vocab_size, [[1 + 4 * n, 3 + 4 * n, 2 + 4 * n] for n in range(count)]
     prompts = [[source.randrange(vocab) for _ in range(source.randrange(4, 9))] for _ in range(count)]
     step = ModelStep.of([(p, len(p), own) for p, own in zip(prompts, pages, strict=True)], prompt=True)
@@ -120,7 +121,8 @@ def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Reque
 
 
 CASES = [(0, 0, None), (3, 1, None), (2, 0.5, 14)]
-"""Seed, share and pages: requests without constraints, with constraints, and both with too few pages."""
+"""Cases of a test as (seed of the random requests, share of them that have a constraint, number of KV cache
+pages or None for enough): without constraints, with constraints, and both with too few pages."""
 if EVERY:
     SEEDS = [(seed, share) for seed, share, _ in CASES] + [(1, 0), (4, 1)]
     CASES = [(seed, share, pages) for seed, share in SEEDS for pages in (None, 14)]
@@ -130,8 +132,9 @@ if EVERY:
 def test_answers_are_what_they_are_step_by_step(
     bundle: Path, seed: int, share: float, pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that bursts do not change answers, under everything that happens to requests: ends, stop
-    strings, constraints, requests that come and go, and too few pages."""
+    """Checks that answers do not depend on bursts (several decode steps in one call of the library), whatever
+    happens to requests: they end, meet a stop string, have a constraint, arrive and leave, or too few pages
+    are free."""
 
     def answers(seconds: float) -> list[list[tuple[str, int, str | None]]]:
         monkeypatch.setattr(loop, "BURST_SECONDS", seconds)
@@ -161,8 +164,8 @@ def test_an_answer_takes_few_calls(engine: Engine) -> None:
 
 
 def test_texts_that_may_end_an_answer_are_looked_for_often(engine: Engine) -> None:
-    """Checks that a request with a stop string is decoded in short bursts, because steps after the stop
-    string would be wasted."""
+    """Checks that a request with a stop string is decoded in bursts of at most 4 steps in one call of the
+    library, because the steps after a stop string are wasted."""
     drain(ask(engine, replace(greedy([1, 2], 100), stop=("never there",))))
     counted: Any = engine.executor
     assert max(counted.bursts) == 4

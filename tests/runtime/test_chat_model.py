@@ -24,6 +24,6 @@ from mlcbuild_runtime.chat.chat_model import FEWEST, Speed
     ],
 )
 def test_a_rate_counts_what_was_computed(speed: Speed, text: str) -> None:
-    """Checks that cached tokens are not counted as computed, that n tokens of an answer have n - 1 intervals,
-    and that fewer than FEWEST tokens have no rate."""
+    """Checks the text about an answer's speed: cached tokens do not count as computed, the rate of an answer
+    of n tokens is computed from n - 1 intervals, and fewer than 16 tokens have no rate."""
     assert FEWEST == 16 and str(speed) == text

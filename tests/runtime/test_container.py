@@ -81,7 +81,8 @@ def wait_for(command: list[str], process: subprocess.Popen[bytes], log: Path) ->
 
 
 def servers(port: str) -> list[int]:
-    """Returns the process ids of programs in containers that were started with `--port` and this port."""
+    """Returns the ids of all Python processes on this machine that have `port` among their arguments: the
+    server processes that the container started."""
     pids = []
     for directory in Path("/proc").glob("[0-9]*"):
         words = (directory / "cmdline").read_bytes().split(b"\0")

@@ -176,8 +176,8 @@ def test_a_conversation_is_saved_to_a_new_file(tmp_path: Path) -> None:
 
 
 def piped_chat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, options: ChatOptions) -> Scripted:
-    """Holds a chat whose standard input is a file with `text`, and returns the model; its attribute `code` is
-    the exit code."""
+    """Runs a terminal chat to its end, with a file that contains `text` as its standard input. Returns the
+    scripted model that answered; its attribute `code` is the chat's exit code."""
     (tmp_path / "input").write_text(text)
     model = Scripted()
     with (tmp_path / "input").open() as stdin:

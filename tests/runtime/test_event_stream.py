@@ -45,8 +45,8 @@ def cancelled(submitted: AsyncAnswers) -> bool:
 
 
 def job() -> CompletionJob:
-    """Returns a job whose documents contain the answer's index and the event's text; an event without text
-    has no document."""
+    """Returns a simulated job of the server. Each event of an answer becomes the document {answer's index:
+    text of the event, "usage": True}; an event without text becomes none."""
 
     def chunks(index: int, event: Event, include_usage: bool) -> Iterator[dict[str, object]]:
         if event.text:

@@ -44,7 +44,8 @@ def test_a_step_draws_from_the_rows_that_it_names(executor: Executor) -> None:
 
 
 def test_keys_and_values_are_in_the_pages_of_the_step(executor: Executor) -> None:
-    """Checks two sequences whose pages are interleaved, one of which was computed in several steps."""
+    """Checks that an executor reads and writes exactly the KV cache pages that a step names, with two
+    sequences whose pages are interleaved; each sequence is computed in two steps."""
     first, second = list(range(40, 80)), list(range(9, 42))
     prefill(executor, first[:20], [5, 1])
     prefill(executor, second[:32], [0, 6])
@@ -134,8 +135,8 @@ def test_the_clock_runs_while_the_device_computes(executor: Executor) -> None:
 
 
 def test_pages_are_prepared_in_parts(executor: Executor) -> None:
-    """Checks that preparing further pages of the KV cache does not change those in use, which are the first
-    ones."""
+    """Checks that preparing further pages of the KV cache for later use does not change the pages that are
+    already in use."""
     text = list(range(30, 46))
     prefill(executor, text, [0])
     for _ in executor.prepare_pages(1):

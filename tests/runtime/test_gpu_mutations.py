@@ -67,7 +67,8 @@ class Guarded:
         return self._pipelines[key]
 
     def destroy(self) -> None:
-        """Does nothing, because the next program uses the same device."""
+        """Does nothing in place of releasing the GPU device, because the next program uses the same
+        device."""
 
     def is_intact(self) -> bool:
         return all(

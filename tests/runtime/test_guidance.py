@@ -23,7 +23,9 @@ VOCABULARY = Tokens(TEXTS, special={8, 9}, ends={9})
     ],
 )
 def test_a_text_is_cut_into_the_longest_tokens(text: str, tokens: list[int]) -> None:
-    """A special token is never part of a text, and the rest after an unknown byte is left to llguidance."""
+    """Checks that a text is divided into the longest tokens that match. A special token's name stays out,
+    because such a token is never part of a text; what follows a byte without a token is left to
+    llguidance."""
     assert VOCABULARY(text) == tokens
 
 
@@ -34,7 +36,8 @@ def test_which_tokens_are_ordinary_and_plain() -> None:
 
 
 def allowed(grammar: str) -> tuple[list[int], str]:
-    """Returns the tokens that may come first, and the error."""
+    """Returns (the tokens that may come first under a grammar, the error message if the grammar is refused,
+    else ""). grammar: in Lark syntax, for the small vocabulary of these tests."""
     matcher = guidance.matcher(VOCABULARY.tokenizer(), grammar)
     error = guidance.beginning(matcher)
     bits = np.frombuffer(b"" if error else matcher.compute_bitmask(), np.uint8)

@@ -104,8 +104,9 @@ def test_a_body_has_the_maximum_size_of_the_options() -> None:
 
 
 def prepared(handling: RequestHandling, body: Mapping[str, Json], seconds: float = 0.0) -> Any:
-    """Returns what a thread observes that prepares a request: (client's address, number of bodies that are
-    compiled, number of bodies that are rendered, thread)."""
+    """Calls the function that prepares requests for the engine, and returns what its thread observes:
+    (client's address, number of bodies whose constraints are being compiled, number whose templates are being
+    rendered, id of the thread). seconds: how long the preparation sleeps."""
 
     def prepare(engine: Engine, body: Mapping[str, Json]) -> CompletionJob:
         time.sleep(seconds)

@@ -1,4 +1,5 @@
-"""Tests of chat templates in this process: what they may use, and the three forms of a result."""
+"""Tests of rendering chat templates in the test's process: what a template may use, and the three kinds of
+results (the prompt, a refusal by the template, and a failure)."""
 
 from __future__ import annotations
 

@@ -186,7 +186,9 @@ def test_a_free_machine_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_nice_processes_leave_their_cores(
     load: tuple[int, float, float, float, int], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A simulated machine of 8 processors; `user`, `niced` and `own` are processors in use on average."""
+    """Checks how many of 8 simulated processors count as free beside processes of low priority (niced ones).
+    `others` is the number of other threads that run; `user`, `niced` and `own` are the average numbers of
+    processors that normal processes, niced ones and this process use; `nice` is this process's niceness."""
     others, user, niced, own, nice = load
     proc, clock, ticks = tmp_path / "proc", [100.0], os.sysconf("SC_CLK_TCK")
     proc.mkdir()

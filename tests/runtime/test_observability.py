@@ -23,7 +23,9 @@ from . import shared
 
 @dataclass(frozen=True)
 class Watched:
-    """The log lines, the output and the trace of a server that has answered the requests of `ask`."""
+    """The output of a server with an access log and a trace, which has answered several kinds of requests:
+    lines of the log as JSON objects, the log's text, events of the trace, and the request ids of the
+    answers."""
 
     lines: list[dict[str, Any]]
     text: str
@@ -36,7 +38,8 @@ BODY = {"prompt": SECRET, "max_tokens": 5, "ignore_eos": True}
 
 
 def ask(url: str) -> list[str]:
-    """Sends requests of several kinds to a server, and returns the ids of the answers."""
+    """Sends requests of several kinds to a server with an API key: complete and streamed ones, a faulty one,
+    one without the key, and one that is cancelled. Returns the X-Request-ID headers of the answers."""
     key = {"Authorization": "Bearer sesame"}
     with httpx.Client(base_url=url, timeout=shared.WAIT) as client:
         answers = [
@@ -141,8 +144,8 @@ def test_the_log_may_be_standard_output(toy_bundle: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json", "auto"])
 def test_lines_on_standard_error(toy_bundle: Path, tmp_path: Path, form: str) -> None:
-    """Checks the log lines on standard error for each value of --log. `auto` prints none here, because
-    standard error is not a terminal."""
+    """Checks the log lines on a server's standard error for each value of the option --log. With `auto` there
+    are none, because standard error is not a terminal."""
     command = [sys.executable, "-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", "--log", form]
     errors = tmp_path / "errors"
     with (

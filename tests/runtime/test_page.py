@@ -104,8 +104,8 @@ class Browser:
         return actual["result"].get("value")
 
     def until(self, script: str, progress: str = "document.body?.innerText ?? ''") -> None:
-        """Waits until a JavaScript expression is true. Fails if the value of `progress` has not changed for
-        WAIT seconds."""
+        """Waits until the JavaScript expression `script` is true on the page. Fails if the value of the
+        expression `progress`, by default the page's text, has not changed for WAIT seconds."""
         last, end = None, 0.0
         while not self.run(script):
             value = self.run(progress)

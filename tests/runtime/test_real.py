@@ -26,8 +26,8 @@ HELD_OUT = shared.ROOT / "recipes" / "models" / "tiny" / "heldout.jsonl"
 
 
 def questions(count: int) -> list[tuple[str, str]]:
-    """Returns up to `count` (prompt, right answer) of the embedded model's held-out questions, spread over
-    all kinds of tasks."""
+    """Returns up to `count` (prompt, right answer) of the questions that the small model in recipes/models
+    was not trained on, spread over all kinds of tasks."""
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     chosen = rows[:: max(1, len(rows) // count)][:count]
     return [(row["prompt"], row["answer"]) for row in chosen]

@@ -13,8 +13,8 @@ BODY = b"12\n\n45"
 
 
 def taken(stream: bytes, pieces: list[bytes]) -> list[bytes]:
-    """Returns the parts that the parser of a connection receives, for two requests whose bodies have a
-    Content-Length. pieces: the bytes as they arrive."""
+    """Returns the parts into which the parser divides two requests on one connection: head, body, head, body.
+    Each body is BODY, with a Content-Length. pieces: the bytes as they arrive."""
     source, parts, part = RequestInput(), list[bytes](), b""
     for piece in pieces:
         source.receive(piece)

@@ -65,7 +65,9 @@ def test_a_defect_reveals_nothing() -> None:
 
 
 def test_requests_pass_the_log_the_sites_cors_and_the_keys() -> None:
-    """Checks the order: a browser's preflight has no key, and the log has what is refused."""
+    """Checks the order in which requests pass the server's middleware: the access log comes first, so that it
+    lists refused requests, and CORS comes before the API keys, because a browser's preflight request has no
+    key."""
     access = Access(keys=("k",), origins=("http://a",), hosts=("h",))
     layers = middleware.stack(access, [(sys.stderr, "text"), (io.StringIO(), "json")])
     classes: list[Any] = [layer.cls for layer in layers]

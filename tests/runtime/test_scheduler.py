@@ -34,14 +34,15 @@ def waiting(
 
 
 def rest(running: Sequence) -> None:
-    """Delivers one event to a sequence whose window is one event, so that it pauses until its client
-    reads."""
+    """Delivers one event to a running sequence whose client may leave only one event unread, so that the
+    sequence pauses until the client reads."""
     running.client.deliver(Event("a"))
     assert running.resting
 
 
 def computed(requests: Schedule, *sequences: Sequence) -> None:
-    """Records the prompts of sequences as computed, and appends one token to each answer."""
+    """Marks the prompts of the given sequences as computed, as a step of the model would, and appends one
+    token to each answer."""
     for each in sequences:
         requests.computed(each, len(each.request.prompt) - each.length)
         each.tokens.append(7)

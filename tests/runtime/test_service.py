@@ -20,7 +20,9 @@ CONTEXT = 64
 
 
 class Running:
-    """The parts of an engine of the embedded model's vocabulary that make requests."""
+    """A stand-in for the engine that only stores the requests submitted to it. It has the tokenizer and the
+    grammars of the small model in recipes/models, and a context of 64 tokens; it refuses requests beyond
+    `room`."""
 
     name = "tiny"
     tokenizer = TOKENIZER

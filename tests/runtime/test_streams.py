@@ -39,7 +39,8 @@ def token(number: int, last: bool = False) -> Event:
 
 
 def read(ticket: Ticket) -> int:
-    """Returns the number of events that the client has read."""
+    """Returns the number of events of a request that its client has read. ticket: the request's handle, which
+    pauses when WINDOW events are unread."""
     assert ticket.room is not None
     return ticket.delivered - (WINDOW - ticket.room)
 

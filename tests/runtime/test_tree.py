@@ -1,4 +1,5 @@
-"""Tests of draft trees: each row has the same bits as decoding along its path, and answers stay the same."""
+"""Tests of draft trees, drafts with branches for speculative decoding: each row of logits has the same bits
+as decoding along its path, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ PAGE = 16
 
 def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int], list[Branch]]:
     """Returns a random draft tree of at most `rows` rows: (tokens of the draft, its branches, some of which
-    leave other branches)."""
+    leave other branches). size: number of different tokens."""
 
     def tokens(most: int) -> list[int]:
         return [source.randrange(size) for _ in range(source.randrange(1, most + 1))]
@@ -54,7 +55,8 @@ def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int],
 
 
 def decoded(model: Executor, tokens: list[int], pages: list[int]) -> None:
-    """Computes tokens one by one, as decoding does, so that their keys and values are in the KV cache."""
+    """Computes the tokens of a sequence one by one, as decoding does, so that their keys and values are in
+    the given pages of the model's KV cache."""
     for end in range(1, len(tokens) + 1):
         executor.forward(model, ModelStep.of([(tokens[end - 1 : end], end, pages[: -(-end // PAGE)])]))
 
@@ -63,8 +65,9 @@ def decoded(model: Executor, tokens: list[int], pages: list[int]) -> None:
 def test_every_row_is_as_decoding_its_path(
     request: pytest.FixtureRequest, bundle: str, shortest: int
 ) -> None:
-    """Checks that each row of a draft tree has the bits of decoding along its path: branches leave at every
-    position of a page, from the draft or from other branches, with two sequences in a step."""
+    """Checks that the logits of each token in a draft tree have the same bits as if its path were decoded
+    token by token. Branches leave the draft or other branches at every position of a page, with two sequences
+    in a step."""
     model = loading.load(request.getfixturevalue(f"{bundle}_bundle"), pages=64)
     source, size = random.Random(3), model.manifest.vocab_size
     for length in (shortest, shortest + 9):
@@ -242,8 +245,9 @@ def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:
 def test_a_real_model_with_branches_says_the_same(
     request: pytest.FixtureRequest, name: str, draft: str | None
 ) -> None:
-    """Checks that branches do not change the answers of a compiled model, greedy or sampled, alone or in a
-    batch. Branches count as free, so that as many as possible are drafted."""
+    """Checks that branches in drafts do not change the answers of a compiled model, greedy or sampled, alone
+    or in a batch. The scheduler is made to count branches as free, so that as many as possible are
+    drafted."""
     bundle, small = (request.getfixturevalue(f"{each}_bundle") for each in (name, draft or name))
     settings = None, Speculate(small if draft else None)
     without, engine = (start(bundle, None, eos=True, speculate=how) for how in settings)

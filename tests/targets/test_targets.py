@@ -60,8 +60,9 @@ def test_reading_targets_loads_no_compiler() -> None:
 
 
 def test_llvm_accepts_every_name() -> None:
-    """Checks that cpus.json is what its program writes with the pinned LLVM, and that LLVM prints no
-    complaint about the names in presets and on this machine."""
+    """Checks that the table of processors, cpus.json, is what tests/llvm_table.py writes with the installed
+    LLVM, and that this LLVM accepts every name of a processor or feature in the target presets and of this
+    machine."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "llvm_table.py")], capture_output=True, text=True, check=True
     )
