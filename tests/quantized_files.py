@@ -115,8 +115,9 @@ targets: [x86-64-v3]
 
 
 def kept(directory: Path) -> dict[str, str]:
-    """Runs the weights step of directory/m with the scheme `as-is`, asserts that every value is kept, and
-    returns parameter -> name of its format."""
+    """Converts the checkpoint directory/m with the scheme `as-is`, which keeps the values of a quantized
+    checkpoint. Asserts that every value is kept, and returns parameter name -> name of the format in which it
+    is stored."""
     (directory / "recipe.yaml").write_text(RECIPE)
     graph = pipeline.build(recipe.load(directory / "recipe.yaml"), Lock({})).graph
     (step,) = (node for node in graph.nodes.values() if node.name.startswith("weights/"))

@@ -1,4 +1,4 @@
-"""One quantized checkpoint of each kind, as seeds for fuzzing."""
+"""Descriptions of quantized checkpoints, one of each kind, from which fuzzing starts."""
 
 from __future__ import annotations
 
@@ -24,4 +24,5 @@ SEEDS: tuple[tuple[Mapping[str, Any], Quantizer, Mapping[str, Any]], ...] = (
     ({"quant_method": "modelopt"}, fp4({"kind": "opt"}), SMALL),
     ({"quant_method": "awq", "version": "gemm", "group_size": 64}, awq(64), SMALL),
 )
-"""The cases: (quantization_config, function that quantizes a matrix, other fields of config.json)."""
+"""The quantized checkpoints, one of each kind: (quantization_config of config.json, function that quantizes a
+matrix, other fields of config.json)."""

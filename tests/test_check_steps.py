@@ -23,7 +23,8 @@ verify: {prompts: [one], max_kl: 0.25}
 
 
 def test_limits_of_verification_are_exact_texts(tmp_path: Path) -> None:
-    """Checks that a limit enters the key as text, since keys hold no floats, and an absent one as null."""
+    """Checks that the limits of a verification are in the parameters of its step, which enter the cache key:
+    a limit as text, since keys hold no floats, and an absent limit as null."""
     loaded = recipe.load(project(tmp_path, RECIPE))
     (variant,) = recipe.expand(loaded)
     checkpoint = prospect.examined(loaded, [variant], Lock())["tiny"]

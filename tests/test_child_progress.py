@@ -13,7 +13,9 @@ from mlcbuild import child_progress, progress
 
 
 class Process:
-    """A stand-in for a child process that ends after a number of waits, and writes a note before each."""
+    """A stand-in for a child process that reports its progress in the file `note`. Each wait with a timeout
+    writes one of `notes` to the file and times out; when none is left, the process has ended with exit code
+    3."""
 
     def __init__(self, note: Path, *notes: str) -> None:
         self.calls: list[str] = []

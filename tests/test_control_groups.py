@@ -35,5 +35,6 @@ def test_names_with_colons_and_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_formats_are_a_name_and_a_number() -> None:
-    """Checks the texts that are stored in files: a change makes every library or weights file unreadable."""
+    """Checks the identifiers of format versions that are stored in compiled libraries and weights files:
+    after a change the runtime refuses all existing files."""
     assert (versions.LIBRARY, versions.WEIGHTS) == ("mlcbuild-library/2", "mlcbuild-weights/1")

@@ -38,7 +38,8 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
 
 
 def test_functions_named_by_the_guide_exist() -> None:
-    """Checks that every function which the guide mentions, as `name` in `path`, exists there."""
+    """Checks that mlcbuild/README.md mentions only functions that exist: each `name` in `path` must be
+    defined in that file."""
     text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)` in `([\w./]+\.py)`", text)
     assert len(named) > 30
@@ -96,7 +97,8 @@ def test_the_comment_for_editors_names_the_schema() -> None:
 
 
 FRONT_WORDS = 1000
-"""Maximum number of words on the front page without its tables of results: about two screens of prose."""
+"""Maximum number of words in README.md at the top of the checkout, without its tables of results: about two
+screens of prose."""
 
 
 def test_the_front_page_is_short_and_its_picture_is_there_in_both_colours() -> None:

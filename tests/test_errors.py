@@ -11,7 +11,8 @@ from mlcbuild.errors import InputError, Problem, Problems
 
 
 def test_the_tree_in_the_module_s_docstring_is_that_of_its_classes() -> None:
-    """A line of the docstring has a class, its exit code, and its base class by the depth of the line."""
+    """Checks the tree of exception classes in the docstring of mlcbuild.errors against the classes. A line of
+    it has a class and its exit code; the line's depth in the tree determines the base class."""
     bases: list[type[Exception]] = [Exception]
     listed = set()
     for line in (errors.__doc__ or "").splitlines():

@@ -1,5 +1,5 @@
-"""Tests of the front page's commands for installing, each with a copy of the checkout and in a new
-environment."""
+"""Tests of the commands for installing in README.md at the top of the checkout. Each is run with a copy of
+the checkout and in a new environment."""
 
 from __future__ import annotations
 

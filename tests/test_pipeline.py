@@ -47,7 +47,8 @@ targets: [x86-64-v2, x86-64-v3]
 
 
 def fine_tune(directory: Path) -> None:
-    """Writes a checkpoint with the architecture of the embedded model and another name to directory/copy."""
+    """Copies the checkpoint of the small model in recipes/models to `directory`/copy, with another model name
+    in its config.json, like a fine-tuned model with the same architecture."""
     copy = directory / "copy"
     copy.mkdir(parents=True)
     for path in TINY.iterdir():

@@ -58,7 +58,8 @@ publish: [{to: "toy://shelf/{model}"}]
 
 @dataclass
 class Built:
-    """A recipe that was built once, with the result and the events that the caller received."""
+    """The outcome of one build of a recipe, which several tests share: the recipe's path, its store, the
+    result, and the events that were reported during the run."""
 
     recipe: Path
     store: Path
@@ -382,8 +383,8 @@ def test_damage_in_the_store_is_reported_as_an_event(built: Built, tmp_path: Pat
 
 
 def test_the_chapter_of_the_guide_runs(built: Built, tmp_path: Path) -> None:
-    """Checks that the Python program of the guide's section "From Python" runs. Its store has the library
-    already."""
+    """Checks that the Python program in the section "From Python" of recipes/README.md runs, with a store
+    that has the library already."""
     project(tmp_path, RECIPE.partition("publish:")[0])
     (tmp_path / "store").symlink_to(built.store)
     code = example("From Python", "recipes/README.md")

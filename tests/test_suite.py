@@ -97,8 +97,8 @@ def test_no_test_asserts_a_number_of_seconds() -> None:
 
 
 LARGE = 100
-"""Number of lines of code, without docstrings and comments, from which a module must have a test file with
-its name."""
+"""Size of a large module, in lines of code without docstrings and comments: a module of at least this size
+must have a test file with its name."""
 PACKAGES = (ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_format", ROOT / "runtime" / "mlcbuild_runtime")
 
 
@@ -119,7 +119,8 @@ def lines_of_code(source: str) -> int:
 
 @cache
 def large_modules() -> dict[str, Path]:
-    """Returns dotted name -> file of every module with at least LARGE lines of code."""
+    """Returns dotted name -> file of every large module of the project, that is, with at least LARGE lines of
+    code."""
     by_name = {}
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
@@ -160,8 +161,9 @@ TESTED_TOGETHER: Mapping[str, str] = {
     "mlcbuild_runtime.openai.ollama_request": "runtime/test_ollama.py",
     "mlcbuild_runtime.openai.responses_request": "runtime/test_responses.py",
 }
-"""Large module -> the test file that tests it together with other modules. New modules need a test file with
-their name, and a module that gets one is removed here."""
+"""Name of a large module without a test file of its own -> the test file that tests it together with other
+modules, or the reason. New modules need a test file with their name; a module that gets one must be removed
+here."""
 TESTED_BY_ROOM: Mapping[str, str] = {
     "mlcbuild.compiler.cpu.kernels.": KERNELS,
     "mlcbuild.compiler.gpu.": LAUNCHES,

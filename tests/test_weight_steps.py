@@ -22,7 +22,8 @@ compile: {context_window: 96}
 
 
 def variants(directory: Path) -> dict[str, tuple[Variant, Checkpoint]]:
-    """Returns name of a quantization of RECIPE -> its variant and the variant's checkpoint."""
+    """Returns name of a quantization in RECIPE -> (the recipe's variant with this quantization, the model's
+    checkpoint). directory: where the recipe is written."""
     loaded = recipe.load(project(directory, RECIPE))
     expanded = recipe.expand(loaded)
     checkpoints = prospect.examined(loaded, expanded, Lock())

@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of every model type, each with a tokenizer, and the loss that schemes cause in
-them."""
+"""Tiny random checkpoints of every model type, each with a tokenizer, and the KL divergence of the model's
+logits that quantizing them causes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests import experts_golden, typegoldens
 from tests.checkpoint_files import entry, save
 
 CHARACTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
-"""The characters that the tokenizer has. With three special tokens they fit the smallest vocabulary, which
-has 71 tokens."""
+"""The characters for which the tests' tokenizer has tokens. With its three special tokens they fit the
+smallest vocabulary of the tested model types, 71 tokens."""
 FOLDERS = {
     "gemma2": "gemma2",
     "llama": "llama-llama3-gqa",
@@ -37,7 +37,8 @@ checkpoint is generated."""
 
 
 def write(name: str, area: Path) -> Path:
-    """Writes a checkpoint of a model type to the new directory `area`, and returns the directory."""
+    """Writes a tiny checkpoint of the model type `name`, with a tokenizer, to the new directory `area`, and
+    returns the directory."""
     if name in FOLDERS:
         shutil.copytree(typegoldens.HERE / FOLDERS[name], area)
     else:

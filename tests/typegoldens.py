@@ -27,8 +27,8 @@ Config = dict[str, Any]
 
 
 def _sizes(**more: Any) -> Config:
-    """Returns fields of config.json whose sizes are not multiples of a tile or a group. more: further
-    fields."""
+    """Returns the fields of a tiny model's config.json. Its sizes are not multiples of a tile or of a group
+    of weights, so that the last ones are filled partly. more: fields to add or to replace."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": 36,

@@ -35,8 +35,8 @@ NAMES = frozenset({"bundle", "verify"})
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a directory with a recipe, and with a store in which it was run once with actions that write a
-    few bytes."""
+    """Returns a directory with a recipe and a store in which the recipe was run once. The steps' real actions
+    were replaced by ones that write a few bytes."""
     home = tmp_path_factory.mktemp("edits")
     path = project(home / "project", RECIPE)
     shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", path.parent / "prompts.txt")
@@ -55,7 +55,8 @@ def text(old: str, new: str) -> Callable[[Path], None]:
 
 
 def document(name: str, key: str, value: object) -> Callable[[Path], None]:
-    """Returns a function that sets the field `key` in the JSON file `name` of a recipe's checkpoint."""
+    """Returns a function that edits the checkpoint of a recipe in a given directory: it sets the field `key`
+    in the JSON file `name` to `value`."""
 
     def edit(home: Path) -> None:
         path = home / "tiny" / name

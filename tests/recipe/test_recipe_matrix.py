@@ -107,7 +107,8 @@ def test_agrees_with_the_documented_rules(
 
 
 def test_the_example_of_the_documentation() -> None:
-    """Checks the example of GitHub's documentation, with a third axis of one value."""
+    """Checks that a recipe's matrix expands as the example in GitHub's documentation of `include`, to which a
+    third axis with one value was added."""
     axes = {"model": ["apple", "pear"], "quantization": ["cat", "dog"], "target": ["t"]}
     include = [
         {"color": "green"},

@@ -27,8 +27,8 @@ LONG = 60
 
 
 class Endless:
-    """A fault of a server: it sends the beginning `begin` of an answer, and then `rest` again and again until
-    the test ends."""
+    """A function that makes a simulated server faulty: the server sends the beginning `begin` of an answer,
+    and then `rest` every `pause` seconds (0: without pauses) until the test ends."""
 
     def __init__(self, begin: bytes, rest: bytes, pause: float = DROP) -> None:
         self.begin, self.rest, self.pause = begin, rest, pause

@@ -35,7 +35,8 @@ class Script:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    """Yields such a server. Clients make no pauses between retries and use no proxy during the test."""
+    """Yields a simulated HTTP server, which a test programs with statuses and other settings. During the
+    test, clients make no pauses between retries and use no proxy."""
     server = Script()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -36,7 +36,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def begun(client: socket.socket) -> deadlines.TimedResponse:
-    """Returns a response of which nothing has been read, with 5 seconds for each phase."""
+    """Returns an HTTP response that will be read from the socket `client`, of which nothing has been read
+    yet. Each phase, such as the headers or one read of the body, has 5 seconds."""
     client.settimeout(5.0)
     return deadlines.TimedResponse(client)
 

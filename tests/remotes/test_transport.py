@@ -26,7 +26,8 @@ from mlcbuild.remotes.transport import (
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Stops the clock, and returns a function that advances it by a number of seconds."""
+    """Replaces the clock by a simulated one that stands still. Returns a function that advances it by a
+    number of seconds."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 

@@ -1,4 +1,5 @@
-"""Tests of the picture of a budget: a row for each layer, a cell for each matrix, darker for more bits."""
+"""Tests of the picture that shows the quantization chosen within a size budget: a row for each layer, a cell
+for each matrix, darker for more bits."""
 
 from __future__ import annotations
 

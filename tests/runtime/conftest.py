@@ -22,7 +22,8 @@ from .greedy_reference import GreedyReference
 from .shared import Server
 
 BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
-"""Environment variables of the child processes that build bundles."""
+"""Environment variables with which child processes can import the builder and the runtime of this checkout,
+to build bundles."""
 
 
 def needs(package: str) -> None:
@@ -51,8 +52,9 @@ def numpy_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of gpu_toy.py, for this machine's GPU adapter, which may be one in software. Tests
-    must not change it."""
+    """Returns the directory of the toy bundle (a trivial model whose answers follow from a formula) for GPUs,
+    as gpu_toy.py writes it. Tests must not change it. It runs on this machine's GPU adapter, which may be one
+    in software."""
     needs("mlcbuild")
     needs("wgpu")
 

@@ -1,9 +1,9 @@
-"""A device in NumPy for tests: it executes the toy model of toy.py, with a paged KV cache, as an Executor
-that another package could add.
+"""A device in NumPy for tests: it executes the toy model of toy.py, which has a trivial formula, with a paged
+KV cache, and implements the interface Executor as another package could.
 
-The library is the file `model.json`, which states the vocabulary's size. The model is computed in exact
-integers, and tokens are sampled in float64 as abi.SamplingParams defines it, so that the engine's tests
-compare two implementations.
+The compiled library is replaced by the file `model.json`, which states the vocabulary's size. The model is
+computed in exact integers, and tokens are sampled in float64 as abi.SamplingParams defines it, so that the
+engine's tests compare two implementations.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class NumpyExecutor:
         del self.cache
 
     def _totals(self, step: ModelStep) -> NDArray[np.int64]:
-        """Writes the new tokens of a step to the KV cache, and returns for each the weighted sum of its
-        sequence up to it."""
+        """Writes the new tokens of a step to the KV cache, and returns for each of them the sum over the
+        tokens of its sequence up to itself, each times (position mod 7) + 1."""
         size, totals = self.manifest.limits.page_size, list[NDArray[np.int64]]()
         positions, slots = step.places(size)
         self.cache.ravel()[slots] = step.tokens

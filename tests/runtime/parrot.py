@@ -87,7 +87,7 @@ class Parrot(NumpyExecutor):
         return StepOutput(self.sample(logits, sampling_params, masks), lambda: logits)
 
     def _next(self, tokens: list[int]) -> Floats:
-        """Returns float32 [vocabulary]: the logits after `tokens`."""
+        """Returns the logits of the position after `tokens`, float32 [vocabulary]."""
         logits = np.linspace(0, -1, self.vocab_size, dtype=np.float32)
         begin, end = (_last(tokens, mark) for mark in self._marks)
         script = tokens[begin + len(self._marks[0]) : end] if 0 <= begin < end else []

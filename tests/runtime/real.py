@@ -56,8 +56,9 @@ def build(
     target_name: str = presets.HOST,
     limits: Mapping[str, Json] = LIMITS,
 ) -> None:
-    """Builds a bundle by running the action of every step, one after the other. changes: fields of
-    config.json to replace."""
+    """Builds a bundle of the small model in recipes/models by running the action of every build step, one
+    after the other. scheme: name of the quantization; out: directory of the bundle; changes: fields of
+    config.json to replace; target_name: a preset; limits: limits of the library, such as the context."""
     scheme_json = quant.to_json(SCHEMES[scheme])
     target = targets.to_json(presets.resolve(target_name))
     compile_library = gpu_action.compile_library if target_name == "webgpu" else cpu_action.compile_library

@@ -15,7 +15,8 @@ from mlcbuild_format import bundle
 from tests.runtime import real, toy
 
 TEXT_FILES = ("tokenizer", "chat_template", "generation_config", "special_tokens", "added_tokens")
-"""Beginnings of the names of files that the toy model's tokenizer replaces."""
+"""Beginnings of file names of a tokenizer and its settings. Files with such names are removed from a real
+model's bundle, because the toy model's tokenizer replaces them."""
 
 
 def main(out: Path, target: str) -> None:

@@ -23,7 +23,8 @@ def refusal(path: Path) -> str:
 
 
 def started(path: Path) -> str:
-    """Starts a server that must refuse a bundle, and returns its error message."""
+    """Starts a server with a bundle that it must refuse. Asserts that it ends with exit code 1 and one line
+    on standard error, and returns that line."""
     result = shared.run("-m", "mlcbuild_runtime", str(path), "--port", "0")
     assert (result.returncode, result.stdout) == (1, "")
     assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", result.stderr), result.stderr

@@ -101,8 +101,9 @@ def logits_of(*likely: int) -> Floats:
 
 
 def rows(seq: Sequence, logits: Floats, count: int = 1) -> SequenceRows:
-    """Returns the rows of logits that a step computes for a sequence. count: number of its last tokens that
-    are new, draft tokens not included."""
+    """Returns the rows of logits of one sequence as a step of the model would, with tokens sampled from
+    `logits`. count: number of the sequence's last tokens that are new in this step, draft tokens not
+    included. The sequence's length grows by `count`."""
     seq.length = len(seq.tokens) - count
     params = seq.sampling_params(count + len(seq.draft.tokens))
     masks = [] if seq.mask is None else [(len(params) - 1 - seq.draft.size, seq.mask)]

@@ -32,7 +32,9 @@ the certificates of all authorities for each request, which takes 21 ms of CPU t
 
 
 def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
-    """Returns a directory that the first test process to ask for it builds; the others wait."""
+    """Returns a directory, shared by all test processes of a run, that `build` fills: it is called in the
+    first process that requests the directory `name`, and the others wait. Raises RuntimeError in the others
+    if `build` fails or takes too long."""
     base = factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     final, failed, lock = root / name, root / f"{name}.failed", root / f"{name}.lock"

@@ -15,7 +15,8 @@ from mlcbuild_runtime.http.connection import Connection
 
 
 class Opened(Connection):
-    """A connection whose idleness is given; `drop` removes it from its set."""
+    """A stand-in for a server's connection, which is idle since the time `idle_since`, or busy if that is
+    None. Its method `drop` removes it from the set of open connections."""
 
     def __init__(self, idle_since: float | None, others: set[Any]) -> None:
         self._idle, self._others = idle_since, others

@@ -38,7 +38,8 @@ schemas at the first answer with a schema, and the one for the model's vocabular
 
 @pytest.fixture(scope="module")
 def bundle(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the toy bundle with a manifest for browsers. The tests that use it do not execute its files."""
+    """Returns a copy of the toy bundle whose manifest has the browser's target, a GPU program for webgpu. Its
+    files are not such a program, so tests must not execute it."""
     path = tmp_path_factory.mktemp("site") / "toy"
     shutil.copytree(toy_bundle, path)
     document: dict[str, Any] = json.loads((path / "bundle.json").read_bytes())

@@ -33,7 +33,8 @@ def section(actual: dict[str, Json], key: str) -> dict[str, Json]:
 
 
 def edit(path: Path, change: Callable[[dict[str, Json]], object]) -> None:
-    """Reads bundle.json, calls `change` with its content, and writes it back."""
+    """Reads a bundle's manifest, bundle.json, calls `change` with its content, a dict to be changed in place,
+    and writes it back."""
     actual = document(path)
     change(actual)
     (path / "bundle.json").write_text(json.dumps(actual))
@@ -105,15 +106,15 @@ def header(**changes: Json) -> Callable[[Path], None]:
 
 
 def other_weights(path: Path) -> None:
-    """Replaces the weights of a bundle by a valid file with the weights of another model, whose signature
-    differs."""
+    """Replaces the weights of a bundle by a valid weights file of another model, whose signature (the digest
+    of the model's tensors) differs from that in the manifest."""
     toy.write_weights(path / WEIGHTS, "ab" * 32)
     reseal(path)
 
 
 def other_model(path: Path) -> None:
-    """Replaces the weights and the signature in the manifest by those of another model, so that only the
-    library does not fit."""
+    """Replaces the weights of a bundle and the signature (digest of the model's tensors) in its manifest by
+    those of another model, so that only the library does not fit."""
     toy.write_weights(path / WEIGHTS, "ab" * 32)
     put("signature", "ab" * 32)(path)
     reseal(path)

@@ -102,8 +102,8 @@ def test_few_steps_while_threads_look_for_cores(cpu_toy_bundle: Path) -> None:
 
 def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Request]:
     """Returns thirteen random requests, of which the last repeats the first with log-probabilities. share:
-    fraction of the requests that have a constraint; limits: maximum length of prompt and answer together, in
-    tokens."""
+    fraction of the requests that have a constraint (0 .. 1); limits: maximum length of prompt and answer
+    together, in tokens; seed: of the random numbers."""
     source = random.Random(seed)
     results = []
     for _ in range(12):

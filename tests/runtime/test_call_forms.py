@@ -14,7 +14,8 @@ from tests.runtime.tool_forms import FORMS, HERMES
 
 
 class Marks:
-    """A vocabulary with special tokens, numbered from 100, and ordinary ones, which have bytes."""
+    """A vocabulary of special tokens, which have no bytes, and ordinary ones, which have those of their
+    names. Tokens are numbered from 100."""
 
     def __init__(self, special: tuple[str, ...], ordinary: tuple[str, ...] = ()) -> None:
         self._special, self._ordinary = special, ordinary

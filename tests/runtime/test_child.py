@@ -22,7 +22,8 @@ LONG = shared.WAIT
 
 @pytest.fixture(autouse=True)
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets child processes import the modules in this directory."""
+    """Puts the directory of this file on the import path for one test, so that child processes can import
+    test modules from it, such as echo_child."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 

@@ -35,8 +35,9 @@ def real(tiny_bundle: Path) -> Iterator[Server]:
 
 
 def run(package: str, *arguments: str) -> str:
-    """Runs a Python program in the environment in which the clients are installed, and returns its standard
-    output."""
+    """Runs a Python program that uses `package`, such as a client library, with the interpreter that
+    MLCBUILD_CLIENTS names or the tests' own, and returns its standard output. arguments: those of Python.
+    Skips the test if the package is not installed."""
     there = subprocess.run([CLIENTS, "-c", f"import {package}"], capture_output=True, check=False)
     if there.returncode:
         pytest.skip(f"{package} is not installed: MLCBUILD_CLIENTS may name a Python that has it")

@@ -30,7 +30,8 @@ def sequence(sample: Sample, pattern: str, sampling: Sampling) -> Sequence:
 
 
 def told(sample: Sample, sequence: Sequence, row: Floats) -> Event:
-    """Appends the next token, sampled from logits [vocab], to the sequence and returns its event."""
+    """Samples the next token from `row`, one row of logits (float32 [vocabulary]), under the sequence's token
+    mask, appends the token to the sequence, and returns its event."""
     sequence.length = len(sequence.tokens) - 1
     logits, params = row[None].copy(), sequence.sampling_params(1)
     masks = [] if sequence.mask is None else [(0, sequence.mask)]

@@ -121,8 +121,8 @@ print(idle / (time.process_time() - before))
 
 def test_threads_without_work_leave_the_cores_to_others(tiny_bundle: Path) -> None:
     def share(*more: str, **extra: str) -> float:
-        """Returns the CPU time that an idle process uses, as a fraction of that of a loop which never
-        sleeps."""
+        """Returns the CPU time that a process with a loaded, idle model uses, as a fraction of the CPU time
+        of a loop which never sleeps. more: further arguments of the process; extra: environment variables."""
         return float(shared.run("-c", IDLE, str(tiny_bundle), *more, extra=extra).stdout)
 
     assert share() < 0.1

@@ -14,7 +14,8 @@ from mlcbuild_runtime.http import draining
 
 
 class Models:
-    """The models of a server, with counts of requests that a test sets."""
+    """A stand-in for the models of a server: a test sets the numbers of running and waiting requests, and
+    `calls` lists what the server calls to drain and close the models."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

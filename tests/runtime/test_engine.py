@@ -60,8 +60,9 @@ def same(executor: Executor) -> Executor:
 def start(
     bundle: Path, wrap: Callable[[Executor], Any] = same, pages: int | None = None, **options: Any
 ) -> Engine:
-    """Starts an engine for the toy bundle. wrap: function that replaces the loaded executor, for example by
-    one that records its calls; pages: pages of the KV cache."""
+    """Starts an engine with the toy bundle, in which no token ends an answer. wrap: function that replaces
+    the loaded executor, for example by one that records its calls; pages: pages of the KV cache, None for the
+    default."""
     executor = loading.load(bundle, pages=pages)
     tokenizer = Tokenizer.load(bundle, executor.manifest.serving)
     tokenizer.eos = frozenset()
@@ -70,7 +71,8 @@ def start(
 
 @pytest.fixture(scope="module", params=[*shared.TOYS, *(["webgpu_toy_bundle"] if EVERY else [])])
 def toy_bundle(request: pytest.FixtureRequest) -> Path:
-    """Returns the toy bundle for each device in turn, since the engine does not depend on the device."""
+    """Returns the directory of the toy bundle (a trivial model whose answers follow from a formula), once for
+    each device: every test that uses this fixture runs on each of them."""
     bundle: Path = request.getfixturevalue(request.param)
     return bundle
 
@@ -114,7 +116,8 @@ def drain(events: SimpleQueue[Event]) -> list[Event]:
 
 
 def tokens_of(events: list[Event]) -> list[int]:
-    """Returns the sampled tokens, read from the log-probabilities of the events."""
+    """Returns the tokens that an answer's events report with their log-probabilities; events without a
+    log-probability are left out."""
     return [event.logprob.token for event in events if event.logprob is not None]
 
 

@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 
 
 class Batches:
-    """The answers of requests, with prepared batches of events."""
+    """A stand-in for the answers of one call of the engine: it yields prepared batches of events, each event
+    with the index of its answer, and records whether it was cancelled."""
 
     def __init__(self, *batches: list[tuple[int, Event]]) -> None:
         self._batches, self.cancelled = batches, False
@@ -56,7 +57,8 @@ def job() -> CompletionJob:
 
 
 def request(*messages: str) -> Request:
-    """Returns an HTTP request that receives these messages, and then waits for ever."""
+    """Returns an HTTP request whose connection delivers messages of these types, such as "http.disconnect",
+    and then nothing, so that waiting for another one never ends."""
     left = list(messages)
 
     async def receive() -> dict[str, Any]:

@@ -139,7 +139,8 @@ def test_a_program_of_another_models_sizes_is_refused(
     ],
 )
 def test_a_program_of_other_limits_is_refused(webgpu_bundle: Path, field: str, value: int, what: str) -> None:
-    """The kernels would use other places in the cache than the engine."""
+    """Checks that a GPU program is refused if the manifest has other limits than those for which it was
+    compiled, because its kernels would use other places in the KV cache than the engine."""
     manifest = bundle.manifest(webgpu_bundle)
     limits: Any = {field: value}
     with pytest.raises(BundleError, match=rf"program.json: the program has .*{what}, and the limits in bun"):

@@ -14,8 +14,9 @@ from .scripted import GREEDY, sequence
 
 
 class Door:
-    """A queue for three waiting requests; interruptions of the engine and announcements of requests are
-    recorded."""
+    """A queue with room for three requests, through which they reach the engine. It records how often the
+    engine was interrupted, and the numbers of the requests that were announced to it, counted from 0 in order
+    of arrival."""
 
     def __init__(self) -> None:
         self.interrupts = 0

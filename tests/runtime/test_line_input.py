@@ -161,7 +161,8 @@ def test_a_typed_line_has_a_prompt_and_survives_bad_bytes(
 
 
 def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks the lines of a pipe: line ends of Windows, a line without an end, and one that is no text."""
+    """Checks the lines that a chat reads from a pipe: Windows line ends are removed, a last line may lack its
+    end, and a line that is not valid UTF-8 is reported and skipped."""
     reading, writing = os.pipe()
     os.write(writing, "é\r\n\nb\n".encode() + b"\xff\nlast")
     with os.fdopen(reading, encoding="utf-8") as stdin:

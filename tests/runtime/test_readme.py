@@ -24,8 +24,8 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def place(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """Returns a directory in which the bundle has the path that the README states, and a program
-    mlcbuild-serve in bin/."""
+    """Returns a directory that contains what runtime/README.md expects: a bundle at the path that the
+    document states, and a program mlcbuild-serve in bin/."""
     (tmp_path / "dist").mkdir()
     (tmp_path / BUNDLE).symlink_to(tiny_bundle)
     (tmp_path / "bin").mkdir()

@@ -25,7 +25,8 @@ from .wrapped import Wrapped
 
 
 class Bench:
-    """A runner with its schedule and an executor, and the events of each request."""
+    """Objects for tests of executing batches without the engine's thread: the runner, its schedule, the
+    executor, and the list of events that each request has received."""
 
     def __init__(self, bundle: Path, wrap: Any = lambda executor: executor) -> None:
         executor: Executor = wrap(loading.load(bundle, pages=16))

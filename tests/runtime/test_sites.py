@@ -11,7 +11,9 @@ from mlcbuild_runtime.http.sites import Sites, host_name, is_loopback
 
 
 def status(headers: list[tuple[str, str]], hosts: tuple[str, ...] = (), origins: tuple[str, ...] = ()) -> Any:
-    """Returns 200 if the request reaches the application, or else the status and the code of the refusal."""
+    """Sends a request with the given headers through the middleware that refuses requests of other sites.
+    Returns 200 if the request reaches the application, or else (HTTP status, error code). hosts, origins: the
+    host names and origins that are allowed."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -179,7 +179,8 @@ def test_only_so_many_wait_for_a_stage(costs: Costs) -> None:
 
 
 def test_what_is_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the refusals of constraints, with real trials; the last stage has a tenth of its usual time."""
+    """Checks the error messages for refused constraints, which are compiled on trial in real child processes.
+    The last stage, for expensive ones, has a tenth of its usual time."""
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
     last = replace(STAGES[-1], seconds=0.2, places=0, patience=LONG)
     monkeypatch.setattr(grammars, "_trials", Trials(grammars._tokens, (STAGES[0], last)))

@@ -213,7 +213,8 @@ def test_bos_is_not_doubled(byte_level: Path) -> None:
 
 
 def test_a_text_has_the_same_tokens_each_time(byte_level: Path, tmp_path: Path) -> None:
-    """Dropout of merges, which varies the tokens of a text in training, does not reach a server."""
+    """Checks that encoding a text ignores a tokenizer's dropout of merges, which varies the tokens of a text
+    in training, so that a text has the same tokens each time."""
     document = json.loads((byte_level / "tokenizer.json").read_bytes())
     document["model"]["dropout"] = 0.7
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))

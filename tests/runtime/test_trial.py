@@ -113,7 +113,8 @@ def test_constraints_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 LATE = "[a-z]{40}(a{1000}){1000}"
-"""A regular expression that llguidance can follow for 40 letters only."""
+"""A regular expression whose masks llguidance can compute for the first 40 letters of an answer only;
+afterwards it fails because the expression is too complex."""
 
 
 def test_a_constraint_that_fails_is_forgotten_with_its_memory() -> None:
@@ -166,9 +167,11 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 COSTLY = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 3
-"""Number of expensive constraints that are sent; each takes a large part of a CPU second."""
+"""Number of expensive constraints that the test sends at once; to compile each takes a large part of a CPU
+second."""
 FAST = 40 if "MLCBUILD_TEST_EVERY" in os.environ else 12
-"""Number of constraints that are sent, each of which takes less."""
+"""Number of constraints of medium cost that the test sends at once; to compile each takes less than an
+expensive one does."""
 
 
 ATTACKS: dict[str, list[dict[str, Any]]] = {

@@ -82,7 +82,8 @@ class _Queue:
 
 
 def test_clients_take_turns() -> None:
-    """Checks the order if one address sends four requests before two other addresses send one or two."""
+    """Checks the order in which threads hold the lock: clients, distinguished by address, take turns,
+    although one of them enqueues four threads before two others enqueue one or two."""
     with ThreadPoolExecutor(8) as pool:
         queue = _Queue(8, pool)
         with queue.turns.turn():

@@ -23,7 +23,8 @@ class Machine:
             self.tries.append(self.time)
 
     def run(self, seconds: int) -> int:
-        """Simulates decode steps for so many seconds, and returns the number of threads afterwards."""
+        """Simulates decode steps for `seconds` seconds of the simulated clock, and returns the number of
+        computing threads that is in use afterwards."""
         for _ in range(10 * seconds):
             self.workers_before = self.workers.count
             with self.workers:

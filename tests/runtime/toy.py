@@ -46,7 +46,8 @@ TEMPLATE = """{{ bos_token }}
 
 
 reference: Callable[[Sequence[int], int], list[int]] | None = None
-"""Function that replaces `expected` where tests run with a real model in place of the toy model."""
+"""Function with the parameters of `expected` (prompt, number of tokens) that returns a real model's greedy
+answer. It is set where tests run with that model in place of the toy model; else None."""
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:
@@ -144,7 +145,8 @@ def write_tokenizer(out: Path) -> None:
 
 
 def export(out: Path, metadata: str) -> None:
-    """Compiles the toy model's library for this machine and writes it to the file `out`."""
+    """Compiles the toy model's library for this machine's CPU and writes it to the file `out`. metadata: JSON
+    text that the library returns about itself."""
     import tvm
     from tvm import relax
 
@@ -200,8 +202,8 @@ def _sequences(n: Any, b: Any, c: Any) -> list[Any]:
 
 
 def _variables(function: abi.Function) -> dict[str, Any]:
-    """Returns argument name -> TVM variable for a library function whose sequences have one new token
-    each."""
+    """Returns argument name -> TVM variable, in order, for a function of a compiled library, if each sequence
+    has exactly one new token: then the numbers of tokens and of sequences are the same variable."""
     import tvm
 
     n = tvm.tirx.Var("n", "int64")

@@ -30,8 +30,9 @@ Build = Callable[[], str]
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Build:
-    """Returns a function that runs a recipe in this process with actions that write a few bytes. Every file
-    counts as old enough for a receipt."""
+    """Returns a function that runs a recipe twice in this process and returns what the second run prints. The
+    steps' real actions are replaced by ones that write a few bytes. Every file counts as old enough for a
+    receipt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "key.pem"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")

@@ -55,8 +55,8 @@ def test_a_record_has_the_text_that_its_planner_expects() -> None:
 def test_what_an_action_made_is_expected_by_the_next_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that reading the records of a real build never parses their second line, because it equals the
-    expected text."""
+    """Checks that the records of a real build are read without parsing their second line, which lists a
+    step's inputs: it equals the text that the reader expects for the same step."""
     steps = [
         Step("a", "tests.actions:text", {"text": "a"}, {}, tools={"ld": "2"}),
         Step("b", "tests.actions:text", {"text": "b"}, {"x": Input("a"), "y": Input("a", ("*.txt",))}),
@@ -139,8 +139,8 @@ def test_other_lines_are_right_and_differ() -> None:
 
 
 def test_all_ways_of_reading_agree_on_damaged_records() -> None:
-    """Checks on randomly damaged records that all ways of reading give the same result: parsing all, parsing
-    with unknown source files, and comparing text."""
+    """Checks on randomly damaged records that all ways of reading have the same result: parsing the whole
+    record, parsing it with unknown source files, and comparing its text with the expected one."""
     chance = random.Random(7)
     data = RECORD.encode()
     texts = [
