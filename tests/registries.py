@@ -83,8 +83,8 @@ PASSWORDS = "auth: {{htpasswd: {{realm: tests, path: {home}/users}}}}"
 
 @dataclass
 class Tokens:
-    """A simulated service that issues tokens for a registry to clients that send the name and password
-    LOGIN."""
+    """A simulated token service for a registry. Clients that send the user name and password in LOGIN receive
+    a token, which the registry accepts."""
 
     asked: list[dict[str, list[str]]] = field(default_factory=list)
     url: str = ""

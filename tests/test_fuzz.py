@@ -30,7 +30,8 @@ CASES = {
     "requests": 40,
     "bodies": 120,
 }
-"""Name of a fuzzed reader -> number of cases, which take one or two seconds."""
+"""Name of a file reader that is fuzzed -> number of random cases. The numbers are chosen so that each reader
+takes one or two seconds."""
 
 
 def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -40,7 +41,8 @@ def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the toy bundle, which the runtime's tests use, too. Tests must not change it."""
+    """Returns the directory of the toy bundle (a trivial model whose answers follow from a formula), which
+    the runtime's tests use, too. Tests must not change it."""
     return shared.once(tmp_path_factory, "toy", toy.write)
 
 

@@ -249,7 +249,8 @@ edit of them makes no step run again."""
 
 @dataclass(frozen=True)
 class Source:
-    """A copy of the packages that tests may edit, with a recipe and its store."""
+    """A copy of the source of builder and runtime that tests may edit, with a recipe and the store into which
+    it was built."""
 
     root: Path
     server: ForkServer
@@ -278,7 +279,7 @@ class Source:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """Yields a copy of the packages whose recipe has been built."""
+    """Yields a copy of the source of builder and runtime, with a recipe that was built once by this copy."""
     root = tmp_path_factory.mktemp("source")
     for package in ("mlcbuild", "runtime", "targets"):
         ignored = shutil.ignore_patterns("__pycache__")

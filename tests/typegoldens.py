@@ -268,7 +268,8 @@ CONFIGS: Mapping[str, Config] = {
     name: {"model_type": name.partition("-")[0], "torch_dtype": "float32", **config}
     for name, config in _TYPES.items()
 }
-"""Name of a golden -> its config.json as a JSON object."""
+"""Name of a golden, the file with the expected logits of a tiny checkpoint -> the config.json of that
+checkpoint, as a JSON object."""
 _DIFFERENCES_FROM_1 = ("gemma", "nemotron")
 """Model types whose norms add 1 to their stored weights."""
 
@@ -302,7 +303,8 @@ def tokens(name: str) -> Values:
 
 @dataclass(frozen=True)
 class TypeGolden:
-    """A tiny checkpoint, and the logits that transformers computes with it."""
+    """A tiny checkpoint of one model type: its config, its weights, input tokens, and the logits that
+    transformers computes for them."""
 
     config: ModelConfig
     weights: Mapping[str, Values]

@@ -47,7 +47,8 @@ def test_a_damaged_blob_is_refused_and_its_step_runs(url: str, how: str, tmp_pat
 
 
 def copy_of(url: str, tmp_path: Path, cache: Cache) -> None:
-    """Copies the contents of the cache `url` to `cache`, through a user who downloads everything."""
+    """Copies all records and blobs of a small build from the cache at `url` to the simulated cache `cache`,
+    through a user who downloads everything."""
     link = Link(Remote(url))
     user = User(tmp_path / "copier", url)
     outputs = Options(executor="inline", outputs=("*",))

@@ -52,8 +52,8 @@ class Authority:
         return path
 
     def sign(self, address: str = "127.0.0.1", days: int = 1) -> tuple[Path, Path]:
-        """Returns the paths of a new certificate for `address` and of its key. days: validity from now on;
-        negative if it has expired."""
+        """Signs a new certificate for the host `address`, and returns the paths of the certificate and of its
+        key. days: how many days it is valid; negative for one that has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         place = self.directory / f"{address}-{days}.pem"
         place.write_bytes(self._certificate("server", key, address, days))

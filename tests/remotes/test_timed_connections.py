@@ -69,7 +69,8 @@ def test_each_read_of_a_body_has_a_deadline_of_its_own(
 
 
 class Remote:
-    """A remote in memory that sends `step` bytes, then breaks off, up to `breaks` times."""
+    """A simulated remote with one file, `data`. The first `breaks` downloads raise RemoteError after `step`
+    bytes. If `ranges` is False, every download starts at the first byte."""
 
     def __init__(self, data: bytes, step: int = 1 << 20, breaks: int = 0, ranges: bool = True) -> None:
         self.data, self.step, self.breaks, self.ranges = data, step, breaks, ranges

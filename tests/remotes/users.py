@@ -1,4 +1,5 @@
-"""Simulated users of remotes, each with a separate store, who run small graphs."""
+"""Simulated users, each with a separate store, who build small graphs of steps and share the results through
+remotes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ BIG = Graph([step("big", "big", bytes=3_000_000)])
 
 
 class User:
-    """A user with a store, and with remotes as a recipe would list them."""
+    """A simulated user who builds with the store `root` and with remotes at the addresses `urls`, as a recipe
+    would list them. mode: whether remotes are read, written or both."""
 
     def __init__(self, root: Path, *urls: str, mode: Mode = "readwrite", **options: object) -> None:
         self.store = Store(root)

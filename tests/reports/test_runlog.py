@@ -126,8 +126,8 @@ def test_a_file_in_place_of_the_logs_is_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_bundles: Path) -> Path:
-    """Returns a recipe of two variants: the weights of one lose more than the recipe allows, and those of the
-    other are exact."""
+    """Returns the path of a recipe with two variants: the weights of one lose more accuracy than the recipe
+    allows, and those of the other are exact."""
     text = QUICKSTART.replace("max_kl: 0.1", "max_kl: 0.000001").replace(", q4a8_1", "")
     path = project(tmp_path / "project", text)
     shutil.copy(tiny_bundles / "prompts.txt", path.parent)

@@ -1,4 +1,5 @@
-"""Executors for tests that record the bursts of decode steps, and engines that use them."""
+"""Executors for tests that record the number of steps in each burst (several decode steps in one call of the
+library), and engines that use them."""
 
 from __future__ import annotations
 

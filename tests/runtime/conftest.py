@@ -165,13 +165,15 @@ def sample(cpu_toy_bundle: Path) -> Sample:
 
 @pytest.fixture
 def toy_copy(toy_bundle: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the toy bundle that the test may damage."""
+    """Returns the directory of a copy of the toy bundle (a trivial model whose answers follow from a formula)
+    that the test may damage."""
     return Path(shutil.copytree(toy_bundle, tmp_path / "toy"))
 
 
 @pytest.fixture(scope="module")
 def server(toy_bundle: Path) -> Iterator[Server]:
-    """Yields a server of the toy bundle, which all tests of a module share."""
+    """Yields a server process of the toy bundle (a trivial model whose answers follow from a formula). All
+    tests of a module share it."""
     with shared.serving(toy_bundle) as running:
         yield running
 

@@ -43,7 +43,7 @@ PARAMS = (("table", [toy.VOCAB, 4], "float32", "plain"),)
 
 
 def append(name: str, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the GPU kernel that writes a call's tokens to the KV cache."""
+    """Returns the GPU kernel that writes the new tokens of a step to their places in the KV cache."""
     with kernel(name) as k:
         block, pages = inputs.declare(k), CACHE.declare(k)
         table = k.buffer("table", (toy.VOCAB, 4))

@@ -43,8 +43,8 @@ TOOL_TOKENS = tuple(
 
 
 def _with_tool_tokens() -> Tokenizer:
-    """Returns the embedded model's tokenizer with additional special tokens for tool calls, such as other
-    models have."""
+    """Returns the tokenizer of the small model in recipes/models with additional special tokens for tool
+    calls, such as other models have."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Json
 

@@ -37,7 +37,8 @@ class GreedyReference:
         self._lock = threading.Lock()
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Returns the `count` most likely tokens after a prompt, each given those before it."""
+        """Returns the `count` tokens that follow a prompt in greedy decoding: each is the most likely one
+        after the prompt and the tokens before it."""
         with self._lock:
             tokens = list(prompt)
             for _ in range(count):

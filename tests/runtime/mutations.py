@@ -28,7 +28,7 @@ NASTY: list[Any] = [
 
 
 def document(rng: random.Random, value: Any) -> bytes:
-    """Returns JSON text of `value`, which is changed in one to three places."""
+    """Returns the JSON text of a copy of `value` that is changed at random in one to three places."""
     holder = {"": json.loads(json.dumps(value))}
     for _ in range(rng.randint(1, 3)):
         _change(rng, holder)
@@ -164,8 +164,8 @@ MUTATIONS: Mapping[str, Mutation] = {
 
 
 def damage(bundle: Path, name: str, seed: int) -> None:
-    """Damages one file of a bundle, and updates its size and digest in the manifest. seed: decides how the
-    file is changed."""
+    """Changes the file `name` of a bundle at random, and updates its size and digest in the manifest. Equal
+    seeds give equal changes."""
     rng = random.Random(f"{name} {seed}")
     path = bundle / name
     path.write_bytes(MUTATIONS[name](rng, path.read_bytes()))

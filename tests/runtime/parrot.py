@@ -32,13 +32,13 @@ CONTEXT = 4096
 
 
 def say(text: str) -> str:
-    """Returns the message for which the simulated model answers `text`."""
+    """Returns the message that makes the simulated model answer `text`."""
     return f"{SAY}{text}{END}"
 
 
 def write(out: Path, template: str = toy.TEMPLATE, special: Sequence[str] = ()) -> None:
-    """Writes the bundle of the simulated model. special: names of special tokens in addition to those of
-    toy.py."""
+    """Writes the bundle of the simulated model, which repeats a part of its prompt, to the directory `out`.
+    template: its chat template; special: names of special tokens in addition to those of toy.py."""
     toy.write(out, "numpy")
     (out / "model.json").write_text(json.dumps({"vocab_size": toy.VOCAB + len(special)}))
     if special:

@@ -1,5 +1,5 @@
-"""Builds a bundle of the embedded model with the vocabulary, tokenizer and limits of the toy model, so that
-tests written for the toy model run with a real one: `real_toy.py DIRECTORY TARGET` writes it.
+"""Builds a bundle of the small model in recipes/models with the vocabulary, tokenizer and limits of the toy
+model, so that tests written for the toy model run with a real one: `real_toy.py DIRECTORY TARGET` writes it.
 
 It is a separate program, because the runtime's tests do not import the builder.
 """

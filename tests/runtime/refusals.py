@@ -1,4 +1,5 @@
-"""Damaged bundles for tests, and the messages with which they are refused."""
+"""Helpers for tests of damaged bundles: the type of the functions that damage one, and functions that return
+the error message with which it is then refused."""
 
 from __future__ import annotations
 

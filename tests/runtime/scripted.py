@@ -1,4 +1,5 @@
-"""Parts of an engine for tests of single modules: without its thread, its model and its tokenizer."""
+"""Helpers for tests of single modules of the engine, without its thread, a model and a real tokenizer:
+sequences, rows of logits, a tokenizer of letters, and a matcher for constraints."""
 
 from __future__ import annotations
 

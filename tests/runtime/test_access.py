@@ -12,7 +12,9 @@ from mlcbuild_runtime.http.keys import Keys
 
 
 def answer(path: str, headers: dict[str, str], *keys: str, kind: str = "http") -> tuple[int, Any]:
-    """Returns (status, body) of a server with these API keys, whose application answers 200 to everything."""
+    """Sends a request through the middleware that checks API keys, in front of an application that answers
+    200 to everything. Returns (status, body). keys: the API keys that the server accepts; kind: type of the
+    connection in ASGI."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -21,8 +21,9 @@ VALUES: list[dict[str, Json]] = [
 
 
 def read(text: str, sizes: random.Random | None = None) -> tuple[str, str]:
-    """Returns (JSON text, text that was not read) after a reader has received a text in pieces. sizes: random
-    sizes of the pieces; None: one piece."""
+    """Reads the arguments of a tool call, with unquoted keys, by a parser that receives them in pieces.
+    Returns (the arguments as JSON text, the rest of the text after them). sizes: generator of random sizes of
+    the pieces; None: one piece."""
     reader, written, buffer, at = BareReader(QUOTE), "", "", 0
     while at < len(text):
         size = len(text) if sizes is None else sizes.randrange(1, 8)

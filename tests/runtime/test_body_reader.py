@@ -15,7 +15,7 @@ MB = 1_000_000
 
 
 def request(*parts: bytes, headers: dict[str, str] | None = None) -> Request:
-    """Returns a request whose body arrives in these parts."""
+    """Returns a simulated HTTP request whose body arrives in `parts`, one after the other."""
     left = list(parts)
 
     async def receive() -> dict[str, Any]:

@@ -91,8 +91,8 @@ def write(name: str, data: bytes, again: bool = True) -> Callable[[Path], None]:
 
 
 def header(**changes: Json) -> Callable[[Path], None]:
-    """Returns a function that replaces entries of the header of a bundle's weights file and updates the
-    manifest."""
+    """Returns a function that replaces fields in the JSON header of a bundle's weights file by `changes`, and
+    updates the manifest."""
 
     def damage(path: Path) -> None:
         data = (path / WEIGHTS).read_bytes()
@@ -145,8 +145,8 @@ def find_library(module: str) -> str | None:
 
 
 def metadata_text(old: bytes, new: bytes) -> Callable[[Path], None]:
-    """Returns a function that replaces the text `old` in a bundle's library by `new`, which has the same
-    length."""
+    """Returns a function that replaces the text `old` in a bundle's library by `new`, which must have the
+    same length, and updates the manifest."""
 
     def damage(path: Path) -> None:
         data = (path / "model.so").read_bytes()

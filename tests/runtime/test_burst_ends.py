@@ -65,7 +65,7 @@ def test_who_comes_ends_the_steps_at_once(tiny_bundle: Path) -> None:
 
 
 class Watched(Counted):
-    """An executor that records which threads interrupt it, and the order of its calls."""
+    """An executor that records the names of the threads that interrupt it, and the order of its calls."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -151,7 +151,8 @@ def test_prompts_are_not_kept_waiting(toy_bundle: Path) -> None:
 
 
 class Broken(Wrapped):
-    """An executor whose calls fail after the first ones, or return NaN."""
+    """An executor whose calls of several decode steps fail after the first `left` ones: each raises an error
+    or, if `wrong` is set, returns -1, which stands for NaN logits, as the tokens of its third step."""
 
     left, wrong = 2, False
 

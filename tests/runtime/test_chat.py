@@ -35,7 +35,7 @@ def talk(bundle: Path, *lines: str) -> subprocess.CompletedProcess[str]:
 
 
 def piped(bundle: Path) -> subprocess.Popen[bytes]:
-    """Starts a chat whose three streams are pipes."""
+    """Starts a chat with a bundle as a child process whose standard input, output and error are pipes."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", PROGRAM, str(bundle)]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=shared.environment())
@@ -191,7 +191,7 @@ class Terminal:
         return before
 
     def wait_for_some(self) -> None:
-        """Reads the terminal until it has printed anything but line breaks."""
+        """Reads the terminal until something other than line breaks was printed."""
         end = time.monotonic() + shared.WAIT
         while not self.unread.strip():
             assert time.monotonic() < end, self.unread

@@ -53,8 +53,8 @@ def test_the_image_is_built_and_serves(tmp_path: Path, tiny_bundle: Path) -> Non
 
 
 def serve(builder: Builder, config: dict[str, Any], log: Path) -> None:
-    """Starts the server of the container "server", and asks it for health and for an answer. A container of
-    this kind shares the machine's network, so a free port replaces that of the image."""
+    """Starts the server in the container named "server", and checks its health and an answer to a question.
+    The container shares the machine's network, so a free port replaces the image's."""
     port = str(free_port())
     inside = ("run", "--isolation", "chroot", "server", "--")
     command = builder.command(*inside, *config["Entrypoint"], "--port", port, *config["Cmd"])
@@ -74,7 +74,8 @@ def serve(builder: Builder, config: dict[str, Any], log: Path) -> None:
 
 
 def wait_for(command: list[str], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Runs a health check until it succeeds, as long as the server runs."""
+    """Runs the command of a container's health check until it succeeds. Fails if the server `process` ends
+    before, or after WAIT seconds. log: file with the server's output."""
     end = time.monotonic() + shared.WAIT
     while subprocess.run(command, capture_output=True, check=False).returncode:
         assert process.poll() is None and time.monotonic() < end, log.read_text()

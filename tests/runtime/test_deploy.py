@@ -24,7 +24,8 @@ RUNTIME = shared.ROOT / "runtime"
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
-    """Returns the parsed arguments of `mlcbuild-serve`; argparse exits for others."""
+    """Returns the parsed arguments of the command `mlcbuild-serve`. For arguments that it does not accept,
+    argparse prints a message and raises SystemExit."""
     parser = argparse.ArgumentParser()
     arguments.add(parser)
     return parser.parse_args(words)

@@ -112,7 +112,8 @@ def test_other_signals_end_at_once(
 def test_a_server_answers_and_closes_its_engines_first(
     listener: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole life of a server within one event loop."""
+    """Checks a server from its start to its end within one event loop: it answers a request, and after SIGINT
+    it closes its engines and ends."""
     models, answers = Models(), list[bytes]()
 
     async def live() -> None:

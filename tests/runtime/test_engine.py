@@ -36,11 +36,13 @@ EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 """True if the environment variable MLCBUILD_TEST_EVERY is set. Then the tests of the engine that use
 `toy_bundle` also run on a GPU adapter."""
 POISON = 111
-"""Token that makes the faulty model fail if it is in a prompt."""
+"""Token number that makes the test's faulty model raise an exception if it is in a prompt; the next number
+makes its logits NaN."""
 
 
 class Faulty(Stepwise):
-    """An executor that fails for some tokens as a library can fail: by an exception, or by NaN logits."""
+    """An executor that fails at two token numbers as a library can fail: at one it raises an exception, at
+    the next one its logits are NaN."""
 
     def step(self, step: ModelStep, params: List[SamplingRow], masks: Any = ()) -> StepOutput:
         if POISON in step.tokens:
@@ -92,8 +94,8 @@ def ask(engine: Engine, request: Request) -> SimpleQueue[Event]:
 
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
-    """Blocks the engine's thread while the block runs, so that all requests submitted in it arrive at the
-    same time."""
+    """Blocks the engine's thread while the context is open, so that all requests submitted in it arrive at
+    the same time."""
     reached, release = threading.Event(), threading.Event()
 
     def hold(_event: Event) -> None:

@@ -33,7 +33,8 @@ LIMITS = SimpleNamespace(context_window=64)
 
 
 class Submitting(Submitted):
-    """A stand-in for the engine that also stores the requests, and has a context of 64 tokens."""
+    """A stand-in for the engine that stores the submitted requests, returns no answers, and has a context of
+    64 tokens."""
 
     name, manifest = "tiny", SimpleNamespace(limits=LIMITS)
 

@@ -41,8 +41,9 @@ NAMED_FIRST = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS
 
 
 def split(text: str, seed: int | None = None, has_tools: bool = True) -> dict[str, str]:
-    """Parses an answer whose text arrives in random parts. Returns kind of piece -> joined text of the pieces
-    of this kind. seed: of the sizes of the parts; None: one part."""
+    """Parses an answer in the harmony format whose text arrives in parts of random size. Returns kind of
+    piece ("reasoning", "text", "call" or "arguments") -> the joined text of all pieces of this kind. seed:
+    seed of the random sizes; None: one part. has_tools: True if the request has tools."""
     return read_in_parts(HarmonyReader(has_tools), text, seed)
 
 

@@ -31,8 +31,8 @@ CHUNK, PAGES = 16, 32
 
 
 class Recorded(Wrapped):
-    """An executor that records its steps: ("prompt" or "decode", number of new tokens) or ("burst", number of
-    steps)."""
+    """An executor that records its calls in order: ("prompt" or "decode", number of new tokens) for one step,
+    ("burst", number of steps) for several decode steps in one call."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -51,8 +51,8 @@ class Recorded(Wrapped):
 
 
 class Engine:
-    """An engine loop and its queue. A test submits requests first; `run` returns after the last of their
-    events."""
+    """An engine's loop, its queue and its executor, run in the test's thread. A test submits requests first;
+    `run` returns after the last of their events."""
 
     def __init__(self, bundle: Path) -> None:
         self.executor = Recorded(loading.load(bundle, pages=PAGES))

@@ -25,7 +25,8 @@ def executor(light_toy_bundle: Path) -> Executor:
 
 
 def ready(executor: Executor, prompt: list[int], page: int, ignore_eos: bool = True) -> Sequence:
-    """Returns a sequence whose prompt is in the KV cache except for its last token."""
+    """Returns a sequence that is ready for decoding: the keys and values of all prompt tokens but the last
+    are in the KV cache. page: number of the first of its two pages."""
     tokenizer = Tokenizer.load(executor.path, executor.manifest.serving)
     request = Request(tuple(prompt), 40, GREEDY, ignore_eos=ignore_eos)
     seq = Sequence(request, lambda _: None, Ticket(lambda: None, None), tokenizer, executor.sample)

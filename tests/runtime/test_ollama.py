@@ -66,7 +66,7 @@ def test_messages_and_options_become_those_of_a_chat() -> None:
 
 
 class Compared(str):
-    """A string that counts the comparisons of all such strings."""
+    """A string type for counting: its `total` is the number of equality comparisons of all such strings."""
 
     total = 0
     __hash__ = str.__hash__

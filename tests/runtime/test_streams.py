@@ -17,7 +17,7 @@ REQUEST = Request((1, 2), 9)
 
 
 class Submitted:
-    """A stand-in for the engine that stores submitted requests and answers nothing."""
+    """A stand-in for the engine that stores submitted requests and never answers them."""
 
     def __init__(self, places: int = 9) -> None:
         self.sinks: list[Sink] = []

@@ -187,7 +187,8 @@ ATTACKS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def at_rest(server: Server) -> int:
-    """Returns the resident memory of a server in bytes after its first constraint."""
+    """Returns the resident memory of a server, in bytes, after it has served one request with a constraint,
+    and before the expensive ones."""
     ask(server, form("regex", "[a-z]{3}"))
     return resident(server.process.pid)
 

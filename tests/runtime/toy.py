@@ -110,7 +110,7 @@ def write(out: Path, device: str = "cpu") -> None:
 
 
 def describe(path: Path) -> Any:
-    """Returns the entry of a file in a manifest: its digest and its size."""
+    """Returns the entry for a file in a bundle's manifest: its BLAKE3 digest and its size in bytes."""
     from blake3 import blake3
     from mlcbuild_format.bundle import File
 

@@ -16,8 +16,8 @@ from tests.targets.machines import ARM, LINUX, ROOT
 
 
 def inline(text: str) -> tuple[Target | None, list[str]]:
-    """Returns (the target that a YAML text describes, or None; the problems that the JSON schema does not
-    detect)."""
+    """Reads a target that is written in a recipe. Returns (the target, or None if it is wrong; the messages
+    of the problems that the JSON schema does not detect). text: the target as YAML."""
     problems = Problems()
     target = presets.parse(parse(text.encode(), "r.yaml"), (), "mine", problems)
     return target, [str(problem).removeprefix("r.yaml:") for problem in sorted(problems)]
