@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from mlcbuild.models.experts import Experts
 from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.layers import (
     LayerSpec,
@@ -83,6 +84,11 @@ def parameters(config: ModelConfig) -> tuple[Param, ...]:
 LARGEST_MODEL = 10**13
 """Maximum number of parameters of a model. With more, some size in config.json must be a mistake."""
 
+MOST_EXPERTS = 1 << 17
+"""Maximum number of experts of all layers together, each of which has three tensors in a checkpoint.
+Published models have up to 23,040 (Kimi K2); listing the tensors of 786,432 takes 16 CPU seconds.
+"""
+
 
 def faults(config: ModelConfig) -> list[str]:
     """Returns an error message for each reason why a model with this config cannot be computed; [] if there
@@ -109,6 +115,13 @@ def faults(config: ModelConfig) -> list[str]:
         )
     if not sentences and (count := _count(config)) > LARGEST_MODEL:
         sentences.append(f"the sizes make {count:.1e} parameters; one of them must be wrong")
+    blocks = (layer.feed_forward for layer in config.layers)
+    experts = sum(block.count for block in blocks if isinstance(block, Experts))
+    if experts > MOST_EXPERTS:
+        sentences.append(
+            f"the layers have {experts} experts together, at most {MOST_EXPERTS} are supported; one of the"
+            " sizes must be wrong"
+        )
     return list(dict.fromkeys(sentences))
 
 

@@ -166,6 +166,10 @@ def test_every_parameter_of_a_block_has_tensor_names() -> None:
             "layers.0: frequencies, scales, caps and the norm's epsilon must be finite and above 0",
         ),
         (replace(MODEL, layers=(replace(PLAIN, feed_forward=Dense(0)),)), "size must be at least 1, found 0"),
+        (
+            replace(MODEL, layers=(replace(PLAIN, feed_forward=Experts(257, 2, 8)),) * 511),
+            "the layers have 131327 experts together, at most 131072 are supported",
+        ),
         (replace(MODEL, ropes=(Rope(7, (1.0,)),)), "7 dimensions rotated: must be even and at least 2"),
         (replace(MODEL, ropes=(Rope(10, (1.0,) * 5),)), "layers.0: 10 of 8 dimensions rotated"),
     ],
