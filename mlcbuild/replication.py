@@ -54,7 +54,7 @@ class Pulled:
     present: int
     """Number of steps of the plan whose results the store had before."""
     absent: int
-    """Number of steps of the plan whose results no remote cache has."""
+    """Number of steps of the plan whose results neither the store nor a remote cache has."""
     warnings: tuple[str, ...]
     """Messages about problems of remote caches, none of which left a result missing."""
 

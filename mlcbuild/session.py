@@ -10,8 +10,9 @@
 
 Nothing here prints, exits, or reads a command line, and no signal handler is installed unless `Execution`
 asks for it. Functions may be called from any thread, several at a time: a `Session` holds no state that a
-call changes, and any number of sessions, processes and machines may share one store. Every expected failure
-is an exception of `mlcbuild.errors`; one that concerns a recipe holds all problems of the file."""
+call changes, and any number of sessions, processes and machines may share one store. A run whose steps fail
+returns a result, whose `check` raises their errors. Every other expected failure is an exception of
+`mlcbuild.errors`; one that concerns a recipe holds all problems of the file."""
 
 from __future__ import annotations
 
@@ -350,9 +351,7 @@ class Session:
 
     def verify_store(self) -> CheckedStore:
         """Checks all bytes of this store, removes damaged files, and downloads damaged and missing files.
-
-        Raises UsageError when no remote cache is read, StoreError when the store cannot be read.
-        """
+        Raises UsageError when no remote cache is read, StoreError when the store cannot be read."""
         from mlcbuild import replication
 
         return replication.verify(Store(self.store.root), self._remotes("read"))

@@ -60,9 +60,10 @@ class BlockType:
 
 
 class _Decoded(NamedTuple):
-    """The unpacked fields of consecutive quantized blocks of a GGUF tensor.
+    """The unpacked fields of consecutive quantized blocks of a GGUF tensor. A block has one scale, one
+    minimum, and groups of weights with an integer factor for each of the two.
 
-    A weight is code * (scale * step) + minimum * minimum_step, each operation in float32.
+    A weight is codes * (scale * steps) + minimum * minimum_steps, each operation in float32.
     """
 
     codes: Bytes

@@ -16,7 +16,8 @@ latent attention that code gets only the rotated dimensions of each head, as if 
 def read_latent(
     fields: Fields, common: Common, defaults: tuple[int, int, int, int], eps: float = 1e-6
 ) -> LatentAttention:
-    """Reads config.json and returns the description of the latent attention that every layer has.
+    """Reads config.json and returns the description of the latent attention that every layer has. Each wrong
+    value adds a problem to `fields`, and the description must then not be used.
 
     defaults: values of kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim where config.json lacks
     them. eps: the eps of the norms of latents.

@@ -62,9 +62,9 @@ class Registry:
     # Reading
 
     def manifest(self, reference: str) -> tuple[str, bytes] | None:
-        """Downloads a manifest by tag or digest, and returns (digest, verified bytes); None if the registry
-        does not have it.
-        """
+        """Downloads a manifest by tag or digest, and returns (digest, bytes); None if the registry does not
+        have it. Raises RemoteError if it is too large, the request fails, or the bytes do not have the
+        requested digest (for a tag, the digest that the registry states, if it states one)."""
         response = self._ask("GET", f"manifests/{reference}", {"Accept": MANIFEST})
         if self._home.is_missing(response):
             return None

@@ -67,8 +67,8 @@ class Point:
 
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Assigns the bars of a timeline to as few rows as possible so that none overlap, and returns the rows.
-    A row shows steps that ran one after the other.
+    """Assigns the bars of a timeline to as few rows as possible, and returns the rows, those of one machine
+    beside each other. A row shows steps that ran one after the other on the same machine.
     """
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):

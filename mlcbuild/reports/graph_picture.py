@@ -210,9 +210,8 @@ def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -
 
 
 def _layers(graph: Graph) -> list[list[str]]:
-    """Returns the names of a graph's nodes in layers from left to right, each as far right as the nodes
-    that read it allow.
-    """
+    """Returns the names of a graph's nodes in layers from left to right. A node that others read stands as
+    far right as they allow, and a node that none reads as far left as the nodes that it reads allow."""
     depth: dict[str, int] = {}
     for step in graph.nodes.values():
         needs = [] if isinstance(step, Source) else graph.needs(step)

@@ -18,11 +18,11 @@ class Schedule:
     """The waiting and the running requests, both sorted by rank: priority, then order of arrival; the lowest
     goes first.
 
-    A request is admitted when there are pages for its prompt and one more for each running request. Pages for
-    the answer are allocated as it grows. When there are none, the request of the highest rank is preempted (a
-    paused one first): it frees its pages and waits again. Its computed pages stay in the prefix cache until
-    they are needed; the rest is computed again. The request of the lowest rank is never preempted for others,
-    so that all requests finish.
+    A request is admitted when the batch has a place, and when there are pages for its prompt and one more for
+    each running request. Pages for the answer are allocated as it grows. When there are none, the request of
+    the highest rank is preempted, if possible one that is paused until its client has read events: it frees
+    its pages and waits again. Its computed pages stay in the prefix cache until they are needed; the rest is
+    computed again. The request of the lowest rank is never preempted for others, so that all requests finish.
     """
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:

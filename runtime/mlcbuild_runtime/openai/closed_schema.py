@@ -54,10 +54,11 @@ def _composed(schema: Json, part: bool = False) -> Iterator[str]:
 def _closed(
     schema: Mapping[str, Json], composed: frozenset[str], path: str, is_complete: bool
 ) -> dict[str, Json]:
-    """Returns a JSON schema in which schemas of objects with `properties` forbid other keys, at every depth.
-    path: the place of `schema` in the whole schema, a JSON pointer; composed: places, in the same form, of
-    schemas that describe only a part of an object and so are not closed; is_complete: True if no other schema
-    describes the same value as `schema`."""
+    """Returns a JSON schema in which schemas of objects with `properties` forbid other keys, at every depth,
+    unless they say something about other keys themselves, such as `additionalProperties` or a required key
+    without a schema. path: the place of `schema` in the whole schema, a JSON pointer; composed: places, in
+    the same form, of schemas that describe only a part of an object and so are not closed; is_complete: False
+    if another schema describes the same value as `schema`, which is then not closed either."""
     new = dict(schema)
     for key, value in schema.items():
         inner = is_complete and "properties" not in schema

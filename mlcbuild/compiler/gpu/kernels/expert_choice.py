@@ -59,7 +59,8 @@ def route(name: str, spec: Experts) -> KernelBuilder:
 
 
 class _Choice:
-    """Emits the choice of experts for one row, which all threads of a workgroup compute together."""
+    """Emits code that chooses the experts of one row: it writes the experts' numbers and their weights to two
+    buffers. All threads of a workgroup compute it together."""
 
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
