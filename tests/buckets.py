@@ -95,9 +95,8 @@ class Server:
         return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
 
     def warm(self) -> None:
-        """Makes the server create its storage pools in advance, which takes long when they are first
-        needed.
-        """
+        """Stores two objects in the Ceph server, so that it creates its storage pools now: this takes long,
+        and would otherwise delay the first test."""
         import obstore
 
         self.bucket("warm")
@@ -148,10 +147,12 @@ class Server:
 
 @contextmanager
 def radosgw(home: Path, memory: int = 1 << 30) -> Iterator[Server]:
-    """Yields a running server that can hold `memory` bytes.
+    """Yields a running Ceph server with an S3 interface (radosgw), whose objects are kept in memory: at most
+    `memory` bytes.
 
-    It needs some megabytes of disk. With a limit of 0 percent (`mon data avail crit`), ceph-mon ends at its
-    start when less than one percent is free, however much that is in bytes.
+    Its monitor process, ceph-mon, stores some megabytes on disk. The check for free disk space is switched
+    off by a negative limit (`mon data avail crit`), because even with a limit of 0 percent ceph-mon exits at
+    its start when less than one percent is free.
     """
     home.mkdir(parents=True)
     for name in ("mon", "osd"):

@@ -1,5 +1,5 @@
-"""Inputs of budget steps for tests: the loss that each scheme causes in each matrix of the embedded model,
-and the formats that a budget chooses from these losses."""
+"""Fixtures and helpers for tests of the step that chooses a format for each matrix within a budget of bits or
+of loss: the losses that each format causes in the embedded model's matrices, and the choices that follow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PARAMS: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns the inputs of a budget step for the embedded model and two short prompts."""
+    """Returns argument name -> path of the inputs of the step that chooses formats for a limit of bits or
+    loss: config, checkpoint, and reference logits of two short prompts of the embedded model, and the
+    measured loss of each format in each matrix."""
     directory = tmp_path_factory.mktemp("budget")
     logits = prompts_reference(directory, ["What is 12 + 30?", "reverse stone"])
     first = {"config": directory / "config", "checkpoint": TINY, "reference": logits}

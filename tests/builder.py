@@ -25,8 +25,8 @@ TEXT = "tests.actions:text"
 
 
 def chain(note: str) -> list[Node]:
-    """Returns twelve short steps in three layers. Each step appends a line to the file `note` when it
-    runs."""
+    """Returns twelve short build steps in three layers of four; each depends on all steps of the layer
+    before. A step appends a line to the file `note` when it runs."""
     nodes: list[Node] = []
     for layer in range(3):
         for index in range(4):

@@ -52,7 +52,7 @@ class Nginx:
     url: str
     root: Path
     log: Path
-    """File to which the server writes method, path and status of each request."""
+    """File to which nginx writes the method, path and status of each request."""
 
 
 @contextmanager
@@ -137,8 +137,8 @@ class Cache:
 
     @property
     def bucket(self) -> str:
-        """Returns the S3 URL of the same cache: the server accepts both protocols, because every object is
-        transferred by a single request."""
+        """Returns the s3:// URL of the simulated shared cache. It has an HTTP URL, too: its server accepts
+        both protocols, because every object is transferred by a single request."""
         return f"s3://bucket?endpoint={self.url}"
 
     def names(self, kind: str) -> list[str]:

@@ -11,7 +11,8 @@ from mlcbuild.models import Attention, LayerSpec, ModelConfig, Rope
 
 
 def rope(dim: int, theta: float = 10000.0) -> Rope:
-    """Returns the description of plain rotary embeddings for `dim` dimensions."""
+    """Returns the rotary embedding of `dim` dimensions without scaling, whose frequencies are theta ** (-2 *
+    i / dim)."""
     return Rope(dim, tuple(float(np.float32(theta ** (-2 * i / dim))) for i in range(dim // 2)))
 
 

@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("sh", "rm", "useradd")
-"""Programs that the Dockerfile runs, besides Python and pip."""
+"""Names of the programs, besides Python and pip, that are copied into the tests' base image because the
+Dockerfile runs them."""
 LIBRARIES = ("libgcc_s.so.1", "libstdc++.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libutil.so.1")
-"""Libraries of the official images that wheels expect, and that no program of the image needs."""
+"""File names of shared libraries that are copied into the tests' base image. No program in it needs them, but
+Python's official images have them and wheels rely on that."""
 LEFT_OUT = ("site-packages", "test", "idlelib", "tkinter", "_tkinter*", "turtledemo", "config-*", "lib2to3")
 
 
 @dataclass(frozen=True)
 class Builder:
-    """buildah with a storage of its own."""
+    """The image builder buildah, with a storage directory of its own, so that tests share no images with the
+    machine."""
 
     area: Path
 

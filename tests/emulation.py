@@ -34,7 +34,7 @@ MODULE = (
 
 
 def available() -> bool:
-    """Returns True if this machine can execute code for the target BASE."""
+    """Returns True if this machine can execute emulated kernels, that is, if its processor has AVX2."""
     needed = next(isa for isa in ISAS if isa.name == "avx2").features
     return set(needed) <= (processors.present() or frozenset())
 
@@ -171,8 +171,9 @@ define internal <32 x i16> @NAME(<32 x i16> %a, <32 x i16> %indexes) {{
 
 
 def _shifted_bytes() -> str:
-    """Returns an LLVM IR function for the instruction VPMULTISHIFTQB: each byte of the result is taken from a
-    64-bit word that is rotated right by the number in `by`."""
+    """Returns the text of an LLVM IR function that computes what the x86 instruction VPMULTISHIFTQB does:
+    each result byte is the low byte of the 64-bit word of `data` at the same place, rotated right by the
+    number of bits in the same byte of `by`."""
     lines = ["  %d = bitcast <64 x i8> %data to <8 x i64>"]
     last = "zeroinitializer"
     for i in range(8):

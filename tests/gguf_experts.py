@@ -138,9 +138,10 @@ def tokens(name: str) -> NDArray[np.int64]:
 
 
 def write(name: str, path: Path, form: str = "") -> None:
-    """Writes a golden as a GGUF file in float32. form: "fused" stores the gate and up matrices as one tensor;
-    "apart" stores one tensor for each expert, as old files do; "mha" stores latent attention with one key
-    head for each query head, as old files do."""
+    """Writes a test model as a GGUF file of float32 tensors. name: model type; form: "fused" stores the gate
+    and up matrices as one tensor; "apart" stores one tensor for each expert, as old files do; "mha" stores
+    latent attention with one key head for each query head, as old files do; "" as llama.cpp's converter
+    does."""
     write_model(*checkpoint(name), path, form=form)
 
 
@@ -154,9 +155,10 @@ def write_model(
     changes: Mapping[str, Any] | None = None,
     more: Mapping[str, Floats] | None = None,
 ) -> None:
-    """Writes a model to a GGUF file. kind: type of the matrices whose rows are a multiple of its block;
-    changes: metadata key, without the architecture -> value in place of the config's, or None to leave the
-    key out; more: additional tensors."""
+    """Writes a model to a GGUF file. config: fields of config.json; tensors: name -> values; kind: GGUF type
+    of matrices whose rows are a multiple of the type's block, while other tensors are float32; changes:
+    metadata key without the architecture -> value that replaces the one from the config, or None to omit the
+    key; more: additional float32 tensors."""
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in {**_keys(config, architecture, form), **(changes or {})}.items():
@@ -271,7 +273,8 @@ def _in_layer(name: str, values: Floats) -> Iterator[tuple[str, Floats]]:
 
 
 def _stacked(tensors: Mapping[str, Floats]) -> Iterator[tuple[str, Floats]]:
-    """Yields (name, values) of the tensors; those of a layer's experts are joined to one stack."""
+    """Yields (GGUF name, values) of all tensors. The matrices of a layer's single experts, which are named by
+    numbers, are stacked to one tensor [experts, rows, columns] as GGUF files store them."""
     stacks: dict[str, dict[int, Floats]] = {}
     for name, values in tensors.items():
         head, _, expert = name.removesuffix(".weight").rpartition(".")

@@ -104,7 +104,9 @@ def opencl() -> Any:
 def on_opencl(
     make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
 ) -> dict[str, NDArray[Any]]:
-    """Executes a kernel through OpenCL; parameters and result are those of `on_adapter`."""
+    """Executes a GPU kernel through OpenCL. Returns buffer name -> contents, as 32-bit words, of every buffer
+    that the kernel writes. make: function that creates the kernel from `arguments`; scalars: name -> integer
+    argument; arrays: buffer name -> input."""
     context = opencl()
     import pyopencl as cl
 
@@ -128,4 +130,5 @@ def on_opencl(
 
 
 HOSTS = {"adapter": on_adapter, "opencl": on_opencl}
-"""Name of a way to execute a GPU kernel -> the function that executes it."""
+"""Name of the API that executes a GPU kernel ("adapter" for wgpu, "opencl") -> function that executes one
+kernel by it and returns the contents of the buffers that the kernel writes."""

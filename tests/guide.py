@@ -1,4 +1,4 @@
-"""Returns code blocks of the guides, for the tests that execute them."""
+"""Helpers that read the code blocks of the project's guides (Markdown), so that tests can execute them."""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ class Fault:
     requests."""
 
     kind: str
-    """The kind of failure: unauthorized, gated, disabled, status, no_file, wrong, short, drop, hold, slow,
-    not_a_hub or xet."""
+    """The way in which the simulated hub fails. As status: unauthorized, gated (access not granted),
+    disabled, no_file, or status (the number in the field `status`). By its answer: slow, not_a_hub (a login
+    page), xet (points to Xet storage). In a download: wrong (one bit flipped), short, drop (connection closed
+    halfway), hold (pause halfway)."""
     times: int = 1 << 30
     status: int = 503
 
@@ -40,7 +42,8 @@ class Repo:
     token: str | None = None
     """The token that requests for this repository must have; None: they need none."""
     faults: dict[str | None, Fault] = field(default_factory=dict)
-    """File name -> the fault of requests for it; key None: the fault of queries about the repository."""
+    """File name -> failure of the requests for this file. The key None stands for queries about the
+    repository itself."""
 
     def fault(self, name: str | None, *kinds: str) -> Fault | None:
         """Returns the fault of a file if its kind is one of `kinds`, and counts one use of it; None

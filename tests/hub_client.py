@@ -16,8 +16,8 @@ from types import TracebackType
 
 
 class RefusedError(Exception):
-    """The error that is raised here when a function raised one in the client's process; it has its class name
-    and message."""
+    """An error that a function raised in the separate process of the hub client, raised again in the test's
+    process. kind: name of the original error's class; message: its text."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")

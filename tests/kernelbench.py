@@ -42,9 +42,10 @@ TARGETS: Mapping[str, Target] = {
     "neon": Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
 }
-"""Instruction set -> a target that uses it."""
+"""Name of an instruction set -> a build target (system and processor) whose kernels use it."""
 SAME_FLOATS = {"avxvnni": "avx2", "avx512vnni": "avx512", "avx512amx": "avx512", "i8mm": "neon"}
-"""Instruction set -> one with the same kernels, except for int8 products: see test_kernels.py."""
+"""Name of an instruction set -> another one whose kernels are the same except for those with int8 products.
+tests/compiler/test_kernels.py checks that they are equal."""
 
 
 ASSEMBLER = [program for program in (shutil.which("gcc") or shutil.which("clang"),) if program]
@@ -64,14 +65,14 @@ class Module:
 
     @cached_property
     def asm(self) -> str:
-        """Returns the assembly of all kernels. Generating it takes two fifths of the time of compiling
-        them."""
+        """Returns the assembly text of all kernels in this module. Generating it takes two fifths of the time
+        of compiling them, so it is kept."""
         return str(self.built.inspect_source("asm"))
 
     @cached_property
     def library(self) -> Any:
-        """Returns a module that executes the kernels on this machine, emulated if necessary; None if that is
-        impossible."""
+        """Returns a module that executes the compiled kernels on this machine, by an emulation with AVX2 if
+        it lacks their instructions. None if neither is possible."""
         if runs_here(self.target):
             return assembled(self.asm) if ASSEMBLER else self.built
         return emulation.emulated(str(self.built.inspect_source("ll"))) if emulation.available() else None
@@ -100,8 +101,9 @@ def symbol(function: tvm.tirx.PrimFunc) -> str:
 
 
 def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
-    """Returns the value of the argument `prompt` as a list, for kernels with a variant for prompts; [] for
-    other kernels."""
+    """Returns the value of a kernel's argument `prompt`, which selects the variant for rows of prompts, in a
+    list that is appended to the call's arguments: [1] or [0]. Returns [] if the kernel has no such
+    argument."""
     return [int(prompt)] if any(param.name == "prompt" for param in function.params) else []
 
 
@@ -147,8 +149,8 @@ def once(name: str, make: Callable[[], Module]) -> Module:
 
 
 def libraries_called(asm: str) -> set[str]:
-    """Returns the names of the external functions that an assembly calls, except TVM's and those in
-    MEMORY."""
+    """Returns the names of the external functions that a text of assembly calls. TVM's own functions are
+    omitted, and so are memcpy and the like, which every process has."""
     defined = set(re.findall(r"^([A-Za-z_]\w*):", asm, re.MULTILINE))
     names = set(re.findall(r"\b(?:call[ql]?|jmp|bl|tail)\s+([A-Za-z_]\w*)(?:@PLT)?\s*$", asm, re.MULTILINE))
     plain = {name.lstrip("_") for name in names - defined}

@@ -54,9 +54,9 @@ def blobs(store: Path) -> set[str]:
 
 
 def faults(place: Path) -> list[str]:
-    """Returns messages about all damage in the store and the remote below `place`; empty if both are
-    sound.
-    """
+    """Returns error messages about all damage in the subdirectories `store` and `remote` of `place`: content
+    that does not match its digest, missing files, and records that refer to them. The list is empty if both
+    are sound."""
     results = []
     if (place / "store" / "store.json").exists():
         report = verify(Store(place / "store"))
@@ -93,7 +93,8 @@ class Site:
         assert len(self.whole[0]) == 9
 
     def clear(self) -> None:
-        """Removes the store and the remote."""
+        """Deletes the store and the remote of these builds with all contents, and creates an empty directory
+        for the remote."""
         for name in ("store", "remote"):
             shutil.rmtree(self.place / name, ignore_errors=True)
         (self.place / "remote").mkdir()
@@ -151,8 +152,9 @@ class Site:
         assert not left, left
 
     def kill(self, victim: str) -> None:
-        """Starts a builder, and kills what `victim` names: the builder, one of its workers, or the builder
-        while it uploads a file."""
+        """Starts a build, kills one of its processes with SIGKILL at a random moment, and asserts that store
+        and remote are undamaged. victim: "worker" for a worker process, "uploader" for the builder while it
+        uploads a file; any other name for the builder."""
         process = self.build()
         if victim == "uploader":
             self._wait(process, lambda: any((self.place / "remote" / "tmp").glob("*")))
@@ -254,8 +256,9 @@ def can_mount(place: Path) -> bool:
 
 
 def skew_clocks(place: Path, seed: int) -> None:
-    """Checks builders whose clocks are wrong by 400 days, and input files whose times are in the past or in
-    the future."""
+    """Builds with clocks that are wrong by 400 days, and with input files whose modification times are 400
+    days off. Asserts that equal bytes are reused and changed bytes are detected even under the same file
+    time, and that the results equal those of an undisturbed build. place: empty directory for the builds."""
     site = Site(place, seed)
     data = place / "source" / "data"
     original = data.read_bytes()

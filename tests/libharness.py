@@ -36,7 +36,9 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 PAGE = 16
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ
-"""True to test every combination, which takes half an hour; False to test those that reveal most faults."""
+"""True if the environment variable MLCBUILD_TEST_EVERY is set. Tests then cover every combination, such as each
+quantization scheme on each instruction set, which takes half an hour; otherwise only those that reveal most
+faults."""
 
 
 @cache
@@ -241,8 +243,9 @@ class Session:
         return range(start, start + count)
 
     def _batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
-        """Returns argument name -> value for the arguments of a library function that describe new tokens of
-        sequences. parts: (sequence, its new tokens)."""
+        """Returns argument name -> tensor for the arguments of a library function that describe a batch:
+        positions, KV cache slots and pages of new tokens. parts: (number of a sequence, its new token ids),
+        for which pages are reserved."""
         positions, slots, q_indptr, page_indptr, table = [], [], [0], [0], []
         for sequence, tokens in parts:
             where = self._grow(sequence, len(tokens))
@@ -265,10 +268,9 @@ class Session:
     def step_arguments(
         self, parts: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Returns argument name -> value for a call of `step_prefill` in which no token is sampled.
-
-        rows: indices of the tokens whose logits are computed (default: every token).
-        """
+        """Returns argument name -> tensor for a call of the library function `step_prefill` in which no token
+        is sampled. parts: (number of a sequence, its new token ids); rows: indices of the tokens whose logits
+        are computed, counted over all parts (default: every token)."""
         tokens = [token for _, new in parts for token in new]
         chosen = np.arange(len(tokens)) if rows is None else np.array(rows)
         return {

@@ -28,8 +28,8 @@ UNLISTED_FEATURES = {
     "aarch64": "cmpbr crypto f32mm f64mm outline-atomics reserve-x18 sme2p2 sme-f8f16 sme-f8f32 sme-fa64 "
     "ssve-fp8dot2 sve2-aes sve2-bitperm sve2-sha3 sve2-sm4 sve2p1 sve2p2 v8.9a v9.4a v9.5a",
 }
-"""Architecture -> names of features that no listed processor has. This script fails if LLVM refuses one of
-them."""
+"""Name of a processor architecture -> names, separated by spaces, of CPU features that LLVM accepts but that
+none of its listed processors has. The script that reads this fails if LLVM refuses one of them."""
 
 
 def main() -> None:

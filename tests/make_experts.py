@@ -23,7 +23,8 @@ import numpy as np
 
 HERE = Path(__file__).parent / "golden"
 TOKENS = 45
-"""Number of tokens of each golden: not a multiple of a page, a tile or a power of two."""
+"""Number of tokens for which each test model's logits are stored. It is not a multiple of a KV cache page, of
+a tile or of a power of two."""
 
 COMMON: dict[str, object] = {
     "bos_token_id": 1,
@@ -192,7 +193,8 @@ def tokens(variant: str) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def make(variant: str) -> None:
-    """Writes one file. The logits come from a checkpoint on disk, read back as any user would."""
+    """Writes the file of reference logits of one test model with experts. They are computed by transformers
+    from a checkpoint that is saved to disk first and read back, as any user would."""
     # Imported by name: type checks must not need these packages.
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")

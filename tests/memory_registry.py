@@ -23,7 +23,8 @@ def digest_of(data: bytes) -> str:
 
 
 def _next(parts: list[bytes | Exception]) -> bytes:
-    """Returns the next part of a body, b"" at its end, or raises the exception in its place."""
+    """Removes and returns the next part of a simulated response body; b"" at its end. If the part is an
+    exception, raises it, as a failing connection would."""
     part = parts.pop(0) if parts else b""
     if isinstance(part, Exception):
         raise part
@@ -35,7 +36,7 @@ class MemoryRegistries:
 
     def __init__(self) -> None:
         self.blobs: defaultdict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
-        """(host, repository) -> digest of a blob -> its bytes."""
+        """(host, repository) of a simulated registry -> blobs of this repository: digest -> bytes."""
         self.tags: defaultdict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
         """(host, repository) -> tag or digest -> manifest."""
         self.answers: dict[str, list[Answer]] = {}
@@ -46,7 +47,8 @@ class MemoryRegistries:
         self.open_clients = 0
 
     def registry(self, place: RegistryAddress, timeout: float = 0.0) -> MemoryRegistry:
-        """Returns a client of a repository; `timeout` has no effect."""
+        """Returns a client of the simulated registry for one repository. place: its host and repository;
+        `timeout` exists for compatibility with the real client and has no effect."""
         return MemoryRegistry(self, place)
 
 

@@ -1,5 +1,6 @@
-"""Prints the arguments, environment, directory and standard streams of this process, and ends as its first
-argument states."""
+"""Prints the arguments, environment, directory and standard streams of this process as one line of JSON, so
+that a test can compare processes. It then ends as its first argument states: "kill" by SIGKILL, "sleep" after
+ten minutes, "error" with a KeyError; a number is its exit code."""
 
 from __future__ import annotations
 

@@ -34,12 +34,14 @@ def through_opencl(model: GpuExecutor, config: ModelConfig, scheme: Storage) -> 
 
 
 class OpenClProgram:
-    """A GPU program's buffers and launches in OpenCL."""
+    """Executes a GPU program through OpenCL: holds its buffers and compiled kernels, and launches them in the
+    program's order."""
 
     name = "OpenCL"
 
     def __init__(self, model: GpuExecutor, texts: Mapping[str, str]) -> None:
-        """Loads the program and the weights of a bundle. texts: name of a kernel -> its OpenCL C source."""
+        """Loads the GPU program and the weights of a bundle, and compiles its kernels by OpenCL. model: the
+        same bundle, opened by the usual executor; texts: name of a kernel -> its OpenCL C source."""
         import pyopencl as cl
 
         self._cl, self.pages, self.program = cl, model.pages, model.device.program

@@ -1,5 +1,5 @@
-"""Copies the package, so that a test can add files to the copy, and prints the inputs of the keys that a
-recipe has there."""
+"""Copies the package mlcbuild to a directory, where a test can add files to it, and runs a program in this
+copy that prints from what the cache keys of a recipe's steps are computed."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ inputs of its key except file digests."""
 
 
 def copy_package(root: Path) -> Path:
-    """Copies the builder and the presets of targets into `root`, and returns it."""
+    """Copies the package mlcbuild and the directory of target presets into the directory `root`, and returns
+    `root`."""
     for package in ("mlcbuild", "targets"):
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     return root
 
 
 def prospect(root: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the program PROGRAM with the copied packages in `root` on a recipe, and returns the ended
-    process."""
+    """Starts Python with the copy of the package mlcbuild in `root`, and prints as JSON what the keys of a
+    recipe's steps are computed from. Returns the ended process, also after a failure."""
     path = os.pathsep.join([str(root), str(ROOT / "runtime")])
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(recipe)],

@@ -57,8 +57,9 @@ Inputs = Mapping[str, Path]
 def make(
     root: Path, models: int, schemes: Sequence[str] = SCHEMES, targets: Sequence[str] = (*PRESETS, *OWN)
 ) -> Path:
-    """Writes the recipe and its models below `root`, and returns the recipe's path. Models that exist already
-    are not changed."""
+    """Writes a recipe, recipe.yaml, and its local models below `root`, and returns the recipe's path.
+    Existing models are not changed. models: number of models; schemes, targets: names that the recipe
+    lists."""
     names = [f"m{number:03}" for number in range(models)]
     for number, name in enumerate(names):
         model = root / "models" / name

@@ -49,8 +49,8 @@ class Interpreter:
             words[start : start + len(values)] = values
 
     def run(self, function: str, sizes: Sizes) -> int:
-        """Executes one function of the program for a call of these sizes, and returns the number of
-        launches."""
+        """Executes the kernel launches of one function of the GPU program in order, and returns their number.
+        sizes: name of a call's dimension, such as its number of tokens, -> value."""
         variant, launched = self.program.variant(function, sizes), 0
         for launch in variant.launches:
             kernel = self.program.kernels[launch.kernel]

@@ -167,9 +167,8 @@ def stream(*documents: object, done: bool = True) -> bytes:
 
 
 def patience(answer: bytes | None) -> str:
-    """Returns the timeout in seconds: short only for servers that never answer, since a busy machine is
-    slow.
-    """
+    """Returns the value of the benchmark's option --timeout, in seconds: 1 if the simulated server never
+    answers (`answer` is None), otherwise 60, because a busy machine is slow."""
     return "1.0" if answer is None else "60"
 
 
@@ -307,7 +306,7 @@ ON_THE_FRONT_PAGE = ("cpu", "serve", "accuracy", "weights", "build")
 )
 def test_the_scripts_for_long_measurements_start(script: str) -> None:
     """Checks that each script for long measurements, which people run by hand, can be imported and prints its
-    help, and that those for the front page have the option --json."""
+    help, and that the scripts whose results the project's front page shows have the option --json."""
     command = [sys.executable, str(ROOT / "ci" / "bench" / script), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr

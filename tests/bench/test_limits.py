@@ -35,8 +35,8 @@ PRODUCT = {
     "neon": r"sdot\s+v\d+\.4s",
     "portable": r"pmullw\s+",
 }
-"""Instruction set -> regular expression of the instruction whose rate the loop for int8 dot products
-measures."""
+"""Name of an instruction set -> regular expression that matches, in assembly, the int8 dot-product
+instruction whose rate a benchmark measures."""
 FUSED = {
     "avx2": r"vfmadd\w+ps\s.*%ymm",
     "avx512": r"vfmadd\w+ps\s.*%zmm",
@@ -46,8 +46,8 @@ FUSED = {
     "neon": r"fmla\s+v\d+\.4s",
     "portable": r"mulps\s+",
 }
-"""Instruction set -> regular expression of the multiplication whose rate the loop for float32 products
-measures."""
+"""Name of an instruction set -> regular expression that matches, in assembly, the float32 multiply
+instruction whose rate a benchmark measures."""
 
 JUMP = r"\s+(j\w+|b\.?\w*|cbn?z)\s"
 """Matches a branch instruction of x86 or Arm."""

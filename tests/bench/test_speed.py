@@ -86,7 +86,8 @@ def test_all_measurements_of_a_bundle(steps: list[ModelStep]) -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """Returns the list of the arguments with which processes are started; each returns {"x": 1}."""
+    """Replaces the function that runs a module in a fresh process by one that returns {"x": 1}. Returns the
+    list to which it appends the arguments of each call."""
     started: list[Sequence[str]] = []
 
     def run(*arguments: str) -> dict[str, object]:

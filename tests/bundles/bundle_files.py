@@ -19,8 +19,8 @@ CONTENTS = {"model.so": b"code", "weights.bin": b"numbers" * 9, "lib/a.json": b"
 
 
 def write_bundle(directory: Path, **changes: bytes) -> tuple[Manifest, dict[str, int]]:
-    """Writes the files of a bundle, and returns (its manifest, path of each file -> size). changes: name
-    without ending -> other contents."""
+    """Writes the files of a bundle to `directory`, and returns (its manifest; file name -> size in bytes).
+    changes: file name without its extension -> bytes that replace the default content."""
     contents = {name: changes.get(Path(name).stem, data) for name, data in CONTENTS.items()}
     manifest = Manifest(
         name="tiny-q0f32-host",

@@ -233,8 +233,9 @@ def test_a_tag_of_something_else_is_replaced(registries: MemoryRegistries, tmp_p
 
 
 def fetched(registries: MemoryRegistries, tmp_path: Path, *answers: Answer) -> list[str]:
-    """Pushes a bundle and downloads it from a registry that answers with these bytes or errors, one for each
-    request for the weights. Returns the requests for blobs that did not begin at 0."""
+    """Pushes a bundle to a simulated registry, downloads it again, and asserts that its files are the same.
+    answers: for each request for the weights the parts of the response in order, each bytes or an exception.
+    Returns "blob OFFSET" for each request for a file that did not start at byte 0."""
     pushed(tmp_path / "a")
     registries.calls.clear()
     registries.answers[WEIGHTS] = list(answers)
@@ -303,8 +304,9 @@ def test_artifacts_that_are_no_bundles_are_refused(
 
 
 def test_no_more_is_written_than_a_manifest_states(registries: MemoryRegistries, tmp_path: Path) -> None:
-    """Checks that a body of 63 bytes that arrives in one piece fills no more than a byte beyond the stated
-    two, so that it is refused with the same words as one that arrives in pieces."""
+    """Checks that a downloaded file which is longer than its manifest states is refused, also if all 63 bytes
+    arrive at once where the manifest states 2. At most one byte more than stated is written, as if it had
+    arrived in pieces, so the error message is the same."""
     registries.answers[WEIGHTS] = [[NUMBERS], [NUMBERS]]
     document = {"layers": [layer("bundle.json", NUMBERS, size=2)]}
     registries.tags["host", "tiny"]["v1"] = json.dumps(document).encode()

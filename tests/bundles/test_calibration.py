@@ -1,4 +1,5 @@
-"""The step that measures how much each column of a matrix counts, and what weights gain from it."""
+"""Tests of the calibration step, which measures how much each input column of a matrix matters, and of how
+much smaller the error of quantized weights becomes by it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def measured(directory: Path, prompts: list[str]) -> Path:
 
 
 def test_importance_is_the_mean_square_of_activations(tmp_path: Path) -> None:
-    """The first matrix reads the embeddings after one norm, computed here in float64."""
+    """Checks that the measured importance of a matrix column is the mean square of its input activation over
+    all tokens. For the first matrix, whose inputs are normalized embeddings, the expected values are computed
+    here in float64."""
     importance = importance_of({"calibration": measured(tmp_path, PROMPTS)})
     weights = load_file(TINY / "model.safetensors")
     ids = [token for prompt in PROMPTS for token in Tokenizer.load(TINY).encode(prompt)]
@@ -73,7 +76,8 @@ def test_prompts_without_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_only_the_first_tokens_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the text beyond the limit changes nothing, and that the report states what was measured."""
+    """Checks that calibration reads its prompts up to a limit of tokens only: a text beyond it does not
+    change the measured importances, and the report states the number of tokens that were read."""
     monkeypatch.setattr(calibration, "MOST_TOKENS", 20)
     texts = ["What is 12 + 30?", "reverse stone", "copy abc", "sort 3 1 2"]
     first, second = (measured(tmp_path / str(n), texts[:n]) for n in (3, 4))
@@ -82,7 +86,8 @@ def test_only_the_first_tokens_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_conversion_reads_the_importance(tmp_path: Path) -> None:
-    """Each matrix is stored as its format packs it with the importance of its columns."""
+    """Checks that quantizing with measured importances of columns, the output of a calibration step, lowers
+    the error weighted by these importances by more than a tenth."""
     scheme = SCHEMES["q3a8_2"]
     directory = measured(tmp_path, PROMPTS)
     inputs = {"config": tmp_path / "config", "checkpoint": TINY}

@@ -39,8 +39,9 @@ def answer(bundle: Path, question: str) -> str:
 def test_a_gguf_file_gives_the_bundle_of_its_checkpoint(
     tmp_path: Path, tiny_bundles: Path, common_store: Path
 ) -> None:
-    """Checks that the bundle of a GGUF file equals that of its checkpoint. The library comes from the store
-    that the fixture `tiny_bundles` has filled."""
+    """Builds the embedded model from its checkpoint and from a GGUF file with the same values. Checks that
+    both bundles have the same library and weights, and that the library, which other tests have built before,
+    is compiled only once."""
     write_gguf(TINY, tmp_path / "tiny.gguf", metadata=tiny_metadata(TINY))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     built = session.open(tmp_path / "recipe.yaml", store=common_store, allow_outside=True).run()

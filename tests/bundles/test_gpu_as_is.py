@@ -27,9 +27,9 @@ verify: {prompts: ["What is 20 + 11?"], max_kl: 0.001}
 
 
 def built(area: Path, kind: str, types: dict[str, str]) -> Path:
-    """Builds the embedded model, as a GGUF file of the type `kind`, for GPUs, and returns its bundle. types:
-    ending of a tensor's name -> the type that it has instead.
-    """
+    """Writes the embedded model as a GGUF file, builds it for GPUs with the file's own quantization, and
+    returns the bundle's directory. Skips the test without a GPU adapter. kind: GGUF type of the matrices;
+    types: ending of a tensor's name -> another type for these tensors."""
     gpu_harness.needs_adapter()
     write_gguf(TINY, area / "m.gguf", kind, metadata=tiny_metadata(TINY), types=types)
     (area / "recipe.yaml").write_text(RECIPE)

@@ -180,7 +180,8 @@ def lacking(data: bytes) -> bytes:
 
 
 def resized(change: Callable[[int], object]) -> Callable[[bytes], bytes]:
-    """Returns a function that applies `change` to the size that a manifest states for its last file."""
+    """Returns a function that edits an OCI manifest (JSON bytes -> JSON bytes): it applies `change` to the
+    size in bytes that is stated for the last file."""
 
     def lie(data: bytes) -> bytes:
         manifest, actual = layers(data)

@@ -143,8 +143,8 @@ MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_feature_shows_in_its_golden(mutation: str) -> None:
-    """Checks that changing one feature of a golden's config changes the logits, so that the goldens would
-    reveal a feature that is not computed."""
+    """Checks that changing one feature of a test model's config changes the logits that NumPy computes. The
+    stored logits of transformers would therefore reveal a feature that is not computed."""
     model, tokens, expected = golden(mutation.split(maxsplit=1)[0])
     changed = replace(model, config=MUTATIONS[mutation](model.config))
     assert np.abs(logits(changed, tokens) - expected).max() > 3e-3

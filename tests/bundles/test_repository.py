@@ -23,14 +23,17 @@ ADDRESS = "hf://team/tiny@v1"
 
 
 def described(name: str, data: bytes) -> HubFile:
-    """Returns the description of a file, as a hub computes it whose large-file storage has the weights."""
+    """Returns what a model hub lists for a file with the content `data`: its size and hashes. A name that
+    ends in .bin stands for a file in large-file storage, which has a SHA-256 digest; other files have their
+    Git blob hash."""
     if name.endswith(".bin"):
         return HubFile(len(data), "0" * 40, hashlib.sha256(data).hexdigest())
     return HubFile(len(data), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(), None)
 
 
 class MemoryHub:
-    """A hub with one repository, which has no commit at first."""
+    """A simulated model hub in memory, with one repository, which has no commit at first. It records the
+    files and messages of all commits."""
 
     def __init__(self, cache: Path) -> None:
         self.commits: list[dict[str, bytes]] = []

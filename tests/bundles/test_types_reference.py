@@ -84,8 +84,8 @@ MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_option_shows_in_its_golden(mutation: str, tmp_path: Path) -> None:
-    """Checks that changing one option of a golden's config changes the logits, so that the goldens would
-    reveal an option that is not computed."""
+    """Checks that changing one option of a model type's test config changes the logits that NumPy computes.
+    The stored logits of transformers would therefore reveal an option that is not computed."""
     case = typegoldens.load(mutation.split(maxsplit=1)[0], tmp_path)
     logits = reference.logits(MUTATIONS[mutation](case.config), case.weights, case.tokens, dtype=np.float64)
     assert np.abs(logits - case.logits).max() > 1e-4 * np.abs(case.logits).max()

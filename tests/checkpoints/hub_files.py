@@ -21,8 +21,8 @@ FETCHED = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.mode
 
 
 def pins(*names: str) -> dict[str, object]:
-    """Returns file name -> {"size", "sha256"}, as a lock file states it, for these files of FILES (default:
-    those that a build fetches)."""
+    """Returns the files of the simulated repository as a lock file lists them: file name -> {"size": bytes,
+    "sha256": hex digest}. names: the files to list; by default those that a build downloads."""
     chosen = {name: FILES[name] for name in names or FETCHED}
     return {
         name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in chosen.items()

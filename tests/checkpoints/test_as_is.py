@@ -51,7 +51,8 @@ def scheme_of(directory: Path, text: str = RECIPE) -> Storage:
 
 
 def converted(directory: Path, scheme: Storage) -> None:
-    """Runs the config step and the weights step of the file m.gguf in a directory."""
+    """Runs the build actions that write the config and the packed weights of the GGUF file m.gguf in
+    `directory`, to its subdirectories `config` and `weights`. scheme: quantization scheme of the weights."""
     inputs: Mapping[str, Path] = {"checkpoint": directory, "config": directory / "config"}
     normalise({"file": "m.gguf"}, inputs, directory / "config")
     conversion.convert({"scheme": quant.to_json(scheme), "file": "m.gguf"}, inputs, directory / "weights")

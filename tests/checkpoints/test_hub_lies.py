@@ -25,8 +25,9 @@ QUICK = (
     *("flipped", "zeros", "endless", "loop", "other protocol", "login", "challenge", "teapot"),
     *("a range that is none", "packed", "another version"),
 )
-"""Names of the wrong answers after which huggingface_hub retries without a pause. `drops` is not listed,
-because only a timeout detects it."""
+"""Names of the simulated hub's wrong answers that are tested by default: after these huggingface_hub retries
+without a pause. `drops`, which sends one byte at a time and never ends, is not among them, because only a
+timeout detects it."""
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,9 @@ def test_every_8_bit_float_has_the_value_that_ml_dtypes_gives_it(name: str) -> N
 
 @pytest.mark.parametrize("name", READABLE)
 def test_rows_are_read_in_every_type(name: str, tmp_path: Path) -> None:
-    """Checks that finite numbers with all exponents are read correctly, all rows at once and a few at a
-    time."""
+    """Checks that tensors of every number type of checkpoint files are read as the right float32 values,
+    whether all rows are read at once or a few at a time. The values are random and cover the finite range of
+    the small types."""
     random = np.random.default_rng(3)
     dtype, shape = element_dtype(name), (40, 72)
     bits = random.integers(0, 256, (40, 72 * dtype.itemsize), np.uint8).view(dtype).reshape(shape)

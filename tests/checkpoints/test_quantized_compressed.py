@@ -52,8 +52,9 @@ def rows_of(tensor: Tensor, step: int) -> Floats:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.safetensors")))
 def test_values_are_those_of_the_package(name: str) -> None:
-    """Checks that the values equal those of the package compressed-tensors. It rounds products to float16 or
-    bfloat16, so ours, which are float32, are rounded in the same way first."""
+    """Checks that matrices which the package compressed-tensors has quantized are read with the values to
+    which that package decompresses them. It rounds to float16 or bfloat16, so the float32 values that are
+    read are rounded in the same way before the comparison."""
     tensors = {tensor.name: tensor for tensor in read_header(GOLDEN / f"{name}.safetensors").tensors}
     expected = rows_of(tensors.pop("values"), 100)
     stored = {f"m.{part}": replace(tensor, name=f"m.{part}") for part, tensor in tensors.items()}

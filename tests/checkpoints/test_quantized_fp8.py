@@ -91,8 +91,8 @@ def test_blocks_of_another_size_and_another_float(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that rows are read a few at a time, although a block of scales may begin before the first row of
-    a range."""
+    """Converts a checkpoint of FP8 weights in chunks of a few rows, and checks the values: a chunk may begin
+    in the middle of a block of rows that share a scale."""
     settings = {"quant_method": "fbgemm_fp8"}
     values = quantized(tmp_path, settings, fp8("block"), ODD)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 4096)

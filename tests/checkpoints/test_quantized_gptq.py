@@ -44,8 +44,8 @@ Ints = NDArray[np.int64]
 
 
 def packed(codes: Ints, bits: int) -> NDArray[np.int32]:
-    """Packs each column of codes [count, columns] into 32-bit words, computed with a single long integer per
-    column. bits: size of a code."""
+    """Packs each column of `codes` [count, columns] into int32 words [count * bits / 32, columns], the first
+    code in the lowest bits. Each column is computed as one long Python integer. bits: bits of a code."""
     words = np.empty((codes.shape[0] * bits // 32, codes.shape[1]), np.uint32)
     for column in range(codes.shape[1]):
         number = sum(int(code) << (bits * i) for i, code in enumerate(codes[:, column]))
@@ -147,8 +147,9 @@ def test_gptq_of_every_width(bits: int, version: int, order: str | None, tmp_pat
 
 @pytest.mark.parametrize(("group", "order"), [(-1, None), (64, "zeros"), (32, "plain"), (48, None)])
 def test_groups_of_other_sizes(group: int, order: str | None, tmp_path: Path) -> None:
-    """Checks groups of several sizes. A file whose group index is 0 for all columns has its groups in the
-    order of columns."""
+    """Checks that GPTQ checkpoints with groups of 32, 48 or 64 weights, or one group per row, give the values
+    that were quantized. A file whose stored group index is 0 for all columns is read as one whose groups
+    follow the order of the columns."""
     settings = {**GPTQ, "group_size": group}
     check(tmp_path, settings, quantized(tmp_path, settings, gptq(4, group, order=order)))
 
@@ -174,7 +175,8 @@ def test_awq(group: int, tmp_path: Path) -> None:
 def test_rows_are_read_a_few_at_a_time(
     settings: dict[str, Any], quantize: Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that rows are read a few at a time, in ranges that begin and end within a word."""
+    """Converts a GPTQ or AWQ checkpoint in chunks of a few rows, and checks the values. The chunks begin and
+    end within a 32-bit word that packs codes of several rows."""
     values = quantized(tmp_path, settings, quantize)
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 3000)
     check_converted(tmp_path, settings, values, SMALL)

@@ -35,7 +35,7 @@ READERS = (
 )  # fmt: skip
 RANDOM = np.random.default_rng(11)
 CODES = RANDOM.integers(0, 16, (16, 64)).astype(np.int64)
-"""4-bit codes [outputs, inputs]."""
+"""Random 4-bit codes of a quantized matrix, as integers from 0 to 15 with the shape [outputs, inputs]."""
 SCALES = np.exp2(RANDOM.integers(-6, 0, (16, 2))).astype(np.float32)
 """Scales [outputs, groups of 32]; powers of two, so that products are exact."""
 
@@ -142,7 +142,9 @@ def test_scales_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
 
 
 def test_mxfp4_experts_are_read_by_columns(tmp_path: Path) -> None:
-    """Checks two experts [inputs 64, outputs 4]; bytes hold two codes each, the first in the low half."""
+    """Checks reading gpt-oss's tensors of expert weights in MXFP4, for two experts with 64 inputs and 4
+    outputs, and the error for blocks of a wrong shape. A byte holds two 4-bit codes, the first in its low
+    half."""
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     codes = RANDOM.integers(0, 16, (2, 4, 2, 32)).astype(np.uint8)
     exponents = RANDOM.integers(120, 130, (2, 4, 2)).astype(np.uint8)

@@ -10,7 +10,8 @@ from tests.checkpoints.stored_rows import ArrayReader
 
 
 def e2m1(code: int) -> float:
-    """Returns the value of a 4-bit float: a sign bit, two bits of exponent, one bit of mantissa."""
+    """Returns the value of a 4-bit float in the format e2m1, where `code` has a sign bit, two bits of
+    exponent and one bit of mantissa, from high to low."""
     exponent, mantissa = code >> 1 & 3, code & 1
     size = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
     return -size if code & 8 else size

@@ -55,8 +55,8 @@ SEPARATE = divided(
 
 
 def checkpoint(folder: Path, names: TensorNames) -> Path:
-    """Writes a checkpoint in two files to a new directory, which it returns. names: the tensors that make up
-    each parameter."""
+    """Writes the test model's weights to two safetensors files with an index, in the new directory `folder`,
+    and returns it. names: parameter -> the checkpoint tensors that make it up."""
     folder.mkdir()
     tensors = {}
     for param in parameters(MODEL):

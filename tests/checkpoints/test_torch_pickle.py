@@ -67,7 +67,9 @@ def tensor(kind: str, member: str, offset: int, shape: Any, strides: Any, *more:
 
 
 def new_tensor(dtype: str, *arguments: object) -> Called:
-    """Returns a tensor of a dtype without a storage class of its own."""
+    """Returns an object that is pickled as PyTorch pickles a tensor of a newer dtype, one for which it has no
+    storage class. dtype: name of the dtype in the module torch; arguments: the first arguments of the
+    function that rebuilds the tensor."""
     named = getattr(sys.modules["torch"], dtype)
     return Called("torch._utils", "_rebuild_tensor_v3", *arguments, False, OrderedDict(), named)
 

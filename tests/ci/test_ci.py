@@ -22,7 +22,8 @@ VARIANTS = ["tiny-q0f32-host", "tiny-q4f16_1-host", "tiny-q4a8_1-host"]
 
 @pytest.fixture
 def store(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> Path:
-    """Returns a copy of the filled store, from which tests may remove records."""
+    """Returns the directory of a store that contains all results of the example recipe. It is a copy, from
+    which a test may remove records."""
     # Other tests write to it meanwhile.
     busy = shutil.ignore_patterns("tmp", "locks", "index.sqlite*")
     shutil.copytree(common_store, tmp_path / "store", ignore=busy)

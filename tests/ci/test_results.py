@@ -164,7 +164,8 @@ SIZES = {
 }
 EXPERTS = {**SIZES, "moe_intermediate_size": 5, "num_experts": 4, "num_experts_per_tok": 2}
 ATTENTION = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8
-"""Number of weights of the query, key, value and output projections in one layer with the sizes SIZES."""
+"""Number of weights of the query, key, value and output projections in one layer of the example model, whose
+hidden size is 8, with two query heads and one KV head."""
 
 
 def _experts_read(rows: int) -> float:

@@ -103,8 +103,9 @@ def test_reasons_name_files_that_exist() -> None:
 
 
 def with_reason(tree: Path, name: str) -> None:
-    """Adds an exception to the table LARGER of ci/style: for the file wrong.py, or for the definition `name`
-    in it."""
+    """Adds an exception to the source of ci/style, in its table LARGER of files and definitions that may
+    exceed the size limit: for the file wrong.py, or for the definition `name` in it if that is not empty.
+    tree: copy of the source tree."""
     script = tree / "ci" / "style"
     place = "mlcbuild/wrong.py" + (f": {name}" if name else "")
     script.write_text(script.read_text().replace("LARGER = {", f'LARGER = {{"{place}": "",', 1))

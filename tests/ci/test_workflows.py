@@ -193,8 +193,8 @@ def test_our_own_workflows_call_what_is_there() -> None:
 
 
 def test_templates_assume_no_package_of_an_index() -> None:
-    """Checks that the templates install no package by a default name: whoever registers that name on a
-    package index could run code on the runners."""
+    """Checks that the templates for GitHub and GitLab CI require the command that installs mlcbuild and have
+    no default for it: whoever registered a default package name on an index could run code on the runners."""
     assert TRIGGERS["workflow_call"]["inputs"]["install"]["required"]
     template = yaml.safe_load((ROOT / "ci" / "gitlab-template.yml").read_text())
     result = subprocess.run(

@@ -22,8 +22,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes the directory of the recipe that is not built the current one, with a new empty store for this
-    test, and returns the directory."""
+    """Makes the directory of a recipe of which nothing is built the current one, sets MLCBUILD_STORE to a new
+    empty store, and returns the directory."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
     return place
@@ -31,7 +31,8 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def built(tiny_bundles: Path, common_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes the directory of the built quick start the current one, and returns it."""
+    """Makes the directory of the quick start's recipe, whose bundles are built, the current one, sets
+    MLCBUILD_STORE to the store that all tests share, and returns the directory."""
     monkeypatch.chdir(tiny_bundles)
     monkeypatch.setenv("MLCBUILD_STORE", str(common_store))
     return tiny_bundles

@@ -75,7 +75,8 @@ def _other_facts(text: str) -> Callable[[Path], None]:
 
 
 def _calibration(bundle: Path) -> None:
-    """Adds a file about a calibration to a bundle that states no number of tokens."""
+    """Adds a file calibration.json to a bundle, with an invalid value, "many", in place of the number of
+    tokens. The manifest lists the file with its digest."""
     text = b'{"tokens": "many", "prompts": 3}'
     (bundle / "calibration.json").write_bytes(text)
     path = bundle / "bundle.json"

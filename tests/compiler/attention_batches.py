@@ -255,8 +255,10 @@ class World:
         prompt: int | None,
         columns: int = 0,
     ) -> Array:
-        """Runs an attention kernel on rows (sequence, position) and returns its result. columns: number of
-        columns of the result, if it has more than the heads need."""
+        """Runs a compiled attention kernel on the queries `qkv` of the rows (sequence, position), and returns
+        its float32 output, one row for each. prompt: value of the kernel's argument that selects the variant
+        for prompts, None if it has none; columns: width of the output if it is more than heads * head
+        size."""
         batch, heads = self.batch, self.heads
         counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
         indexes = [

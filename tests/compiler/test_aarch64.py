@@ -29,11 +29,12 @@ pytestmark = [
 ]
 
 CPUS = {"i8mm": "max", "neon": "neoverse-n1", "portable": "cortex-a72"}
-"""Target -> the processor that qemu emulates for it: one with int8 matrix products, one with dot products
-only, and one with neither."""
+"""Name of a target's instruction set -> name of the Arm processor that qemu emulates to execute its code: one
+with int8 matrix products, one with dot products only, and one with neither."""
 TOLERANCES = {"q0f32": 2e-4, "q4f16_1": 1e-2, "q4a8_1": 0.15, "q5a8_1": 0.2, "q8a8_1": 0.15}
-"""Scheme -> tolerance of logits, whose largest are about 10. Keys and values are float16 except with q0f32.
-With 8-bit activations, small differences change the rounding of some values."""
+"""Quantization scheme -> largest allowed difference of a logit between two processors; the largest logits are
+about 10. The KV cache is float16 except with q0f32, and with 8-bit activations small differences change the
+rounding of some values."""
 if not EVERY:
     TOLERANCES = {scheme: TOLERANCES[scheme] for scheme in ("q0f32", "q4a8_1")}
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(7, 432, 41)]

@@ -40,8 +40,10 @@ ROUNDED = [
 def prompts(
     case: Case, parts: Sequence[tuple[int, int]], seed: int
 ) -> tuple[World, list[tuple[int, int]], Array]:
-    """Returns (the inputs, with the rows of earlier calls in the KV cache; the new rows; the queries of the
-    new rows)."""
+    """Prepares a test of attention. Returns (random inputs with the expected results, where the KV cache
+    contains all tokens; (sequence, position) of each new token; the tensor with the queries of the new
+    tokens). case: the kernel's configuration; parts: (tokens of a sequence before the call, its new
+    tokens)."""
     world = World(case, parts, seed)
     old = world.rows(lambda before, new: range(before))
     if old:

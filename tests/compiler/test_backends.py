@@ -105,8 +105,8 @@ targets: [x86-64-v3, x86-64-v2]
 
 
 def steps(path: Path, device: str | None) -> dict[str, Step]:
-    """Returns step name -> step for a recipe in which the target x86-64-v2 is replaced by one for the device
-    `device`; None: it is not replaced."""
+    """Returns step name -> build step for the recipe at `path`, with the target x86-64-v2 changed to the
+    device `device`. None: the recipe is used unchanged."""
     read = recipe.load(path)
     if device is not None:
         other = replace(read.targets["x86-64-v2"], device=device)

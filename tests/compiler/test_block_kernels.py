@@ -54,7 +54,8 @@ NARROW = 328
 
 @cache
 def matrix(form: str) -> tuple[tuple[NDArray[np.generic], ...], NDArray[np.float32]]:
-    """Returns (stored tensors, values in float32) of a matrix [50, COLUMNS] in the format `form`."""
+    """Returns (stored tensors; values in float32) of a random matrix with 50 rows, quantized to blocks of 256
+    weights or groups of 32 as GGUF files are. form: name of the format."""
     types = TYPES[form]
     assert format_for(types) == form
     parts = [(finite_rows(name, 50 // len(types), COLUMNS, i), kind_of(name)) for i, name in enumerate(types)]
@@ -148,8 +149,8 @@ def test_quantized_matrices_have_any_number_of_columns(isa: str, form: str) -> N
 
 
 def test_names_of_kernels_and_prompts_without_tile_registers() -> None:
-    """Checks the names of these kernels, and that they do not use tile registers, which would round the
-    checkpoint's values to bfloat16."""
+    """Checks the names of the kernels for formats that keep a GGUF file's values, and that they have no
+    variant with tile registers (AMX), which would round these values to bfloat16."""
     assert product("avx512vnni", "q4_k").name == "q4_ka8.avx512vnni"
     assert table("avx2", "q6_k").name == "embedding.q6_k.avx2"
     q4_product = linear(isa_for(TARGETS["avx512amx"]), Storage("q4_k", "q4_k", "x16", 8), 50, COLUMNS)

@@ -20,7 +20,8 @@ Mark = Callable[[str], None]
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a directory with a request, which is the argument of the child's program."""
+    """Returns a directory with a small request.json. sys.argv names it, as if this process were the compiler
+    process that is started with it."""
     monkeypatch.setattr(sys, "argv", ["child", str(tmp_path)])
     monkeypatch.setattr(gc, "freeze", lambda: None)
     (tmp_path / "request.json").write_text('{"a": [1]}')

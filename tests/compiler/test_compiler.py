@@ -111,8 +111,8 @@ def test_an_object_for_linking_elsewhere_and_slow_kernels_are_named(
 
 
 def test_what_tile_registers_cannot_take_is_named() -> None:
-    """Checks that the library names the parts that tile registers cannot compute: heads of 16 values, and
-    gated rows that are too short."""
+    """Checks which parts of a model the compiler lists as unsuitable for x86 tile registers (AMX), and the
+    stated reasons: attention heads of 16 values, and feed-forward products whose rows are too short."""
     target = presets.resolve("x86-64-v4-amx")
 
     def fallbacks(config: ModelConfig) -> dict[str, str]:
@@ -311,8 +311,8 @@ def test_overrides_must_match_something(tmp_path: Path) -> None:
 
 
 def prepared(tmp_path: Path, **changes: Json) -> Path:
-    """Writes the request of a compiler process, and returns its directory. changes: fields of the request to
-    replace."""
+    """Writes request.json, the description of a library to compile that a compiler process reads, to
+    `tmp_path`, and returns that directory. changes: fields of the request to replace."""
     data = {**request(), "config": models.to_json(SMALL), **changes}
     (tmp_path / "request.json").write_text(json.dumps(data))
     return tmp_path

@@ -15,8 +15,9 @@ from tests.runtime import toy
 
 
 def emitted() -> tuple[IRModule, list[Variables]]:
-    """Returns (a module with the loop over a function `step` that returns its positions, the arguments with
-    which the emission of the next inputs was called)."""
+    """Builds the loop of decode steps around a function `step` that returns the positions it receives.
+    Returns (TVM module with the loop; the variables with which the callback that emits the next step's inputs
+    was called, one mapping per call)."""
     builder, calls = relax.BlockBuilder(), list[Variables]()
     arguments = toy._variables(abi.STEP)
     with builder.function("step", [*arguments.values()], pure=False):
@@ -32,7 +33,8 @@ def emitted() -> tuple[IRModule, list[Variables]]:
 
 
 class Flag:
-    """The argument `continues` of a loop: it has another value each time that it is read."""
+    """A stand-in for the boolean argument `continues` of an interpreted loop. Each time that its truth is
+    tested it returns the next of `values`; IndexError after the last one."""
 
     def __init__(self, *values: bool) -> None:
         self.values = list(values)
@@ -42,7 +44,8 @@ class Flag:
 
 
 class Interpreter:
-    """Executes Relax functions of a module, and logs the calls of `step` and of external functions."""
+    """Interprets the Relax functions of a TVM module in Python. Calls of the function `step` and of external
+    functions are not executed but appended to a log, as (name, arguments)."""
 
     def __init__(self, mod: IRModule) -> None:
         self.mod, self.log = mod, list[tuple[str, list[Any]]]()

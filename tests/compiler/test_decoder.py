@@ -188,8 +188,8 @@ MIXED = {
     "q4f16_1": ({"layers.1.attn.qkv*": "q8f32_1", "lm_head|embed": "q0f32", "layers.0.mlp*": "q0f16"}, 4e-3),
     "q8a8_1": ({"layers.1.attn.qkv*": "q5a8_1", "lm_head|embed": "q8f16_1", "layers.0.mlp*": "q4a8_1"}, 0.15),
 }
-"""Scheme of a library -> (pattern of parameter names -> another scheme for these parameters, tolerance of
-logits)."""
+"""Name of a library's quantization scheme -> (overrides: pattern of parameter names -> name of the scheme
+that these parameters have instead; largest allowed difference of logits, as a fraction of their range)."""
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -273,8 +273,9 @@ third and last layers differ in window and rotary embeddings only."""
 
 @pytest.mark.parametrize(("name", "tolerance"), [("q0f32", 1e-5), ("q4a8_1", 0.25)][: 1 + EVERY])
 def test_layers_may_differ(name: str, tolerance: float, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Checks a model whose layers differ. The reference computes in float64; tolerances are larger than for
-    the model SMALL, because five layers round activations more often than two."""
+    """Compares the logits of a compiled model whose five layers differ in their kind with a NumPy reference
+    in float64. The tolerances are larger than those for the other tests' model of two layers, because
+    activations are rounded more often."""
     scheme = SCHEMES[name]
     stored = pack(LAYERED, scheme, random_weights(LAYERED))
     session = Session(compiled(tmp_path_factory, LAYERED, scheme) / "model.so", stored)

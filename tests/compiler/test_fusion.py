@@ -39,7 +39,9 @@ each_isa = pytest.mark.parametrize("isa", list(TARGETS))
 
 
 def cases(isa: str) -> list[tuple[str, str]]:
-    """Returns scheme and fusion of the products that are run for an instruction set."""
+    """Returns (quantization scheme, name of the fused operation) of each matrix product that is tested on an
+    instruction set. Products of floats are omitted where another instruction set has the same kernels for
+    them."""
     return [case for case in CASES if isa not in SAME_FLOATS or SCHEMES[case[0]].activation_bits]
 
 
@@ -179,7 +181,8 @@ def test_names_say_what_is_fused() -> None:
 
 
 def test_norms_that_differ_have_kernels_of_different_names() -> None:
-    """One library may have several: norms of the same size with another constant, offset or kind."""
+    """Checks that normalization kernels which differ in epsilon, in the offset of their weights or in kind
+    (RMS or layer norm) have different names, because one library may contain several of them."""
     isa = isa_for(TARGETS["avx2"])
     norms = [
         Norm(isa, K, eps, offset, centered, weight="float16")

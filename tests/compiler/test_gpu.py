@@ -69,7 +69,8 @@ def test_a_scheme_computes_what_its_stored_weights_stand_for(model: GpuExecutor)
 
 @pytest.fixture(scope="module")
 def plain(model: GpuExecutor) -> Iterator[GpuExecutor]:
-    """Yields the same model on a device with nothing but the guaranteed limits, to which wgpu holds it."""
+    """Yields the GPU executor of the test model on a device which wgpu restricts to the limits that every
+    adapter guarantees, and for which optional features are switched off."""
     required = {name: getattr(GUARANTEED, limit) for name, limit in gpu_adapter._LIMITS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLCBUILD_DEVICE_FEATURES", "")
@@ -131,8 +132,8 @@ def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> 
 
 
 def test_the_same_program_gives_the_same_tokens_through_opencl(plain: GpuExecutor) -> None:
-    """Checks that another compiler and another host program, through OpenCL, give the tokens and about the
-    logits of this machine's GPU adapter."""
+    """Checks that a GPU program executed through OpenCL, which compiles the kernels anew and has its own host
+    code, gives the same tokens as wgpu on this machine's adapter, and logits that differ little."""
     model = plain
     qwen, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
     other = through_opencl(model, qwen.config, scheme)

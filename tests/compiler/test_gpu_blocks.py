@@ -138,7 +138,8 @@ class CountedLaunches(Emitter):
 
 
 def launches_of(layer: LayerSpec, is_first: bool) -> int:
-    """Returns the number of kernel launches for one token of a layer, by the table in targets/README.md."""
+    """Returns the number of GPU kernel launches that one layer needs for one token, computed from the table
+    of launches in targets/README.md. is_first: True for the first layer of a model."""
     mixer, block, count = layer.mixer, layer.feed_forward, 7
     if isinstance(mixer, LatentAttention):
         count += 5 if mixer.query_latent else 4

@@ -46,14 +46,16 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(params=["adapter", "chromium"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Returns the function that executes a kernel on a device with optional features."""
+    """Returns the function that executes one GPU kernel: through wgpu on this machine's adapter or in
+    Chromium, as the test's parameter states. The kernels may use optional features of the device."""
     if request.param == "chromium":
         return partial(gpu_page.on_page, request.getfixturevalue("browser"))
     return gpu_kernels.on_adapter
 
 
 def rounded(x: NDArray[Any]) -> NDArray[np.float64]:
-    """Returns rows rounded to 8 bits with a scale for each group of 32 columns."""
+    """Returns the values of rows after rounding to 8 bits with one scale for each group of 32 columns, as
+    float64 of the same shape."""
     padded = np.pad(x.astype(np.float64), ((0, 0), (0, -x.shape[1] % 32)))
     groups = padded.reshape(len(x), -1, 32)
     step = np.abs(groups).max(axis=2, keepdims=True) / 127
@@ -92,7 +94,8 @@ def test_packed_products_of_chosen_experts(run: Run) -> None:
 
 
 def reducing(name: str, count: int, how: Operation) -> KernelBuilder:
-    """Returns the kernel y[i] = sum or maximum of the run of `count` values of x to which x[i] belongs."""
+    """Returns a GPU kernel that computes y[i] as the sum or the maximum of a run of consecutive values of x,
+    namely the run of `count` values that contains x[i]. how: "add" or "max"."""
     with kernel(name) as k:
         x, y = k.buffer("x", (WORKGROUP,)), k.buffer("y", (WORKGROUP,))
         with k.launch(WORKGROUP, 1) as (_, _y, tx):

@@ -32,12 +32,14 @@ from tests.runtime.test_page import Browser
 pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
 ROWS, COLUMNS = 50, 512
 NARROW = 328
-"""Number of columns of the matrices, a multiple neither of 32 (a group) nor of 256 (a block)."""
+"""A number of columns for matrices that is a multiple neither of 32 (the group of weights that share a scale)
+nor of 256 (a block of GGUF formats)."""
 FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
 SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
 RAGGED = [name for name in FORMS if name not in TYPES] if EVERY else ["q3l", "q5l"]
 BROWSER = (*SAMPLE[:1], *RAGGED[:1])
-"""Formats whose products are tested in Chromium, too, where compiling the kernels of one takes 5 seconds."""
+"""Names of the weight formats whose matrix products are also tested in Chromium. They are few, because
+Chromium compiles the kernels of one format for 5 seconds."""
 CASES = pytest.mark.parametrize("form", SAMPLE)
 LIMIT = 2e-6
 """Largest allowed error of a product, as a fraction of the sum of the magnitudes of its 512 float32 terms."""
@@ -66,8 +68,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @cache
 def matrix(form: str, columns: int = COLUMNS) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
-    """Returns (kernel argument -> stored tensor, values in float64) of a matrix [ROWS, columns] in the format
-    `form`."""
+    """Returns (kernel argument -> stored tensor; the matrix as float64 values) of a random matrix of 50 rows,
+    quantized in the format called `form`."""
     definition = load_format(form, "row")
     if form not in TYPES:
         weights = np.random.default_rng(1).standard_normal((ROWS, columns)).astype(np.float32)

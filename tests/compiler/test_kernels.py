@@ -39,8 +39,9 @@ MORE = {
     "q5a8_1": [(20, 1100)],
     "q8a8_1": [(20, 1100)],
 }
-"""Scheme -> sizes that are tested besides BIAS. Together they cover each size with float32 products, with
-scales in two levels, and with 8-bit activations."""
+"""Quantization scheme -> sizes (rows, columns) of matrices that are tested with it, in addition to the one of
+50 rows and 72 columns that all schemes share. Each size occurs with float32 products, with scales in two
+levels, and with 8-bit activations."""
 if EVERY:
     MORE |= dict.fromkeys(("q0f32", "q4f16_1", "q8f16_1", "q8a8_1"), SHAPES[1:])
 CASES = [(scheme, BIAS) for scheme in SIMPLE]
@@ -73,7 +74,8 @@ def table(isa: str, scheme: str, shape: tuple[int, int]) -> Embedding:
 
 
 def module(isa: str) -> Module:
-    """Returns the compiled kernels of this file for one instruction set."""
+    """Returns the compiled kernels that these tests need for one instruction set. They are compiled once per
+    process."""
     return kernelbench.once(f"kernels {isa}", lambda: _compiled(isa))
 
 
@@ -151,8 +153,9 @@ def test_zero_rows_of_x_stay_zero(isa: str) -> None:
 
 @each_int8_isa
 def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
-    """Checks extreme magnitudes: scales of weights from 2**-24 to 28832 with either sign, groups of
-    activations from 1e-33 to 1e30, and groups of zeros among both."""
+    """Checks products of 4-bit weights and 8-bit activations at extreme magnitudes: scales of weights from
+    2**-24 to more than 20000 with either sign, groups of activations from 1e-33 to 1e30, and groups of zeros
+    among both."""
     kernelbench.need(TARGETS[isa])
     rng, scheme, (n, k) = np.random.default_rng(7), SCHEMES["q4a8_1"], (320, 576)
     matrix = rng.standard_normal((n, k // 32, 32)) * np.exp2(rng.integers(-28, 17, (n, k // 32, 1)))
@@ -264,8 +267,8 @@ def test_equal_products_share_one_kernel() -> None:
 
 @pytest.mark.parametrize(("isa", "other"), SAME_FLOATS.items())
 def test_kernels_with_floats_are_the_same(isa: str, other: str) -> None:
-    """Checks that kernels with float32 products are the same programs for both instruction sets, so that
-    testing them on one of the two is enough."""
+    """Checks that the kernels with float32 products are the same programs for two instruction sets that
+    differ in their int8 products only, so that it suffices to execute them on one of the two."""
 
     def programs(name: str) -> list[str]:
         floats = [case for case in CASES if not SCHEMES[case[0]].activation_bits]
@@ -320,7 +323,8 @@ def test_kernel_names_tell_formats_and_shapes_apart() -> None:
 
 
 def scheme_kernels(isa: str, scheme: Storage) -> str:
-    """Returns the assembly of all products of one scheme."""
+    """Returns the assembly text of all tested matrix products in one quantization scheme, compiled for the
+    instruction set `isa`."""
     created = [
         kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES if case[0] == scheme.name
     ]

@@ -130,7 +130,7 @@ def test_parts_are_there_before_they_are_joined() -> None:
 
 TWO = ("q0f16", "q4a8_1")
 FOUR = (*TWO, "q4f16_1", "q8a8_1")
-"""Schemes whose kernels are compiled for another architecture."""
+"""Quantization schemes whose kernels are cross-compiled for a processor that this machine does not have."""
 
 
 @pytest.mark.parametrize(

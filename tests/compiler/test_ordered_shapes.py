@@ -36,7 +36,8 @@ def ascending(H: T.Buffer((T.int64(4),), "int64")):  # type: ignore[no-untyped-d
 
 
 def places(function: PrimFunc) -> list[int]:
-    """Returns the indices in the heap of shapes to which a function stores, in program order."""
+    """Returns the indices, in TVM's array of computed tensor sizes, to which a function stores, in program
+    order."""
     body = function.body
     stores = body.seq if isinstance(body, SeqStmt) else [body]
     return [int(store.indices[0]) for store in stores if isinstance(store, BufferStore)]
@@ -50,8 +51,9 @@ def test_stores_are_sorted_by_their_places() -> None:
 
 
 def test_every_function_that_computes_shapes_is_sorted(tmp_path: Path) -> None:
-    """Checks that the stores of every function that computes shapes are sorted. Models with latent attention
-    have such functions with several stores."""
+    """Checks that every function which computes tensor shapes in a compiled program stores its results in the
+    order of their indices in TVM's heap of shapes. The model has latent attention, for which some of these
+    functions have several stores."""
     target = presets.resolve("x86-64-v3")
     config = typegoldens.load("deepseek_v3", tmp_path).config
     program = functions.build(Decoder(CpuOps(config, SCHEMES["q0f32"], target), Limits(64, 32, 2)))

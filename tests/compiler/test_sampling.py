@@ -35,7 +35,8 @@ Floats = NDArray[np.float32]
 Reals = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 2e-6
-"""The probability by which float32 results may differ from float64 ones."""
+"""Tolerance of probabilities: a token that a kernel samples in float32 is accepted if its interval of
+cumulative probability, computed in float64, is at most this far from the random number."""
 EXAMPLES = 400 if EVERY else 12
 SAME = {
     **dict.fromkeys(("avx512", "avx512amx"), "avx512vnni"),
@@ -43,7 +44,7 @@ SAME = {
     "neon": "portable",
     "i8mm": "portable",
 }
-"""Instruction set -> one with the same kernel."""
+"""Name of an instruction set -> another one for which the sampling kernel is the same program."""
 each_isa = pytest.mark.parametrize("isa", [name for name in TARGETS if EVERY or name not in SAME])
 two_isas = pytest.mark.parametrize("isa", ["avx512vnni", "portable"])
 
@@ -67,9 +68,9 @@ class Way:
 
 
 def kept(logits: Floats, way: Way, slack: float) -> Reals:
-    """Returns the weight of each token after the filters, computed in float64 by their definitions; 0 if the
-    token is excluded. slack: tolerance of the comparison with top_p.
-    """
+    """Returns the unnormalized probability of each token after the filters top_k, min_p and top_p, computed
+    in float64 by their definitions; 0 for an excluded token. slack: tolerance of the comparisons with min_p
+    and top_p, so that a token at the limit counts as kept."""
     wide = logits.astype(np.float64)
     weights: Reals = np.exp((wide - wide.max()) / way.temperature)
     if 0 < way.top_k < len(wide):

@@ -48,8 +48,8 @@ MIXED = replace(
         ("*.mlp.gate_up", SCHEMES["q4f16_1"]),
     ),
 )
-"""A scheme that uses five kinds of products in one library. The same matrix holds the embeddings of tokens
-and computes the logits."""
+"""A quantization scheme whose overrides make one library use five kinds of matrix products. It is used for a
+model in which one matrix holds the token embeddings and computes the logits."""
 TOKENS = np.random.default_rng(3).integers(0, ODD.vocab_size, 52).tolist()
 
 
@@ -130,13 +130,14 @@ def test_prompts_of_whole_tiles(tmp_path_factory: pytest.TempPathFactory) -> Non
 
 
 BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 4097, 8191, 8192)
-"""Lengths of contexts just before, at and after the boundaries of pages, chunks and blocks of attention
-scores, up to the longest."""
+"""Context lengths in tokens, from 1 to the longest, 8192. They lie just before, at and after the boundaries
+of cache pages, prefill chunks and blocks of attention scores."""
 
 
 def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Checks contexts of all these lengths: the last token is decoded after a prompt that is computed in
-    chunks."""
+    """Compares the logits of a compiled model with a float32 reference for contexts of 1 to 8192 tokens, just
+    before, at and after internal boundaries. All tokens but the last are prefilled in chunks, and the last
+    one is decoded."""
     config = with_attention(ODD, heads=3)
     scheme = SCHEMES["q0f32"]
     weights = random_weights(config)

@@ -71,7 +71,8 @@ def test_entries_refuse_wrong_tensors(tmp_path_factory: pytest.TempPathFactory) 
 
 
 def called(mod: tvm.IRModule) -> dict[str, list[str]]:
-    """Returns function -> the operations of its bindings: names of runtime functions, or kinds of nodes."""
+    """Returns, for each function of a Relax module, name -> its operations in program order: for a call the
+    name of the called function, otherwise the class of the syntax node."""
     operations: dict[str, list[str]] = {}
     for name, function in mod.functions.items():
         values = [binding.value for block in function.body.blocks for binding in block.bindings]
@@ -85,7 +86,9 @@ def called(mod: tvm.IRModule) -> dict[str, list[str]]:
 
 
 def test_checks_remain_for_the_tensors_of_exported_functions_only() -> None:
-    """Checks two equal functions of a tensor [n, 4] and a tuple of weights, one of which is exported."""
+    """Checks which argument checks the compiler removes from two equal functions that receive a tensor [n, 4]
+    and a tuple of weights. The exported one keeps the check of the tensor, but not that of the weights; the
+    private one keeps none."""
     builder = relax.BlockBuilder()
     for name, private in (("entry", False), ("inner", True)):
         x = relax.Var("x", relax.TensorType((tirx.Var("n", "int64"), 4), "float32"))

@@ -37,7 +37,9 @@ RARE = {
     ("form", "sequential", "NoneType", "RmsNorm", "Dense", "True"),
     ("form", "parallel_shared", "LayerNorm", "NoneType", "Dense", "True"),
 }
-"""Options of model types that are compiled with MLCBUILD_TEST_EVERY only: other options cover their parts."""
+"""Options of model types that are compiled only if the environment variable MLCBUILD_TEST_EVERY is set,
+because other options cover the code that they use. A tuple is (path of a config field, its value), or
+("form", the blocks of a layer)."""
 
 
 def test_every_option_of_a_type_is_compiled(tmp_path: Path) -> None:

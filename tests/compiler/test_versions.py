@@ -15,7 +15,8 @@ from mlcbuild.errors import SetupError
 
 @pytest.fixture(autouse=True)
 def uncached() -> Iterator[None]:
-    """Lets the module read the installed version again, before the test and after it."""
+    """Clears the cached version number of the installed compiler before and after each test, so that it is
+    read again."""
     versions._installed.cache_clear()
     yield
     versions._installed.cache_clear()

@@ -28,7 +28,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
-    """Yields a copy of a built recipe and its store, with hard links. It has no receipts, so that the first
+    """Yields a copy of a built recipe with its store and bundles, as separate files that a test may damage.
+    The store's receipts, by which a run recognizes that nothing has changed, are deleted, so that the first
     run after a damage checks everything."""
     subprocess.run(["cp", "-a", f"{sound.root}/.", tmp_path / "there"], check=True)
     actual = Place(tmp_path / "there")

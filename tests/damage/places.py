@@ -20,7 +20,7 @@ PATIENCE = 100
 
 @dataclass(frozen=True)
 class Place:
-    """A recipe of two variants, with its store and its bundles."""
+    """A directory with a recipe of two variants, the store that they were built with, and their bundles."""
 
     root: Path
 
@@ -123,8 +123,8 @@ def full_directory(path: Path) -> None:
 
 
 def field(line: int, name: str, value: object) -> Callable[[Path], None]:
-    """Returns a function that damages a record: it replaces one field by another value, and writes the record
-    with `json.dumps`."""
+    """Returns a function that damages the record file whose path it receives: it replaces the field `name` by
+    `value` in the JSON object of the first (0) or second (1) line."""
 
     def change(path: Path) -> None:
         parts = [json.loads(text) for text in lines(path)[:2]]

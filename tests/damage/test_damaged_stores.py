@@ -240,7 +240,8 @@ def test_a_damaged_list_beside_a_bundle_makes_its_files_the_users(
 
 
 def give_away(store: Path) -> None:
-    """Makes another user the owner of the store, if this process may do that."""
+    """Makes the user with the id 65534 (nobody) the owner of all files of a store if this process runs as
+    root; does nothing otherwise."""
     if os.geteuid() == 0:
         for path in (store, *store.rglob("*")):
             os.chown(path, 65534, 65534, follow_symlinks=False)

@@ -56,7 +56,8 @@ def test_a_small_suite(tmp_path: Path) -> None:
 
 
 def test_what_gets_through_wrongly_is_found(tmp_path: Path) -> None:
-    """Checks that ci/bench/schemas fails if a constraint allows a value that the suite lists as invalid."""
+    """Checks that the script ci/bench/schemas, which runs a suite of JSON Schema tests, exits with 1 if the
+    token constraint of a schema allows a value that the suite lists as invalid."""
     wrong = {"description": "lie", "schema": {"type": "null"}, "tests": [{"data": None, "valid": False}]}
     result = tried(tmp_path, [wrong])
     assert result.returncode == 1

@@ -78,8 +78,8 @@ TOGETHER = {
     "together": (("plain", 1.0), ("root", 0.5), ("dora", 1.0)),
     "added": (("plain", 0.5), ("twin", -0.75), ("root", 1.5)),
 }
-"""Golden -> (adapter, factor) of the adapters that are merged in turn. Those of "added" change the same
-matrices."""
+"""Name of a reference result -> (name of a LoRA adapter, factor) of the adapters that are merged into the
+base model one after the other. The adapters of "added" change the same matrices."""
 
 
 def base() -> Model:

@@ -16,7 +16,9 @@ from mlcbuild.installed.entries import InstalledModel
 
 
 def install(root: Path, name: str, used: float = 0.0, **fields: Any) -> InstalledModel:
-    """Writes the files of an installed model, whose bundle has 5 bytes. used: Unix time of its last use."""
+    """Writes the files of an installed model below `root`, with a bundle whose manifest is 5 bytes of text,
+    and returns its description. used: Unix time in seconds that counts as the model's last use; fields:
+    values of the description, such as its scheme."""
     directory = root / entries.DIRECTORY / name
     (directory / "bundle").mkdir(parents=True)
     (directory / "bundle" / entries.MANIFEST).write_text("12345")

@@ -20,7 +20,8 @@ WORDS = "x86_64-unknown-linux-gnu x86-64-v3"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes an empty directory the current one, on a machine with a certain processor, and returns it."""
+    """Creates an empty directory, makes it the current one and returns it. The function that identifies this
+    machine's processor is replaced, so that it returns an x86-64-v3 machine everywhere."""
     monkeypatch.setattr(first_recipe, "machine_words", lambda: WORDS)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

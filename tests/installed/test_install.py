@@ -186,7 +186,8 @@ def nothing_is_left(store: Path) -> bool:
 
 
 def test_problems_of_the_recipe_are_those_of_the_source(building: Session, store: Path) -> None:
-    """Checks that messages name the model's source instead of the recipe, which the user did not write."""
+    """Checks that error messages about a model that is installed by name state the model's source. They do
+    not mention the recipe, which was generated and which the user has never read."""
     texts = ("model 'tiny': config.json is missing", f"{TINY}: it is damaged")
     building.error = InputError([Problem("recipe.yaml", line, 3, text) for line, text in enumerate(texts)])
     with pytest.raises(UsageError) as caught:

@@ -87,7 +87,9 @@ def test_latent_attention_scales_by_both_parts_of_a_head() -> None:
 
 @pytest.mark.parametrize(("factor", "weight"), [(40.0, 1.0), (40.0, 0.5), (1.0, 1.0), (40.0, 0.0)])
 def test_yarn_raises_the_scale_of_latent_attention(factor: float, weight: float) -> None:
-    """Checks DeepSeek's rule: mscale = 0.1 * weight * ln(factor) + 1, twice, for factors above 1."""
+    """Checks the scale of attention scores in DeepSeek models with YaRN. For factors above 1 it is multiplied
+    by the square of 0.1 * weight * ln(factor) + 1, where factor and weight (mscale_all_dim) are fields of
+    rope_scaling; otherwise it is unchanged."""
     scaling = {"type": "yarn", "factor": factor, "mscale_all_dim": weight}
     actual = latent(rope_scaling=scaling)[0].scale / latent()[0].scale
     expected = 0.1 * weight * np.log(factor) + 1 if factor > 1 and weight else 1.0

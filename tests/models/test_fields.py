@@ -87,7 +87,8 @@ def test_flags_and_choices() -> None:
 
 
 def test_null_is_false_to_transformers() -> None:
-    """Checks that null, with which transformers switches off what is on by default, is not the default."""
+    """Checks that null in config.json, by which transformers switches a feature off, is read as false for a
+    flag whose default is false, and is reported as a problem for a flag whose default is true."""
     reader = fields(a=None)
     assert reader.flag("a", False) is False and not reader.problems
     assert reader.flag("a", True) is True and only(reader) == "a: must be true or false, found null"

@@ -35,7 +35,8 @@ PRIVATE = (
     *("_moe_implementation", "_name_or_path", "_out_features", "_out_indices", "_output_attentions"),
     *("_pad_token_id", "_post_init_done", "_remove_final_layer_norm", "_sliding_window_pattern", "_", "__"),
 )
-"""Names beginning with an underscore that the 820 config classes of transformers 5.24 have or write."""
+"""Names of config.json fields with a leading underscore that the 820 config classes of transformers 5.24 have
+as attributes or write to files."""
 
 ODD: dict[str, object] = {
     **{name: {"deep": [1.5, None]} for name in PRIVATE},

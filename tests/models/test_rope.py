@@ -15,7 +15,9 @@ FULL, SLIDING = LAYER_KINDS
 
 
 def ropes(rules: RopeRules | None = None, dim: int = 8, **values: Any) -> tuple[dict[str, Rope], list[str]]:
-    """Returns the rotary embedding of each kind of layer, and the problems, for fields of config.json."""
+    """Parses the fields `values` of a config.json. Returns (kind of layer -> its rotary embedding; error
+    messages about the fields). rules: how the model family states them; dim: number of rotated dimensions of
+    a head."""
     fields = Fields("config.json", values)
     resolved = read_ropes(fields, dim, 4096, rules or RopeRules())
     return resolved, fields.problems

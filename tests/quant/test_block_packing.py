@@ -1,4 +1,5 @@
-"""Bytes of codes with few bits in tiles of 16 rows, against their definition, one bit at a time."""
+"""Tests of packing codes of 3 to 8 bits into tiles of 16 rows. Each bit is expected at the place that the
+definition of the layout states."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def described(bits: Literal[3, 4, 5, 6, 8]) -> Blocks:
 
 
 def code_in(line: NDArray[np.uint8], bits: int, row: int, column: int) -> int:
-    """Returns a code of a group of 32 columns, from the bytes of the group and the words of blocked.tiles."""
+    """Returns one quantized code of a group of 32 columns in a tile of 16 rows, read bit by bit by the
+    definition of the layout. line: bytes of the group in the tile; bits: size of a code; row, column: place
+    within the group."""
     quad, place = divmod(column, 4)
     low = low_bits(bits)
     lines, code = 8 * low // 8, 0

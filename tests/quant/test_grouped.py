@@ -1,4 +1,5 @@
-"""Tests of the exact bytes of the layouts `row` and `x16`."""
+"""Tests of the exact bytes of the two layouts of quantized matrices: `row` stores codes row by row, `x16` in
+tiles of 16 rows."""
 
 from __future__ import annotations
 

@@ -62,11 +62,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def independent(weight: NDArray[np.float32]) -> tuple[Floats, Floats]:
-    """Returns the values that the example format stores for a matrix, and the largest step of each group.
-
-    Both are computed in float64 by the definition: minimum and scale are rounded to float16, and codes are
-    integers from 0 to 15.
-    """
+    """Returns (the values that the documentation's example of a weight format stores for `weight`; the scale
+    of each value's group), computed in float64 by the definition of the format. Minimum and scale are rounded
+    to float16, and codes are integers from 0 to 15."""
     rows, columns = weight.shape
     wide = np.pad(weight.astype(np.float64), ((0, 0), (0, -columns % 32))).reshape(rows, -1, 32)
     minimum = wide.min(axis=2, keepdims=True).astype(np.float16).astype(np.float64)

@@ -9,8 +9,9 @@ from tests.schemes import SCHEMES
 
 
 def test_names_say_what_a_scheme_is() -> None:
-    """Checks the names of schemes: q<bits><float dtype>_1 as in mlc-llm, where `a8` stands for 8-bit
-    activations and `_2` for scales in two levels."""
+    """Checks the names of quantization schemes, such as q4f16_1: q, bits of a weight, then `f16` or `f32` for
+    the type of float activations or `a8` for activations of 8 bits. The ending is `_1` for one scale per
+    group, as in mlc-llm, `_2` for scales in two levels, and empty for unquantized weights."""
     for name, scheme in SCHEMES.items():
         kind = "a8" if scheme.activation_bits else {"float16": "f16", "float32": "f32"}[scheme.dtype]
         variant = "" if not scheme.bits else "_1" if scheme.definition.blocks is None else "_2"
