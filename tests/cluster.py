@@ -30,7 +30,7 @@ atexit.register(SERVER.close)
 class Cluster:
     place: Path
     arguments: tuple[str, ...] = ()
-    """Command-line arguments that the scheduler and each worker receive in addition."""
+    """Command-line arguments that are added when the dask scheduler and each worker are started."""
     address: str = ""
     processes: list[Process] = field(default_factory=list)
 

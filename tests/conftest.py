@@ -54,8 +54,8 @@ KINDS = (
     ("MLCBUILD_TEST_EVERY", r"MLCBUILD_TEST_EVERY"),
     ("programs and packages", r"is not installed|pip install|neither oras"),
 )
-"""Name of something that skipped tests lack -> pattern that the reason for skipping matches; the first match
-counts."""
+"""List of (what skipped tests lack, such as "a GPU"; regular expression that the reason for skipping
+matches). The first match counts."""
 
 
 def kind(reason: str) -> str:

@@ -59,8 +59,8 @@ CHANGES: Mapping[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3_moe-8-of-257": {},
 }
-"""Name of a golden -> fields of its config.json that are replaced here, because GGUF files do not contain
-them."""
+"""Name of a test model -> fields of its config.json that replace the original values before it is written as
+a GGUF file, because such files do not contain these fields or contain rounded values."""
 TOKENS = 20
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",

@@ -46,10 +46,10 @@ def on_adapter(
     arrays: Arrays,
     features: frozenset[str] = frozenset(),
 ) -> dict[str, NDArray[Any]]:
-    """Executes a kernel through wgpu. Returns buffer name -> contents, as 32-bit words, of every buffer that
-    the kernel writes. make: function that creates the kernel from `arguments`; arrays: buffer name -> input;
-    features: optional features of the device that the kernel uses.
-    """
+    """Executes one GPU kernel through wgpu. Returns buffer name -> contents after the execution, in the type
+    of the input, for every buffer that the kernel writes. make: function that creates the kernel from
+    `arguments`; scalars: name -> integer argument; arrays: buffer name -> input; features: optional device
+    features that the kernel uses. Skips the test without a GPU adapter."""
     import wgpu
 
     gpu = device()

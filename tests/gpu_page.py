@@ -106,7 +106,10 @@ def on_page(
     arrays: Arrays,
     features: frozenset[str] = frozenset(),
 ) -> dict[str, NDArray[Any]]:
-    """Executes a kernel in a browser, with the parameters and the result of gpu_kernels.on_adapter."""
+    """Executes one GPU kernel by WebGPU in a browser. Returns buffer name -> contents after the execution, in
+    the type of the input, for every buffer that the kernel writes. make: function that creates the kernel
+    from `arguments`; scalars: name -> integer argument; arrays: buffer name -> input; features: optional
+    device features that the kernel uses."""
     with for_features(features):
         shader, text = lower(make("kernel", *arguments), WGSL)
     x, y = (evaluate(extent, scalars) for extent in shader.grid)

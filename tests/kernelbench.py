@@ -203,8 +203,9 @@ def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
 
 
 def activations(x: Tensor, scheme: Storage) -> Floats:
-    """Returns activations as a product of the scheme reads them, in float64: unchanged, or rounded to 8 bits
-    in groups of 32. With 4-bit weights the rounding steps are powers of two."""
+    """Returns activations, in float64, as the matrix product of a quantization scheme reads them: unchanged,
+    or rounded to 8 bits with one step for each group of 32. With 4-bit weights the steps are powers of
+    two."""
     if not scheme.activation_bits:
         return x.astype(np.float64)
     largest = np.abs(_groups(x)).max(-1, keepdims=True)

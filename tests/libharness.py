@@ -202,7 +202,8 @@ def compiled(
 
 
 def _wait_for(place: Path) -> None:
-    """Waits until another test process has compiled this library."""
+    """Waits until the directory `place` exists, to which another test process writes a compiled library.
+    Raises AssertionError after 200 seconds."""
     for _ in range(2000):
         if place.is_dir():
             return
@@ -296,8 +297,8 @@ class Session:
         return self._logits(abi.STEP, {**arguments, "forks": tensor(np.zeros((0, 3), np.int32))})
 
     def hidden(self, *parts: tuple[int, Sequence[int]]) -> Floats:
-        """Returns the hidden states [tokens, hidden] after the last norm, from which logits would be
-        computed."""
+        """Returns the hidden states [tokens, hidden] of new tokens after the last norm, from which logits
+        would be computed. parts: (number of a sequence, its new token ids)."""
         inputs = tensor(self.embed([token for _, new in parts for token in new])[None])
         arguments = abi.HIDDEN_STATES.ordered({"input_embeds": inputs, **self._batch(parts)})
         return np.array(np.from_dlpack(self.vm[abi.HIDDEN_STATES.name](*arguments))[0], np.float32)

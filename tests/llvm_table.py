@@ -21,7 +21,8 @@ from mlcbuild_format.processors import CHECKABLE, X86_LEVELS
 TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 
 UNLISTED_CPUS = {"x86_64": (), "aarch64": ("apple-m1", "apple-m2", "apple-m3")}
-"""Architecture -> names of processors that LLVM accepts although it does not list them."""
+"""Name of a processor architecture -> names of processors that LLVM accepts although its list of processors
+omits them."""
 
 UNLISTED_FEATURES = {
     "x86_64": "avx10.1 avx10.2 prefer-128-bit retpoline rtm soft-float",

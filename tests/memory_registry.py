@@ -14,8 +14,9 @@ from mlcbuild.remotes.registry import UploadSource
 from mlcbuild.remotes.transport import Body
 
 Answer = bytes | Exception | list[bytes | Exception]
-"""The bytes of a blob, an exception that a request raises, or the results of reading a body that begins at 0
-whatever the request is, one for each call."""
+"""An answer of a simulated registry to a request for a blob: its whole content, an exception that the request
+raises, or a list. A list is a body that starts at byte 0, whatever offset was requested; each read returns
+its next bytes or raises its next exception."""
 
 
 def digest_of(data: bytes) -> str:
@@ -32,7 +33,8 @@ def _next(parts: list[bytes | Exception]) -> bytes:
 
 
 class MemoryRegistries:
-    """The contents of all registries, and the bytes or exceptions with which they answer instead."""
+    """Simulated OCI registries in memory: their blobs, tags and manifests, the requests that they received,
+    and the bytes or exceptions with which they answer instead of a blob."""
 
     def __init__(self) -> None:
         self.blobs: defaultdict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)

@@ -23,8 +23,9 @@ from tests import gpu_kernels
 
 
 def through_opencl(model: GpuExecutor, config: ModelConfig, scheme: Storage) -> GpuExecutor:
-    """Returns an executor that runs the same program as another one, but through OpenCL. Skips the test
-    without OpenCL."""
+    """Returns an executor for the GPU program of `model` that executes it through OpenCL instead of wgpu,
+    with the same weights. config, scheme: the model and quantization for which the OpenCL sources are
+    generated. Skips the test without OpenCL."""
     gpu_kernels.opencl()
     builder = LaunchBuilder(config, scheme, model.limits, emitter=Emitter(OPENCL))
     GpuDecoder(builder).emit()

@@ -65,6 +65,7 @@ def prospect(root: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
 
 
 def printed(result: subprocess.CompletedProcess[str]) -> Any:
-    """Asserts that PROGRAM has succeeded, and returns the JSON document that it printed."""
+    """Returns the JSON document that a process has printed on standard output. Fails with its standard error
+    if its exit code is not 0."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

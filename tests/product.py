@@ -116,7 +116,8 @@ def bench(params: Mapping[str, object], inputs: Inputs, out: Path) -> None:
 
 
 def need_no_tools(*_: object) -> None:
-    """Does nothing. It replaces the check for linkers, which these steps do not need."""
+    """Does nothing. It replaces the check for an installed linker in runs whose build actions are replaced by
+    ones that compile nothing."""
 
 
 def _digest(inputs: Inputs) -> str:
@@ -135,7 +136,8 @@ REPLACED: Mapping[str, Callable[..., None]] = {
 
 
 def replace_work(put: Callable[[object, str, object], None] = setattr) -> None:
-    """Replaces the actions of steps, in this process, by actions that write a few bytes."""
+    """Replaces, in this process, the functions that build steps execute by ones that write a few bytes. put:
+    function that sets an attribute (object, name, value), such as pytest's monkeypatch.setattr."""
     for action, instead in REPLACED.items():
         module, _, name = action.partition(":")
         put(import_module(module), name, instead)

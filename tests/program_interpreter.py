@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Grid = tuple[int, int]
 KernelFunction = Callable[[Mapping[str, Bytes], Mapping[str, int], Grid], None]
-"""A kernel as a NumPy function with the arguments (binding name -> the bytes that the kernel declares, scalar
-name -> value, number of workgroups in x and y)."""
+"""A function that does with NumPy what a GPU kernel does, changing buffers in place. Its arguments are
+binding name -> bytes of the bound part of a buffer, scalar name -> value, and the number of workgroups in x
+and y."""
 
 
 @dataclass
 class Interpreter:
-    """A GPU program with its buffers in NumPy. Creating it raises FieldError if a launch exceeds its
-    buffers."""
+    """Executes a GPU program with NumPy in place of a GPU: holds its buffers as byte arrays and its kernels
+    as Python functions. Creating it raises FieldError if a launch exceeds its buffers."""
 
     program: Program
     pages: int

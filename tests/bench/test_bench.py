@@ -132,8 +132,9 @@ def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[str]:
-    """Yields the URL of a server that sends one of these answers to each connection, in order and then the
-    last one again, and closes it. For None it sends nothing for a while."""
+    """Yields the URL of a server that sends one of `answers`, the raw bytes of an HTTP response, to each
+    connection and closes it: in order, the last one again and again. None: it sends nothing and closes after
+    1.5 seconds."""
     turn = iter(answers)
 
     class Talk(socketserver.StreamRequestHandler):

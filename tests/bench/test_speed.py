@@ -28,7 +28,8 @@ PLAN = SpeedPlan(prompt_tokens=35, answer_tokens=2, rounds=3)
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[ModelStep]:
-    """Returns the list of the computed steps, by a clock that advances one second with each of them."""
+    """Returns the list to which every computed step of the model is appended. Steps are not executed, and the
+    clock that measures them advances by one second with each."""
     computed: list[ModelStep] = []
     clock = SimpleNamespace(perf_counter=lambda: float(len(computed)))
     monkeypatch.setattr(speed, "time", clock)

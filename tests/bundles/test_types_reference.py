@@ -47,7 +47,8 @@ def experts_of(config: ModelConfig) -> Experts:
 
 
 def with_experts(config: ModelConfig, **changes: object) -> ModelConfig:
-    """Returns a config in which the fields `changes` are replaced in every feed-forward with experts."""
+    """Returns a model config that equals `config` except that the fields `changes` are replaced in every
+    feed-forward with experts."""
     experts = replace(experts_of(config), **changes)  # type: ignore[arg-type]
     layers = tuple(
         replace(layer, feed_forward=experts) if isinstance(layer.feed_forward, Experts) else layer

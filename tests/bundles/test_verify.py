@@ -1,5 +1,5 @@
-"""Tests of the step that verifies bundles: its figures are compared with an independent computation, and its
-thresholds are tried, and bundles that cannot run."""
+"""Tests of the step that verifies bundles: its figures are compared with an independent computation,
+thresholds are exceeded, and bundles that cannot be executed are reported."""
 
 from __future__ import annotations
 

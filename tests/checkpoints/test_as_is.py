@@ -42,7 +42,8 @@ targets: [x86-64-v3]
 
 
 def scheme_of(directory: Path, text: str = RECIPE) -> Storage:
-    """Returns the scheme that the recipe's first weights step uses."""
+    """Writes a recipe with the text `text` to `directory`, and returns the quantization scheme of its only
+    step that converts weights."""
     (directory / "recipe.yaml").write_text(text)
     graph = pipeline.build(recipe.load(directory / "recipe.yaml", inspect=lambda models: ()), Lock({})).graph
     (weights,) = (node for node in graph.nodes.values() if node.name.startswith("weights/"))

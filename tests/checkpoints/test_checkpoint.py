@@ -133,8 +133,9 @@ def indexed(root: Path, change: Callable[[dict[str, object]], object]) -> None:
 
 
 def replaced(root: Path, name: str, stored: Entry | None, *, extra: str | None = None) -> None:
-    """Writes a checkpoint of one file in which the tensor `name` is replaced by `stored`, removed (None), or
-    copied to the name `extra`."""
+    """Writes the usual test checkpoint, a single safetensors file, with one change: the tensor `name` is
+    replaced by `stored`, or removed if that is None. If `extra` is a name, the tensor is instead copied to
+    that name."""
     actual = tensors()
     if extra is not None:
         actual[extra] = actual[name]

@@ -34,8 +34,8 @@ FORMS = [
     ("mixtral", "apart"),
     ("deepseek_v3", "mha"),
 ]
-"""(golden, form of its GGUF file) of each case: files as llama.cpp's converter writes them now, may write
-them, or wrote them earlier."""
+"""(name of a test model, form of its GGUF file) of each case: "" as llama.cpp's converter writes it now,
+"fused" as it may write it, "apart" and "mha" as earlier versions wrote it."""
 
 
 def own_logits(path: Path) -> NDArray[Any]:
@@ -58,8 +58,9 @@ def test_the_config_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None
 
 
 def test_what_files_leave_out(tmp_path: Path) -> None:
-    """Checks that missing metadata are derived from the tensors: the sigmoid of routers whose scores are
-    corrected, and the number of dense layers."""
+    """Checks values that are derived from the tensors of a GGUF file if its metadata omit them: routers use
+    the sigmoid if the file has tensors that correct their scores, and the layers before the first router have
+    no experts."""
     left_out = {"expert_gating_func": None, "leading_dense_block_count": None, "expert_group_count": 3}
     write_model(*checkpoint("deepseek_v3"), tmp_path / "m.gguf", changes=left_out)
     assert read_config(tmp_path / "m.gguf") == parse(checkpoint("deepseek_v3")[0])
@@ -174,7 +175,9 @@ first layer has no experts."""
 
 
 def fields(architecture: str, *tensors: str, **metadata: Any) -> Fields:
-    """Returns the fields of config.json for metadata without problems."""
+    """Returns the fields of config.json that are derived from a GGUF file with experts. Fails if its metadata
+    are faulty. tensors: names of tensors in the file; metadata: keys without the architecture, with "__" in
+    place of "."."""
     own = keys(architecture, *tensors, **metadata)
     actual = EXPERTS[architecture](own)
     own.check()
@@ -213,7 +216,9 @@ def test_mixtral_has_the_architecture_llama() -> None:
 
 
 def test_leading_dense_layers_are_counted_by_routers() -> None:
-    """Checks the layers before the first router: a later layer without one does not count."""
+    """Checks the number of leading layers without experts that is read from a GGUF file: it counts the layers
+    before the first one with a router. For a type that lists layers without experts, all of them are
+    listed."""
     for routers, count in ((ROUTERS, 1), (("blk.0.ffn_gate_inp.weight",), 0), (ROUTERS[1:], 2)):
         own = fields("dots1", *routers, "a", "b", feed_forward_length=8)
         assert own["first_k_dense_replace"] == count

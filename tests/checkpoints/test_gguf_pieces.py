@@ -85,7 +85,8 @@ def test_text_is_normalized_as_by_the_original(normalizing: bytes, tmp_path: Pat
 
 
 def test_tables_that_point_beyond_their_end_are_refused(normalizing: bytes, tmp_path: Path) -> None:
-    """Checks damaged tables: they are refused, or each text is read without a crash."""
+    """Checks GGUF files with a randomly damaged table of text normalization (precompiled_charsmap): reading
+    the tokenizer fails with an error message, or it encodes every text without a crash."""
     metadata, rng, refused = written(normalizing), random.Random(4), 0
     table = metadata[T + "precompiled_charsmap"]
     texts = list(corpus(200))
@@ -148,7 +149,8 @@ def small(model: str = "llama", more: tuple[str, ...] = (), **flags: bool) -> Gg
 
 
 def pieces_of(vocabulary: GgufVocabulary) -> SentencePieceProcessor:
-    """Returns SentencePiece with the model that is written for a vocabulary without problems."""
+    """Returns a SentencePiece tokenizer that is loaded from the tokenizer.model written for `vocabulary`, the
+    vocabulary of a GGUF file. Fails if writing it reports a problem."""
     reader = MetadataReader({})
     data = tokenizer_model(vocabulary, reader)
     assert not reader.problems
@@ -201,7 +203,8 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def typed(vocabulary: GgufVocabulary, kind: int, *names: str) -> GgufVocabulary:
-    """Returns the vocabulary, in which the tokens `names` have another type."""
+    """Changes the type of the tokens `names` in a vocabulary to `kind`, a number of GGUF's token_type, and
+    returns the same vocabulary."""
     for i, token in enumerate(vocabulary.tokens):
         if token in names:
             vocabulary.types[i] = kind
@@ -240,7 +243,9 @@ def test_a_vocabulary_without_unknown_token_is_a_problem() -> None:
     ("units", "texts", "is_sound"), [(256, b"\0", True), (255, b"\0", False), (256, b"a", False)]
 )
 def test_a_table_may_not_point_beyond_its_trie(units: int, texts: bytes, is_sound: bool) -> None:
-    """Checks tables whose units are zeros: unit 0 then refers to the first 256 units."""
+    """Checks tables of text normalization (precompiled_charsmap) in GGUF files, whose first part is a trie of
+    4-byte units. A unit of zeros refers to places among the first 256 units, so a table with fewer units is
+    refused, and so is one whose texts do not end with a zero byte."""
     reader = MetadataReader({})
     table = (4 * units).to_bytes(4, "little") + bytes(4 * units) + texts
     tokenizer_model(replace(small("t5"), normalization=table), reader)

@@ -110,7 +110,8 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 
 
 def vocabulary(*tokens: str, **flags: bool) -> GgufVocabulary:
-    """Returns a vocabulary of normal tokens, without roles. flags: names with "_" in place of "."."""
+    """Returns a WordPiece vocabulary as read from a GGUF file, whose tokens all have the type "normal" and no
+    roles such as BOS. flags: boolean metadata, with "normalizer_" in place of "normalizer."."""
     named = {name.replace("normalizer_", "normalizer."): value for name, value in flags.items()}
     return GgufVocabulary("bert", list(tokens), [NORMAL] * len(tokens), [], [], "", {}, named, b"")
 
@@ -136,7 +137,8 @@ def test_stated_roles_precede_names() -> None:
 
 
 def tokens_of(read: GgufVocabulary, text: str) -> list[str]:
-    """Returns the tokens of a text, with a tokenizer.json of the vocabulary's parts."""
+    """Returns the tokens into which the package tokenizers splits a text, with the tokenizer.json that is
+    written for a WordPiece vocabulary from a GGUF file."""
     parts = word_piece_parts(as_word_pieces(read, MetadataReader({})))
     document = {"version": "1.0", "added_tokens": [], "truncation": None, "padding": None, **parts}
     tokens: list[str] = Original.from_str(json.dumps(document)).encode(text).tokens

@@ -37,7 +37,8 @@ SURPLUS = {
 
 
 def write(area: Path, config: object, tensors: dict[str, np.ndarray]) -> Path:
-    """Writes a checkpoint of two shards with its index."""
+    """Writes a checkpoint with two safetensors files, their index, `config` as config.json and a tokenizer to
+    the new directory `area`, and returns it. tensors: name -> values, stored as float32."""
     area.mkdir()
     (area / "config.json").write_text(json.dumps(config))
     names, places = sorted(tensors), dict[str, str]()
@@ -52,7 +53,8 @@ def write(area: Path, config: object, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def notes(area: Path) -> list[str]:
-    """Builds the weights step of the model area/small, and returns the remarks that the run reports."""
+    """Writes a recipe for the checkpoint in the directory `small` of `area`, executes the steps that convert
+    its weights, and returns the texts of the notes that the run reports."""
     recipe, events = area / "recipe.yaml", list[Event]()
     recipe.write_text(RECIPE)
     opened = session.open(recipe, store=area / "store")

@@ -22,8 +22,8 @@ from tests.libharness import random_weights
 from tests.schemes import SCHEMES, pack
 
 EXPERTS, SIZE, HIDDEN = 3, 20, 36
-"""Number of experts, and the sizes of their matrices: neither 2 * SIZE nor HIDDEN is a multiple of 16, the
-rows of a tile."""
+"""Number of experts, rows of an expert's gate and up matrices, and hidden size of the test model. Neither
+twice the second number nor the third is a multiple of 16, the rows of a tile."""
 
 
 def config() -> ModelConfig:

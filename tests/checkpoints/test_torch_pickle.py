@@ -19,7 +19,8 @@ PROTOCOLS = (2, 3, 4, 5)
 
 
 class Stored:
-    """A storage of PyTorch, which torch.save pickles by its member's name."""
+    """A stand-in for a PyTorch storage, which torch.save pickles as a reference to a member of its zip file.
+    kind: class name of the storage; member: the member's name; count: number of elements."""
 
     def __init__(self, kind: str, member: str, count: int = 9) -> None:
         self.kind, self.member, self.count = kind, member, count

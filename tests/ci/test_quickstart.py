@@ -47,8 +47,9 @@ def test_faults_of_style_fail_the_tests_beside_which_they_are_looked_for(
 
 
 def environment_with(programs: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `ci/environment` as on a machine that has only the programs `programs`: name -> lines of a shell
-    script that replaces the program."""
+    """Runs the script `ci/environment` on a PATH with no other programs than `programs`, and returns the
+    ended process, also after a failure. programs: name -> lines of a shell script that stands for the
+    program."""
     place = directory / "programs"
     place.mkdir()
     for name, lines in programs.items():

@@ -137,8 +137,9 @@ def test_rows_of_cold_and_shared_builds_compare_the_same_copies(build: ModuleTyp
 
 
 def test_a_run_from_a_shared_cache_begins_in_a_fresh_place(build: ModuleType, tmp_path: Path) -> None:
-    """Checks that a timed run with a shared cache begins after the results of the run before it, and nothing
-    else, are removed, and that a tool without a cache has no such command."""
+    """Checks the benchmark of build tools: before each timed run from a shared cache, the outputs and the
+    local state of the run before are removed, but not the cache. Tools without a shared cache have no such
+    run."""
     script = "test -e cache && ! test -e out && ! test -e state && mkdir out && echo {count} >state"
     tool = build.Tool(
         "own", Path.mkdir, (), (), (), ("cache",), shared=("sh", "-c", script), fresh=("out", "state")

@@ -59,8 +59,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class ReferenceExecutor(NumpyExecutor):
-    """An executor like that of numpy_executor.py, which computes a real model instead of a weighted sum of
-    tokens."""
+    """An executor for tests that computes logits of a real model with NumPy. It has the paging and batching
+    of NumpyExecutor, whose logits are only weighted sums of token ids."""
 
     def __init__(self, path: Path, manifest: Manifest, pages: int) -> None:
         self.path, self.manifest, self.pages = path, manifest, pages
@@ -73,8 +73,8 @@ class ReferenceExecutor(NumpyExecutor):
         self.rows_computed, self.interrupted, self.prepared = 0, False, 0
 
     def _totals(self, step: ModelStep) -> Any:
-        """Writes the new tokens of a step to the KV cache, and returns their hidden states [tokens,
-        hidden]."""
+        """Writes the token ids of a step to their slots of the KV cache, and returns the hidden states
+        [tokens, hidden] of these tokens. They are computed from all cached tokens of each sequence."""
         positions, slots = step.places(self.manifest.limits.page_size)
         self.cache.ravel()[slots] = step.tokens
         for source, target, count in step.forks:

@@ -93,7 +93,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def native(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory with the logits that this machine's bundles compute."""
+    """Returns a directory with the logits that the native bundles compute on this machine: for each
+    quantization scheme one NumPy file, with which emulated processors are compared."""
     out = tmp_path_factory.mktemp("native")
     bundles = [str(dist / f"tiny-{scheme}-here") for scheme in TOLERANCES]
     result = run([sys.executable, "-c", SCORE, str(out), ",".join(map(str, TOKENS)), *bundles], {})

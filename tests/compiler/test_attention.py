@@ -28,8 +28,8 @@ PAIRS = [
     for j, target in enumerate(RUNNABLE)
     if EVERY or (i - j) % len(RUNNABLE) == 0
 ]
-"""The pairs (case, instruction set) that are tested: every case on at least one instruction set, and every
-instruction set with at least one case."""
+"""The (attention configuration, target processor) pairs that are tested. By default each configuration runs
+on at least one target and each target with at least one configuration; with MLCBUILD_TEST_EVERY all pairs."""
 
 
 @pytest.mark.parametrize(("case", "target"), PAIRS, ids=str)
@@ -46,8 +46,8 @@ def test_append_then_attend(case: Case, target: str) -> None:
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
-    """Checks that a sequence's results have the same bits whether it is computed alone or with others, one
-    row at a time or a few at once."""
+    """Checks that the attention output of a sequence has the same bits whether it is computed alone or in a
+    batch with others, one row at a time or a few at once."""
     target = next(target for other, target in PAIRS if other == case)
     world = World(case, [(20, 1), (250, 16), (129, 1)], 8)
     world.append(target, world.rows(lambda before, new: range(before)))

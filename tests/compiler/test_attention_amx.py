@@ -34,7 +34,8 @@ ROUNDED = [
     Case((9, 3, 64), "int8", rounded=True),
     Case((2, 2, 96), "int8", window=70, softcap=30.0, rounded=True),
 ]
-"""The attention configurations that are computed with tile registers on processors that have them."""
+"""The configurations of attention whose prompts are computed with AMX tile registers on processors that have
+them."""
 
 
 def prompts(

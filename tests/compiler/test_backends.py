@@ -42,7 +42,8 @@ FUNCTIONS = {value.name for value in vars(abi).values() if isinstance(value, abi
 
 
 def built(*arguments: str) -> Any:
-    """Runs toy_backend.py and returns the JSON document that it prints."""
+    """Runs the program tests/compiler/toy_backend.py, which builds a library's functions by a backend for
+    tests, and returns the JSON document that it prints. Fails if the program fails."""
     command = [sys.executable, "-m", "tests.compiler.toy_backend", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

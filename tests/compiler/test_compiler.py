@@ -56,7 +56,8 @@ def request(
 
 
 def build(directory: Path, config: ModelConfig, params: Mapping[str, Json]) -> Path:
-    """Compiles a library in a child process, and returns the new directory with it."""
+    """Compiles the library of a model in a child process, in the new directories `in` and `out` of
+    `directory`, and returns `out`, which contains the library. params: parameters of the compile step."""
     (directory / "in").mkdir(parents=True)
     (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
     out = directory / "out"

@@ -33,8 +33,8 @@ GOLDEN_CONFIGS = (HERE / "golden").glob("*/config.json")
 ALL_VARIANTS = {path.parent.name for path in GOLDEN_CONFIGS} - DATA_ONLY
 VARIANTS = sorted(ALL_VARIANTS if EVERY else ALL_VARIANTS - COVERED)
 TOLERANCE = 4e-5
-"""Largest allowed difference of logits, whose largest are about 6. The order of float32 additions differs
-between the two sides."""
+"""Largest allowed difference between the logits of a compiled library and those of transformers or NumPy,
+which are up to about 6. The two sides add float32 numbers in different orders."""
 
 NORM = RmsNorm(1e-6)
 SMALL = with_windows(
@@ -134,8 +134,8 @@ def test_hidden_states_are_what_the_logits_are_made_of(
 TOLERANCES = {"q0f32": 1e-5, "q4f32_1": 1e-5, "q8f32_1": 1e-5, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
 
 CHECKED = list(SCHEMES) if EVERY else ["q4f16_1", "q4a8_1"]
-"""Names of the schemes for which a whole library is tested; the others are mixed into single libraries (see
-MIXED)."""
+"""Names of the quantization schemes for which a whole library is compiled and tested. By default these are
+two; the others are tested as parts of libraries that mix schemes. With MLCBUILD_TEST_EVERY they are all."""
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -167,9 +167,9 @@ CACHED = {
 def test_a_library_keeps_keys_and_values_in_8_bits(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Checks a library whose KV cache has 8-bit numbers. Keys and values differ by up to 1/254 of the largest
-    number of a head, so the tolerance is larger. tests/compiler/test_attention.py compares the kernels with
-    float64."""
+    """Compares the logits of a compiled library whose KV cache holds 8-bit numbers with a float64 reference.
+    Keys and values are off by up to 1/254 of the largest number of a head, so the tolerance is larger than
+    for an exact cache."""
     config, scheme = CACHED[name], SCHEMES["q0f32"]
     weights = random_weights(config)
     library = compiled(tmp_path_factory, config, scheme, kv_cache="int8")
@@ -223,8 +223,9 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
     [("x86-64-v4-vnni", {"step_prefill"}), ("x86-64-v4-amx", set())],
 )
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
-    """Checks that rows whose logits are not needed are dropped in the last layer of a prompt only, and only
-    if rows are not stored as tiles."""
+    """Checks that the prefill function of a compiled model computes its last layer only for the rows whose
+    logits are needed, and all other layers for all rows. With AMX, where rows of prompts are stored as tiles,
+    it computes all layers for all rows."""
     decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], presets.resolve(target)), Limits(64, 32, 2))
     created = {
         name.name_hint: function

@@ -40,8 +40,9 @@ def test_every_built_in_scheme_has_a_kernel() -> None:
 
 @pytest.mark.parametrize(("form", "layout"), [("toy", "row"), ("q4s", "row"), ("q4f16", "x16")])
 def test_a_library_for_a_format_without_a_kernel_is_refused(form: str, layout: str) -> None:
-    """Checks that a library is refused if no kernel reads its format in its layout. Both are compared,
-    because two formats may use one layout with different meanings."""
+    """Checks that compiling fails with an error that names the readable formats if no CPU kernel reads the
+    scheme's format in its layout. Both must match, because two formats may use one layout with different
+    meanings."""
     ops = CpuOps(CONFIG, Storage("q4m", form, layout), presets.resolve("x86-64-v3"))
     with pytest.raises(
         CompileError,

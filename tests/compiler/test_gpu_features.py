@@ -1,6 +1,5 @@
-"""Kernels for devices with subgroups, float16 arithmetic and products of packed bytes, against those without
-and against float64.
-"""
+"""Tests of GPU kernels that use optional features (subgroups, float16 arithmetic, products of packed bytes):
+compared with kernels without these features, and with float64."""
 
 from __future__ import annotations
 
@@ -125,7 +124,8 @@ def test_formats_whose_codes_become_bytes() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_sums_over_subgroups(rows: int, run: Run) -> None:
-    """A product with a norm adds up squares over all threads, and products over those that share a row."""
+    """Checks a fused GPU kernel of RMS norm and matrix product on devices with subgroups. It needs two kinds
+    of sums: of squares over all threads of a workgroup, and of products over the threads that share a row."""
     tensors, values = matrix("q4l")
     norm = NormSpec(COLUMNS, RmsNorm(1e-5, 1.0), half=False)
     spec = ProductSpec(ROWS, COLUMNS, stored_as("q4l"), norm=norm)

@@ -121,8 +121,9 @@ def rms(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("form", SAMPLE if EVERY else SAMPLE[:1])
 def test_a_product_adds_normalized_rows_and_normalizes_the_sum(form: str, run: Run) -> None:
-    """Checks the product of layers that normalise the output of each half: it adds normalised rows to the
-    residual stream, stores the sums for later layers, and normalises them."""
+    """Checks a fused GPU kernel for models with a norm after each half of a layer. It normalizes the output
+    of the half before and adds it to the residual stream, stores the sum, normalizes that and multiplies it
+    by a matrix."""
     tensors, values = matrix(form)
     norm = NormSpec(COLUMNS, RmsNorm(1e-5, 1.0), half=False)
     spec = ProductSpec(ROWS, COLUMNS, stored_as(form), norm=norm, added=norm, added_scale=0.5)
@@ -152,8 +153,8 @@ def test_an_embedding_reads_exact_numbers(form: str, run: Run) -> None:
 
 @CASES
 def test_products_with_the_matrices_of_experts(form: str, run: Run) -> None:
-    """Checks products with the matrices of experts: the stored rows are five matrices of ten rows, and each
-    of two input rows selects two of them."""
+    """Checks GPU kernels that multiply a row by the matrices of the experts chosen for it, for few and for
+    many rows. Five experts have matrices of ten rows each, and each of two input rows selects two experts."""
     tensors, values = matrix(form)
     experts, spec = ExpertsSpec(5, 5, 2), ProductSpec(10, COLUMNS, stored_as(form))
     routes, x = np.array([4, 1, 0, 4], np.int32), activations(2)

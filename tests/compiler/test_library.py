@@ -1,4 +1,5 @@
-"""Tests of compiling a library around the compiler itself: its memory, its metadata, and its phases."""
+"""Tests of what surrounds the compiler when a library is built: the memory that the library states, its
+metadata, and the phases of the compilation."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ TENSORS = [
 
 
 class SomeOps:
-    """A stand-in for the operations of a device, whose passes add nothing."""
+    """A stand-in for the kernels and compiler passes of a device, in tests of how a library is compiled
+    around them. Its passes are names only, and its workspace is 7 bytes."""
 
     cache = SimpleNamespace(page_bytes=100)
     plan, lower, kernels, target = "plan", "lower", "kernels", "target"

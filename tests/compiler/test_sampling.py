@@ -85,9 +85,9 @@ def kept(logits: Floats, way: Way, slack: float) -> Reals:
 
 
 def misses(logits: Floats, way: Way, token: int) -> float:
-    """Returns the distance of the row's random number from the interval of probabilities that belongs to the
-    token; negative if it lies inside.
-    """
+    """Returns how far the random number that selects the token lies outside of the token's interval of
+    cumulative probability; negative if it lies inside. logits: row of logits; way: sampling parameters with
+    the random number (0 to 1); token: id of the sampled token."""
     best = math.inf
     for slack in (0, -EXACT, EXACT):  # another one where a token lies at the edge of a filter
         weights = kept(logits, way, slack)
@@ -107,7 +107,8 @@ def module(isa: str) -> Module:
 
 @pytest.mark.parametrize(("isa", "other"), SAME.items())
 def test_the_kernel_is_that_of_another_instruction_set(isa: str, other: str) -> None:
-    """So the tests that run the kernel of `other` test both."""
+    """Checks that the sampling kernel is the same program for two instruction sets, so that tests which
+    execute it on one of them hold for both."""
     assert sample(isa_for(TARGETS[isa])).script() == sample(isa_for(TARGETS[other])).script()
 
 

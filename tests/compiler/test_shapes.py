@@ -54,8 +54,9 @@ TOKENS = np.random.default_rng(3).integers(0, ODD.vocab_size, 52).tolist()
 
 
 def logits(session: Session) -> Floats:
-    """Returns the logits of several sequences: of prompts with 1 to 37 tokens, one after the other and
-    together, then of decode steps with 3, 5, 7 and 1 sequences."""
+    """Returns the logits of several sequences, computed by the library in `session`, one row for each token:
+    of prompts with 1 to 37 tokens, one alone and the others together, then of decode steps with 3, 5, 7 and 1
+    sequences."""
     results = [session.prefill((0, TOKENS[:37]))]
     lengths = {1: 1, 2: 5, 3: 12, 4: 16, 5: 17, 6: 12}
     results.append(session.prefill(*((s, TOKENS[:n]) for s, n in lengths.items())))
@@ -65,7 +66,8 @@ def logits(session: Session) -> Floats:
 
 
 def rows() -> list[int]:
-    """Returns, for each row of the result of `logits`, the position of its token in its sequence."""
+    """Returns the position in its sequence, counted from 0, of each token for which the tests of several
+    sequences compute logits: those of all prompts, then those of the decode steps."""
     lengths = [37, 1, 5, 12, 16, 17, 12]
     results = [position for length in lengths for position in range(length)]
     for batch in ((0, 1, 2), (4, 0, 2, 6, 5), (6, 5, 4, 3, 2, 1, 0), (3,)):
@@ -158,8 +160,8 @@ def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> N
 
 @pytest.mark.parametrize("vocab", [49152, 151936])
 def test_tables_of_large_vocabularies(vocab: int) -> None:
-    """Checks large vocabularies of odd sizes, for one row and for seven: the same matrix holds the embeddings
-    and computes the logits."""
+    """Compares embeddings and logits of vocabularies with 49,152 and 151,936 tokens with NumPy. One quantized
+    matrix serves for both, and logits are computed for one row and for seven."""
     target = kernelbench.TARGETS["avx2"]
     kernelbench.need(target)
     isa, scheme, width = isa_for(target), SCHEMES["q8a8_1"], 72

@@ -26,7 +26,8 @@ ENTRIES -= {abi.METADATA.name}
 
 
 def calls() -> dict[str, list[str]]:
-    """Returns function of a small library -> names of the runtime functions that it calls."""
+    """Returns function name -> names of the runtime functions that it calls, in order, for the functions of a
+    library that is compiled from a small model."""
     target = presets.resolve("host")
     decoder = Decoder(CpuOps(golden("qwen3").config, SCHEME, target), Limits(64, 32, 2))
     phases = (*pipeline.PLAN, *pipeline.LOWER)

@@ -22,11 +22,10 @@ from tests.typegoldens import WINDOW
 
 BATCH = 4
 OWN_OPTIONS = ("deepseek_v3", "gpt_oss", "opt", "phimoe")
-"""Model types with an option or a form of layer that neither the model with all options nor the models of
-test_decoder.py have."""
+"""Model types that have an option, or a form of layer, which no other model that tests compile has."""
 CHECKED = typegoldens.NAMES if EVERY else OWN_OPTIONS
-"""Model types that are compiled here; MLCBUILD_TEST_EVERY adds the others.
-tests/bundles/test_types_reference.py compares the reference with transformers for all of them."""
+"""Model types whose models these tests compile and compare with NumPy. By default they are those with options
+that no other test compiles; with MLCBUILD_TEST_EVERY they are all."""
 RARE = {
     *(("layers.mixer.query_latent", "default"), ("layers.mixer.bias", "False")),
     *(("norm.weight", "False"), ("layers.mixer.qk_norm.bias", "False")),

@@ -124,7 +124,8 @@ class ToyOps:
         return 0
 
     def _made(self, name: str, *shape: Any) -> Any:
-        """Counts one call of the operation `name`, and emits a tensor of zeros in place of its result."""
+        """Counts one call of the operation `name` of a test backend, and emits a float32 tensor of zeros with
+        the dimensions `shape` as its result."""
         from tvm import relax
         from tvm.relax.frontend.nn import Tensor
 

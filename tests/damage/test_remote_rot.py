@@ -37,7 +37,8 @@ def empty(place: Place) -> None:
 
 
 def mended(place: Place, sound: Place) -> None:
-    """Asserts that the bundles are right except for their provenance, and that the store is sound."""
+    """Asserts that the bundles in `place` equal those of the undamaged copy `sound` except for provenance
+    files, that the store has no damage, and that another run builds nothing."""
 
     def products(of: Place) -> dict[str, bytes]:
         return {name: data for name, data in of.bundles().items() if "provenance" not in name}

@@ -194,8 +194,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
 }
 CONTEXT_WINDOW = {"phi3-longrope-short": 64}
-"""Variant -> context window, where it is not the config's max_position_embeddings: LongRoPE uses its short
-factors only up to the original window."""
+"""Name of a test model -> context window in tokens for which its logits are computed, where that is not the
+config's max_position_embeddings: with LongRoPE the short factors apply up to the original window only."""
 
 FULL = {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 ROPES: dict[str, dict[str, object]] = {

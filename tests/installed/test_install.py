@@ -34,7 +34,8 @@ ADDRESS = "hf://org/model"
 
 
 class Session:
-    """A stand-in for building: it stores what is opened, and each run writes the bundle's manifest."""
+    """A stand-in for the session that builds a recipe. It records its calls and the opened recipes, and each
+    run writes a manifest in place of a bundle. If `error` is set, opening or checking raises it."""
 
     def __init__(self, store: Path) -> None:
         self.calls: list[str] = []
@@ -89,7 +90,8 @@ def building(monkeypatch: pytest.MonkeyPatch, store: Path) -> Session:
 
 
 def hub_with(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Simulates a hub on which every repository has files of these names."""
+    """Replaces the listing of a model hub by one in which every repository has one commit with files of the
+    names `names`, of 1000 bytes each."""
 
     def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
         return "0" * 40, {name: HubFile(1000, "0" * 40, None) for name in names}

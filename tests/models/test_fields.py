@@ -17,7 +17,8 @@ def fields(**values: Any) -> Fields:
 
 
 def only(reader: Fields) -> str:
-    """Returns the only problem that a reader has noted, without the file's name."""
+    """Returns the one error message that a reader of config.json fields has collected, without the file's
+    name. Fails if there is none or more than one."""
     (problem,) = reader.problems
     return problem.removeprefix("config.json: ")
 

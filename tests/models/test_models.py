@@ -1,5 +1,5 @@
-"""Tests of parsing config.json to a ModelConfig: published shapes, both spellings of transformers, and
-refusals."""
+"""Tests of parsing config.json to a ModelConfig: the sizes of published models, files as transformers 4 and
+transformers 5 write them, and files that are refused."""
 
 from __future__ import annotations
 

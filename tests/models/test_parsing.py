@@ -31,7 +31,8 @@ def test_no_rope_fields_mean_ten_thousand() -> None:
 
 
 def change(variant: str, changes: Config) -> Config:
-    """Returns a golden's config.json with some fields replaced; a field with the value `...` is removed."""
+    """Returns the fields of a test model's config.json with `changes` applied: field -> new value, where
+    `...` removes the field."""
     actual = golden(variant) | changes
     return {key: value for key, value in actual.items() if value is not ...}
 

@@ -1,4 +1,5 @@
-"""Tests of the configs of published models: their sizes, their options, and both spellings of config.json."""
+"""Tests of the configs of published models: their sizes, their options, and config.json as both transformers
+4 and transformers 5 write it."""
 
 from __future__ import annotations
 
@@ -229,7 +230,9 @@ def test_published_models_are_read_in_full() -> None:
 
 
 def modern(values: Config) -> Config:
-    """Returns a config.json in the spelling of transformers 5."""
+    """Returns the fields of a config.json as transformers 5 writes them: those of rotary embeddings are
+    joined in `rope_parameters`, and torch_dtype is called dtype. values: the fields as earlier versions write
+    them."""
     by_name = {
         key: value
         for key, value in values.items()

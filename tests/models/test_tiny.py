@@ -144,7 +144,8 @@ def test_the_marks_are_those_of_this_exam_and_good() -> None:
 
 
 def test_the_answers_of_the_exam_are_right() -> None:
-    """Checks the exam's answers by computing them in another way than the program that wrote them."""
+    """Checks the answers of the tiny model's test questions (sums, sorting and the like) by computing them in
+    another way than the program that wrote them."""
     for question in EXAM:
         task, prompt, answer = question["task"], question["prompt"], question["answer"]
         words = prompt.split(" ")

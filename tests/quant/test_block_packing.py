@@ -20,7 +20,8 @@ BITS = pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
 
 
 def rows_of(bits: int, seed: int) -> BlockRows:
-    """Returns random codes, scales and minima of every kind that files hold."""
+    """Returns a random matrix as quantized rows: codes of `bits` bits, with float16 scales and minima for
+    each 256 columns and 8-bit factors of both for each 32."""
     rng = np.random.default_rng(seed)
     shape = ROWS, COLUMNS // 32
     numbers = [rng.standard_normal((ROWS, COLUMNS // 256)).astype(np.float16) for _ in range(2)]

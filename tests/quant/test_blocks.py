@@ -39,8 +39,9 @@ def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
 
 
 def stored(types: tuple[str, ...], rows: int, layout: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns (the values that a format stores, the values that the package gguf reads) of a matrix that
-    consists of parts [rows, 768] of these types, one below the other."""
+    """Returns (the values that a format stores, the values that the package gguf reads) of a random matrix
+    with 768 columns. It consists of `rows` rows of each GGUF type in `types`, one type below the other.
+    layout: "row" or "x16"."""
     form = load_format(format_for(types), layout)
     assert form.pack_blocks is not None
     parts = [(finite_rows(name, rows, 768, seed), kind_of(name)) for seed, name in enumerate(types)]
@@ -104,8 +105,9 @@ def test_formats_of_several_types_hold_all_of_them() -> None:
 
 
 def resolve(types: dict[str, set[str]], scheme: Scheme = AS_IS) -> dict[str, str]:
-    """Returns parameter name -> the format that the scheme chooses for it. types: parameter name -> GGUF
-    types of its parts; names without "norm" are matrices."""
+    """Returns parameter name -> name of the format that `scheme` chooses for it. types: parameter name ->
+    GGUF types of the tensors that make up the parameter. Parameters with "norm" in their names are vectors,
+    all others matrices."""
     params = [Param(name, (64,) if "norm" in name else (64, 256)) for name in types]
     scheme = resolved(scheme, types, params)
     assert all(len(pattern) <= 2 * LONGEST_PATTERN for pattern, _ in scheme.overrides)

@@ -1,4 +1,5 @@
-"""Tests of budgets: the bytes that they allow, and mixtures as overrides of a scheme."""
+"""Tests of quantization budgets: how many bytes of weights a limit of bits or of size allows, and how a
+mixture of formats is expressed as one base format and overrides by patterns of parameter names."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def _values(rows: BlockRows, group: int) -> Floats:
 
 @EVERY
 def test_squared_error_against_an_exhaustive_search(scheme: Storage) -> None:
-    """Checks that the error of the search is close to the smallest error on a fine grid of unrounded scales
-    and minima."""
+    """Checks the search for scales and minima of quantized groups: its squared error is close to the smallest
+    one on a fine grid of unrounded scales and minima."""
     bits, group = scheme.bits, scheme.definition.group_size
     weight = normal(8, 512)
     groups = weight.reshape(-1, group).astype(np.float64)

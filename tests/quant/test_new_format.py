@@ -49,7 +49,8 @@ targets: [x86-64-v3]
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Adds the example format and a scheme that uses it to this process until the test ends."""
+    """Adds the weight format that mlcbuild/README.md shows as an example, and a quantization scheme that uses
+    it, to the tables of this process until the test ends."""
     (tmp_path / "added").mkdir()
     (tmp_path / "added" / "toy.py").write_text(example("Extend: a format"))
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path / "added")])
@@ -205,7 +206,8 @@ def test_a_new_format_moves_no_key(tmp_path: Path) -> None:
 
 
 def test_the_guide_loads_no_device(tmp_path: Path) -> None:
-    """Checks that the example format imports neither TVM nor torch: a format needs only NumPy."""
+    """Checks that the weight format which mlcbuild/README.md shows as an example imports neither TVM nor
+    torch: a format needs only NumPy."""
     (tmp_path / "toy.py").write_text(example("Extend: a format"))
     code = "import sys, toy; sys.exit(any(name in sys.modules for name in ('tvm', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0

@@ -36,7 +36,8 @@ def stored_scale(value: float, scheme: Storage) -> float:
 
 
 def quantized_group(group: list[float], scheme: Storage) -> tuple[list[int], float]:
-    """Returns (codes, scale) of a group of 32 weights, computed by the format's definition."""
+    """Returns (codes, scale) of a group of 32 weights, computed one weight at a time by the definition of the
+    format that `scheme` uses."""
     extreme = max(group) if max(group) >= -min(group) else min(group)
     zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
     if scheme.bits < 8:
@@ -72,8 +73,8 @@ def fit(group: list[float], extreme: float, bits: int) -> float:
 
 
 def definition(weight: Matrix, scheme: Storage) -> tuple[bytes, bytes, Matrix]:
-    """Returns (bytes of q_weight, bytes of q_scale, the dequantized matrix) of a matrix, computed by the
-    format's definition."""
+    """Returns (bytes of the packed codes, bytes of the scales, the dequantized matrix) of a matrix, computed
+    one weight at a time by the definition of the format and the layout that `scheme` uses."""
     rows, columns = weight.shape
     tile = 16 if scheme.layout == "x16" else 1
     groups, tiles = -(-columns // 32), -(-rows // tile)
@@ -198,7 +199,8 @@ def test_other_dtypes_are_widened_exactly(scheme: Storage, dtype: str) -> None:
 
 
 def unit(scheme: Storage) -> int:
-    """Returns the largest weight in a group of integers whose scale is 1 (in the layout x16: -1)."""
+    """Returns the magnitude that the largest weight of a group must have so that, if all weights of the group
+    are integers, the format stores them with the scale 1 (-1 in the layout x16)."""
     return {4: 8, 5: 16, 8: 128 - (scheme.layout == "row")}[scheme.bits]
 
 
