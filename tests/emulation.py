@@ -131,8 +131,10 @@ define internal <4 x i32> @NAME(<4 x i32> %t, <16 x i8> %a, <16 x i8> %b) {{
 
 
 def _pairs(first: str, narrow: str, end: Sequence[str], inputs: int) -> str:
-    """Returns an LLVM IR function that multiplies two vectors element by element and adds neighbouring
-    products. inputs: number of elements; narrow: their type; end: the last lines of the function."""
+    """Returns the text of an LLVM IR function that multiplies two vectors element by element as int32 and
+    adds each two neighbouring products. first: the instruction (sext or zext) that extends the first vector;
+    narrow: LLVM type of the elements; inputs: number of elements; end: lines that compute the result from
+    %sum and return it."""
     wide, half = f"<{inputs} x i32>", inputs // 2
     body = "\n".join(f"  {line}" for line in end)
     kind = "i16" if narrow == "i8" else "i32"

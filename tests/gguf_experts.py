@@ -123,7 +123,8 @@ _KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_pro
 
 
 def checkpoint(name: str) -> tuple[dict[str, Any], dict[str, Floats]]:
-    """Returns (config.json with the fields of CHANGES replaced, tensors) of a golden checkpoint."""
+    """Returns a test checkpoint in the form that its GGUF file can express: (config.json with some fields
+    replaced; tensor name -> values)."""
     if name in typegoldens.CONFIGS:
         config, tensors = dict(typegoldens.CONFIGS[name]), typegoldens.stored(name)[0]
     else:

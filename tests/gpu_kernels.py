@@ -104,9 +104,10 @@ def opencl() -> Any:
 def on_opencl(
     make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
 ) -> dict[str, NDArray[Any]]:
-    """Executes a GPU kernel through OpenCL. Returns buffer name -> contents, as 32-bit words, of every buffer
-    that the kernel writes. make: function that creates the kernel from `arguments`; scalars: name -> integer
-    argument; arrays: buffer name -> input."""
+    """Executes one GPU kernel through OpenCL. Returns buffer name -> contents after the execution, in the
+    type of the input, for every buffer of the kernel. make: function that creates the kernel from
+    `arguments`; scalars: name -> integer argument; arrays: buffer name -> input. Skips the test without
+    OpenCL."""
     context = opencl()
     import pyopencl as cl
 
@@ -131,4 +132,4 @@ def on_opencl(
 
 HOSTS = {"adapter": on_adapter, "opencl": on_opencl}
 """Name of the API that executes a GPU kernel ("adapter" for wgpu, "opencl") -> function that executes one
-kernel by it and returns the contents of the buffers that the kernel writes."""
+kernel by it and returns buffer name -> contents after the execution."""

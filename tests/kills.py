@@ -128,7 +128,8 @@ class Site:
         return text
 
     def complete(self) -> None:
-        """Runs a build that nobody disturbs, to its end."""
+        """Runs one build, undisturbed, with this store and this remote to its end. Raises AssertionError if
+        it fails or prints a traceback."""
         self.finish(self.build())
 
     def check(self) -> None:
@@ -136,7 +137,8 @@ class Site:
         assert not actual, actual
 
     def compare(self) -> None:
-        """Asserts that store and remote hold exactly what an undisturbed build makes."""
+        """Asserts that the store and the remote contain exactly the records and blobs of an undisturbed
+        build, without damage, and that temporary files and locks are removed by the next use of the store."""
         self.check()
         store, remote = self.place / "store", self.place / "remote"
         assert (records(store), blobs(store)) == self.whole

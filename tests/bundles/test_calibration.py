@@ -109,8 +109,8 @@ def test_conversion_reads_the_importance(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
-    """Builds the guide's recipe with a plain and a calibrated quantization. Checks that both bundles share one
-    compiled library and have different weights, and that only the calibrated one contains a report of the
+    """Builds the guide's recipe with a plain and a calibrated quantization. Checks that both bundles share
+    one compiled library and have different weights, and that only the calibrated one contains a report of the
     calibration."""
     (text,) = (block for block in readme_recipes() if "calibrate:" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))

@@ -66,8 +66,8 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Array]]:
 
 @cache
 def golden(variant: str) -> tuple[Reference, Array, Array]:
-    """Returns (model with float32 weights, token ids [n], logits that transformers computes [n, vocab]) of a
-    golden checkpoint."""
+    """Returns a test checkpoint of tests/golden: (model with float32 weights, token ids [n], logits that
+    transformers computes [n, vocab])."""
     config, weights = load(GOLDEN / variant)
     expected, metadata = tensors(GOLDEN / variant / "golden.safetensors")
     model = Reference(config, weights, context_window=int(metadata["context_window"]))

@@ -30,7 +30,8 @@ def pins(*names: str) -> dict[str, object]:
 
 
 def refusal(client: Client, function: str, *arguments: object) -> str:
-    """Returns the error message of a call that must be refused with a SourceError."""
+    """Calls a function of the hub client that must fail, and returns its error message. Fails unless the
+    error is a SourceError, UnreachableError or AbsentError whose message has no traceback."""
     with pytest.raises(RefusedError) as caught:
         client.call(function, *arguments)
     assert caught.value.kind in ("SourceError", "UnreachableError", "AbsentError"), caught.value

@@ -32,10 +32,11 @@ SAME = (
     "qwen2-bias",
     "qwen3",
 )
-"""Names of the golden checkpoints whose config follows exactly from the metadata of their GGUF files."""
+"""Names of the test checkpoints (tests/golden) whose config follows exactly from the metadata of the GGUF
+files that are written from them."""
 ROUNDED = ("llama-llama3-gqa", "phi3-longrope-long")
-"""Names of the golden checkpoints whose rotary frequencies or attention factor are float32 in the GGUF file,
-so that they may differ in the last bits."""
+"""Names of the test checkpoints (tests/golden) whose rotary frequencies or attention factor are float32 in
+the GGUF files that are written from them, so that they may differ in the last bits."""
 TOKENS = [1, 5, 9, 2, 7, 30, 31, 3, 8, 64, 100, 12, 0, 17, 4, 99, 6, 7, 8, 9]
 
 

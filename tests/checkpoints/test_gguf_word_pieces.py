@@ -26,7 +26,9 @@ Metadata = dict[str, Any]
 
 
 def bert(lowercase: bool, strips: bool | None = None) -> Original:
-    """Returns a tokenizer of the parts that BertTokenizer of transformers has, trained here."""
+    """Returns a BERT tokenizer with a small vocabulary that is trained on random lines. It consists of the
+    same parts as BertTokenizer in transformers. lowercase, strips: whether texts are lowercased, and lose
+    their accents."""
     original = Original(models.WordPiece(unk_token="[UNK]"))
     original.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
     original.pre_tokenizer, original.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()

@@ -49,7 +49,8 @@ def words(codes: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def stored(place: Path, **arrays: Entry) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file with these arrays: name of a part of module `a` -> array."""
+    """Writes a safetensors file with the tensors a.<name>, one for each of `arrays`, which are (dtype,
+    array), and returns tensor name -> its place in that file."""
     path = place / "model.safetensors"
     save(path, {f"a.{name}": entry for name, entry in arrays.items()})
     return {tensor.name: tensor for tensor in read_header(path).tensors}

@@ -110,8 +110,8 @@ def test_tensors_are_read_as_python_pickles_them(protocol: int, mapping: type[di
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_attributes_of_a_mapping_are_ignored(protocol: int) -> None:
-    """Checks the attribute in which state_dict() stores versions of modules, and many tensors, after which
-    references to earlier objects need four bytes."""
+    """Checks pickles of a state_dict(): the attribute in which PyTorch stores versions of modules is ignored,
+    and 70 tensors are read, after which references to earlier objects in the pickle need four bytes."""
     state = OrderedDict((f"w{i}", tensor("FloatStorage", str(i), 0, (1,), (1,))) for i in range(70))
     state._metadata = OrderedDict({"": {"version": 1}, "layer": {"version": [1, None]}})  # type: ignore[attr-defined]
     actual = read(pickled(state, protocol))

@@ -67,7 +67,8 @@ def test_outputs_that_cannot_be_written_are_found_before_the_run(tmp_path: Path)
 
 
 def test_a_named_pipe_without_a_reader_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a run does not wait for a reader of a pipe, and that a pipe with a reader is written."""
+    """Checks named pipes as files for a run's summary: a pipe that no process reads is refused at once,
+    instead of waiting for a reader, and a pipe with a reader is accepted."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pipe))

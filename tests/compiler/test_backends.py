@@ -76,7 +76,8 @@ def test_a_device_may_have_no_decode_loop() -> None:
 
 @pytest.fixture
 def toy() -> Iterator[Backend]:
-    """Adds the example device of mlcbuild/README.md until the test ends, and yields its backend."""
+    """Adds the example device that mlcbuild/README.md shows to the tables of devices in this process until
+    the test ends, and yields the part of it that compiles (its backend)."""
     exec(example("Extend: a device"))
     yield BACKENDS["toy"]
     del BACKENDS["toy"], LOADERS["toy"]

@@ -69,8 +69,8 @@ def test_a_scheme_computes_what_its_stored_weights_stand_for(model: GpuExecutor)
 
 @pytest.fixture(scope="module")
 def plain(model: GpuExecutor) -> Iterator[GpuExecutor]:
-    """Yields the GPU executor of the test model on a device which wgpu restricts to the limits that every
-    adapter guarantees, and for which optional features are switched off."""
+    """Yields the GPU executor of the test model on a device which wgpu restricts to the limits that WebGPU
+    guarantees on every adapter, and for which optional features are switched off."""
     required = {name: getattr(GUARANTEED, limit) for name, limit in gpu_adapter._LIMITS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLCBUILD_DEVICE_FEATURES", "")

@@ -307,8 +307,8 @@ def test_threads_do_not_show() -> None:
 @pytest.mark.parametrize("width", [1, 31, 33, 260, 4103])
 @each_isa
 def test_masked_logits(isa: str, width: int) -> None:
-    """Checks that rows without a mask stay unchanged, and that a mask may have more bits than a row has
-    logits."""
+    """Checks the kernel that sets masked logits to minus infinity: rows without a mask stay unchanged, and a
+    mask may have more bits than a row has logits."""
     kernelbench.need(TARGETS[isa])
     function = masked(isa_for(TARGETS[isa])).with_attr("global_symbol", "masked")
     created = kernelbench.once(f"masks {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))

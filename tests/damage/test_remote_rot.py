@@ -121,8 +121,9 @@ def test_swapped_records_give_no_other_bundle(kind: str, place: Place, sound: Pl
 
 
 def test_what_one_user_mends_the_next_one_fetches(place: Place, sound: Place, remote: Path) -> None:
-    """Checks that the first user builds everything again after all files of a cache were damaged and replaces
-    them there, and that the second user builds nothing."""
+    """Damages all files of a shared cache. Checks that the next run with an empty store builds everything
+    again, and that a run with another empty store builds nothing after these results were pushed to the
+    cache."""
     empty(place)
     for path in (*(remote / "cas").iterdir(), *(remote / "ac").iterdir()):
         rot(path)

@@ -34,8 +34,8 @@ import numpy as np
 
 HERE = Path(__file__).parent
 TOKENS = 61
-"""Number of tokens of each golden: not a multiple of a page, a tile or a power of two; longer than every
-window."""
+"""Number of tokens for which each test model's logits are stored. It is longer than every attention window,
+and not a multiple of a KV cache page, of a tile or of a power of two."""
 
 COMMON: dict[str, object] = {
     "attention_dropout": 0.0,
@@ -253,15 +253,16 @@ ROPES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Golden:
-    """The random weights and tokens of one golden variant."""
+    """The random weights (tensor name -> float32 array) and token ids of one test model."""
 
     weights: Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
     tokens: np.ndarray[Any, np.dtype[np.int64]]
 
 
 def contents(variant: str, shapes: Mapping[str, tuple[int, ...]]) -> Golden:
-    """Returns random weights, scaled so that activations stay near 1 through the layers and attention is far
-    from uniform."""
+    """Returns the random weights and token ids of a test model, the same in each call. Weights are scaled so
+    that activations stay near 1 through the layers and attention is far from uniform. shapes: tensor name ->
+    shape."""
     rng = np.random.default_rng(crc32(variant.encode()))
     weights = {}
     for name in sorted(shapes):
@@ -284,8 +285,8 @@ def contents(variant: str, shapes: Mapping[str, tuple[int, ...]]) -> Golden:
 
 
 def make(variant: str) -> None:
-    """Writes the directory of one golden variant. The logits are computed from the written files, as a user
-    would read them."""
+    """Writes the directory of one test model: config, random weights, and the logits that transformers
+    computes. They are computed from the written files, as a user would read them."""
     # Imported by name: type checks must not need these packages.
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")

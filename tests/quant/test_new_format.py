@@ -81,7 +81,8 @@ def independent(weight: NDArray[np.float32]) -> tuple[Floats, Floats]:
 def converted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[ModelConfig, Mapping[str, NDArray[np.float32]]]:
-    """Runs the weights step on the embedded model, converting a few rows at a time."""
+    """Converts the embedded model's weights to the example format, a few rows at a time, to the directory
+    `weights` of `root`. Returns (the model's config; parameter name -> original float32 values)."""
     (root / "config").mkdir()
     action.normalise({}, {"checkpoint": TINY}, root / "config")
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 1 << 12)
