@@ -95,8 +95,8 @@ class Server:
         return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
 
     def warm(self) -> None:
-        """Stores two objects in the Ceph server, so that it creates its storage pools now: this takes long,
-        and would otherwise delay the first test."""
+        """Stores two objects in the Ceph server, so that it creates its storage pools now: this is slow and
+        would otherwise delay the first test."""
         import obstore
 
         self.bucket("warm")

@@ -55,7 +55,7 @@ def holding(note: str) -> list[Node]:
 def heavy(directory: str) -> list[Node]:
     """Returns the source and nine build steps in three layers. The steps of the first layer read the file
     `data` of `directory`, the others all results of the layer before. They write files so large that sending
-    them takes time."""
+    them is slow."""
     nodes: list[Node] = [Source("data", Path(directory), ("data",))]
     for layer in range(3):
         for index in range(3):

@@ -33,7 +33,7 @@ atexit.register(SERVER.close)
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
     """Compiles a library as the file request.json in `directory` describes it, in a forked process, and
-    replaces the function that starts a new Python process. Raises CompileError if the process fails or takes
+    replaces the function that starts a new Python process. Raises CompileError if the process fails or runs
     longer than `seconds`. module: name of the module with the compiler's entry point."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}

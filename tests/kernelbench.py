@@ -65,7 +65,7 @@ class Module:
 
     @cached_property
     def asm(self) -> str:
-        """Returns the assembly text of all kernels in this module. Generating it takes two fifths of the time
+        """Returns the assembly text of all kernels in this module. Generating it costs two fifths of the time
         of compiling them, so it is kept."""
         return str(self.built.inspect_source("asm"))
 

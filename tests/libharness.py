@@ -37,8 +37,8 @@ Floats = NDArray[np.float32]
 PAGE = 16
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ
 """True if the environment variable MLCBUILD_TEST_EVERY is set. Tests then cover every combination, such as
-each quantization scheme on each instruction set, which takes half an hour; otherwise only those that reveal
-most faults."""
+each quantization scheme on each instruction set, for half an hour; otherwise only those that reveal most
+faults."""
 
 
 @cache

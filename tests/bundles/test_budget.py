@@ -80,7 +80,7 @@ def test_the_fragment_is_the_same_scheme_in_a_recipe(inputs: dict[str, Path], tm
 def test_the_recipe_of_the_guide(tmp_path: Path, common_store: Path) -> None:
     """Builds the guide's recipe for a quantization with a budget of bits per weight. Checks that the formats
     which the budget chooses are recorded in the bundle and in its report, and that the recipe text which the
-    report suggests gives the same weights and library."""
+    report suggests produces the same weights and library."""
     (text,) = (block for block in readme_recipes() if "target_bits" in block)
     recipe = project(tmp_path, text.replace("models/tiny", "./tiny"))
     planned = checked(mlcbuild("plan", recipe, store=common_store))

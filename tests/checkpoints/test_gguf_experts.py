@@ -68,7 +68,8 @@ def test_what_files_leave_out(tmp_path: Path) -> None:
 
 def test_the_rope_of_hunyuan_is_scaled_by_the_converter(tmp_path: Path) -> None:
     """Checks rotary embeddings of HunYuan models. llama.cpp's converter replaces the field `alpha` by an
-    increased base; a GGUF file with this base gives the frequencies of the config.json with `alpha`."""
+    increased base; a GGUF file with this base is read with the frequencies of the config.json with
+    `alpha`."""
     config, tensors = checkpoint("hunyuan_v1_moe")
     alpha = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     original = parse({**config, "rope_theta": 10000.0, "rope_scaling": alpha})

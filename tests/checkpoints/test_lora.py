@@ -55,7 +55,7 @@ MOST = {"plain": 0, "root": 0, "twin": 0, "patterns": 0, "dora": 0}
 
 @pytest.mark.parametrize(("name", "most"), MOST.items())
 def test_the_merge_is_that_of_peft(name: str, most: int) -> None:
-    """Checks that merging one LoRA adapter gives the matrices that PEFT has merged. name: directory of the
+    """Checks that merging one LoRA adapter computes the matrices that PEFT has merged. name: directory of the
     adapter; most: largest allowed difference, in float32 units of the last place."""
     compare([(GOLDEN / name, 1.0)], GOLDEN / f"{name}-merged.safetensors", most)
 
@@ -65,9 +65,9 @@ def test_the_merge_is_that_of_peft(name: str, most: int) -> None:
 def test_several_adapters_with_factors_are_those_of_peft(
     golden: str, most: int, suffix: str, tmp_path: Path
 ) -> None:
-    """Checks that merging several adapters with factors gives the matrices that PEFT has merged. PEFT applies
-    a DoRA adapter to weights to which other adapters have been merged and subtracts their changes again; here
-    its norms are computed from the base weights."""
+    """Checks that merging several adapters with factors computes the matrices that PEFT has merged. PEFT
+    applies a DoRA adapter to weights to which other adapters have been merged and subtracts their changes
+    again; here its norms are computed from the base weights."""
     listed = json.loads((GOLDEN / f"{golden}.json").read_text())
     adapters = [(GOLDEN / name, factor) for name, factor in listed]
     if suffix == "bin":

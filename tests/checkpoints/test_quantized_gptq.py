@@ -147,9 +147,9 @@ def test_gptq_of_every_width(bits: int, version: int, order: str | None, tmp_pat
 
 @pytest.mark.parametrize(("group", "order"), [(-1, None), (64, "zeros"), (32, "plain"), (48, None)])
 def test_groups_of_other_sizes(group: int, order: str | None, tmp_path: Path) -> None:
-    """Checks that GPTQ checkpoints with groups of 32, 48 or 64 weights, or one group per row, give the values
-    that were quantized. A file whose stored group index is 0 for all columns is read as one whose groups
-    follow the order of the columns."""
+    """Checks that GPTQ checkpoints with groups of 32, 48 or 64 weights, or one group per row, are read with
+    the values that were quantized. A file whose stored group index is 0 for all columns is read as one whose
+    groups follow the order of the columns."""
     settings = {**GPTQ, "group_size": group}
     check(tmp_path, settings, quantized(tmp_path, settings, gptq(4, group, order=order)))
 

@@ -211,8 +211,8 @@ def test_a_copied_store_serves_another_place(tmp_path: Path, tiny_bundles: Path,
 
 
 def test_two_builds_in_different_directories_are_the_same_bytes(tmp_path: Path, tiny_bundles: Path) -> None:
-    """Checks that two builds of a recipe in different directories and with different stores give bundles of
-    the same bytes, except for the provenance file."""
+    """Checks that two builds of a recipe in different directories and with different stores produce bundles
+    of the same bytes, except for the provenance file."""
     recipe = project(tmp_path, QUICKSTART.replace("q0f32, q4f16_1, ", ""))
     shutil.copy(tiny_bundles / "prompts.txt", tmp_path / "prompts.txt")
     checked(mlcbuild("run", recipe, store=tmp_path / "store"))

@@ -133,7 +133,7 @@ def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> 
 
 def test_the_same_program_gives_the_same_tokens_through_opencl(plain: GpuExecutor) -> None:
     """Checks that a GPU program executed through OpenCL, which compiles the kernels anew and has its own host
-    code, gives the same tokens as wgpu on this machine's adapter, and logits that differ little."""
+    code, computes the same tokens as wgpu on this machine's adapter, and logits that differ little."""
     model = plain
     qwen, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
     other = through_opencl(model, qwen.config, scheme)

@@ -229,7 +229,7 @@ def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
 def test_tile_registers(scheme: str, shape: tuple[int, int]) -> None:
     """Checks matrix products on AMX tile registers against float64, with more rows than are computed at once.
     The error is small, and results are not smaller on average, as they would be if bits were cut off instead
-    of rounded. Inputs that are multiplied by a power of two give exactly multiplied results."""
+    of rounded. Inputs that are multiplied by a power of two produce exactly multiplied results."""
     target = TARGETS["avx512amx"]
     kernelbench.need(target)
     rng, (n, k), m = np.random.default_rng(6), shape, 530

@@ -1,5 +1,5 @@
 """Tests of the files of the tiny model that is embedded in the package: they fit together, both of its
-tokenizer files give the same tokens, and the questions and answers of its accuracy test are correct."""
+tokenizer files produce the same tokens, and the questions and answers of its accuracy test are correct."""
 
 from __future__ import annotations
 
