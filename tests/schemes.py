@@ -3,16 +3,22 @@ tests."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 from numpy.typing import NDArray
 
+from mlcbuild.errors import UsageError
 from mlcbuild.quant import Storage
 from mlcbuild.quant.floats import Array, Scratch
 from mlcbuild.quant.schemes import SCHEMES as BUILT_IN
 from mlcbuild.targets.backends import BACKENDS
 
 SCHEMES: dict[str, Storage] = {name: BACKENDS["cpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
-GPU_SCHEMES = {name: BACKENDS["webgpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
+GPU_SCHEMES: dict[str, Storage] = {}
+for _name, _scheme in BUILT_IN.items():
+    with suppress(UsageError):  # GPUs need not have kernels for every format.
+        GPU_SCHEMES[_name] = BACKENDS["webgpu"].storage(_scheme)
 SIMPLE = {name: scheme for name, scheme in SCHEMES.items() if scheme.definition.blocks is None}
 """The built-in schemes except those with scales in two levels."""
 QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits]

@@ -22,7 +22,7 @@ from mlcbuild import models, pipeline, quant, recipe
 from mlcbuild.bundles import reference
 from mlcbuild.checkpoints import conversion, exact_weights
 from mlcbuild.checkpoints.lock import Lock
-from mlcbuild.errors import InputError
+from mlcbuild.errors import CheckpointError, InputError
 from mlcbuild.models import ModelConfig, action
 from mlcbuild.quant import Scheme, Storage, format, formats
 from mlcbuild.quant.schemes import SCHEMES
@@ -131,6 +131,13 @@ def test_the_header_holds_the_signature_of_all_tensors(
     assert {(item.name, item.shape, item.dtype) for item in header.tensors} == {
         (item.name, item.shape, item.dtype) for item in expected
     }
+
+
+def test_weights_that_are_not_finite_are_refused(toy: None) -> None:
+    matrix = schemes.normal(4, 64)
+    matrix[2, 3] = np.nan
+    with pytest.raises(CheckpointError, match="m: it holds infinite or NaN weights"):
+        schemes.pack(matrix, STORAGE, "m")
 
 
 def test_the_reference_computes_with_the_format(
