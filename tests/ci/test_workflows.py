@@ -91,6 +91,13 @@ def test_a_failing_build_fails_its_job_and_keeps_what_it_has(runners: tuple[Runn
     assert (artifacts / "mlcbuild-results-0" / ".mlcbuild-results-0.tar").is_file()
 
 
+def test_the_last_job_needs_a_plan() -> None:
+    """Checks that the job which builds what others left does not build everything after a failed plan."""
+    for name in ("ci/github-workflow.yml", ".github/workflows/mlcbuild.yml"):
+        finish = yaml.safe_load((ROOT / name).read_text())["jobs"]["finish"]
+        assert finish["if"] == "${{ !cancelled() && needs.plan.result == 'success' }}"
+
+
 def test_a_job_passes_on_only_new_results(tmp_path: Path) -> None:
     steps = {step.get("name"): step for job in WORKFLOW["jobs"].values() for step in job["steps"]}
     runner = Runner(tmp_path / "a", tmp_path / "project", tmp_path / "service")
