@@ -85,6 +85,11 @@ def test_the_manifest_probes_paths_that_exist_and_waits_longer_than_it_drains() 
     assert volume["name"] == mount["name"] and options.bundles == [mount["mountPath"]]
     (variable,) = container["env"]
     assert variable["name"] == KEY_VARIABLE
+    key = variable["valueFrom"]["secretKeyRef"]
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert f"create secret generic {key['name']} --from-literal={key['key']}=" in text
+    # An image without a tag is pulled by default, also where a local build has put it on the node.
+    assert ":" in container["image"] or container["imagePullPolicy"] == "IfNotPresent"
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert container["resources"]["requests"] == container["resources"]["limits"]
