@@ -86,8 +86,9 @@ def compare(
     for turn in range(timing[1] + 1):
         for index, value in enumerate((present, *values)):
             label, asked = request(name, value)
-            # A prompt that differs in its first token is in no cache.
-            asked = replace(asked, prompt=(300 + turn * 20 + index, *asked.prompt[1:]))
+            # A prompt that begins with other tokens is in no cache. Small vocabularies have 400 tokens.
+            high, low = divmod(turn * 20 + index, 100)
+            asked = replace(asked, prompt=(100 + low, 200 + high, *asked.prompt[2:]))
             with replaced(f"{ENGINE}.{module}", attribute, value):
                 spent = seconds(engine, asked, timing[0])
             least[index] = min(least[index], spent) if turn else least[index]
