@@ -145,6 +145,14 @@ def checked(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout
 
 
+def copy_source(root: Path) -> None:
+    """Copies the source of builder, runtime and target presets into the directory `root`, for tests that edit
+    it."""
+    for package in ("mlcbuild", "runtime", "targets"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, root / package, ignore=ignored, symlinks=True)
+
+
 def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> Path:
     """Writes a recipe and copies of checkpoints, each in a directory of its name, and returns the recipe's
     path."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from mlcbuild.models.parsing import family_module, family_names
 from mlcbuild.pipeline import build
 from mlcbuild.quant.format import format_module, format_names
 from mlcbuild.recipe import load
-from tests.conftest import ROOT, project
+from tests.conftest import ROOT, copy_source, project
 from tests.forkserver import ForkServer
 
 GOLDEN = ROOT / "tests" / "golden" / "closures.json"
@@ -281,9 +280,7 @@ class Source:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     """Yields a copy of the source of builder and runtime, with a recipe that was built once by this copy."""
     root = tmp_path_factory.mktemp("source")
-    for package in ("mlcbuild", "runtime", "targets"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, root / package, ignore=ignored, symlinks=True)
+    copy_source(root)
     (root / "work").mkdir()
     text = RECIPE.replace("x86-64-v3", "host")
     project(root / "work", text + "verify: {prompts: [The quick brown fox.]}\n")

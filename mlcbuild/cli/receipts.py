@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlcbuild_format
-import mlcbuild_runtime
 
 import mlcbuild
-from mlcbuild import keyfile
-from mlcbuild.build.graph import Source
+from mlcbuild import canon, keyfile
+from mlcbuild.build.graph import Graph, Source
+from mlcbuild.build.plan import step_modules
 from mlcbuild.compiler.cpu.toolchain import programs
 from mlcbuild.outcomes import Result
 from mlcbuild.pipeline import Pipeline
@@ -129,9 +129,8 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
     for node in pipeline.graph.nodes.values():
         if isinstance(node, Source):
             yield from (str(node.root / name) for name in node.files)
-    packages = (mlcbuild, mlcbuild_format, mlcbuild_runtime)
-    for place in (*(path for package in packages for path in package.__path__), str(presets.directory())):
-        yield from _files(place)
+    yield from _code(pipeline.graph, store)
+    yield from _data()
     # Installed packages: the names of directories there include versions.
     yield from (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     linkers = {name for target in recipe.targets.values() for name in programs(target)}
@@ -139,10 +138,35 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
         yield from (os.path.join(directory, name) for name in sorted(linkers))
 
 
-def _files(place: str) -> Iterator[str]:
-    for directory, names, files in os.walk(place):
-        names[:] = sorted(name for name in names if name != "__pycache__")
-        yield from (os.path.join(directory, name) for name in sorted(files))
+def _code(graph: Graph, store: Store) -> Iterator[str]:
+    """Yields the paths of the program's source files on which a run of `graph` depends, and their
+    directories. These files are the modules that this process has loaded, and those that are hashed into the
+    cache keys of the steps.
+
+    A run without work loads no others: another one is loaded only after an edit of one of these files or
+    after a new file has appeared in one of the directories, where it may replace a module.
+    """
+    closures: canon.SourceFiles = {}
+    for modules in dict.fromkeys(step_modules(step) for step in graph.steps()):
+        canon.code_files(*modules, files=closures, imports=store.cache.imports())
+    packages = {*canon.PACKAGES, *(name.partition(".")[0] for name in closures)}
+    loaded = {name for name in sys.modules if name.partition(".")[0] in packages}
+    # `python -m mlcbuild` loads this one under another name.
+    names = {"mlcbuild.__main__", *loaded, *closures}
+    files = sorted(str(path) for path in map(canon.module_path, names) if path is not None)
+    yield from dict.fromkeys(map(os.path.dirname, files))
+    yield from files
+
+
+def _data() -> Iterator[str]:
+    """Yields the paths of the program's files that are not Python source, such as schemas and presets of
+    targets, and the directory of these presets. It leaves out those of the runtime, which only servers read.
+    """
+    yield str(presets.directory())
+    for place in (*mlcbuild.__path__, *mlcbuild_format.__path__, str(presets.directory())):
+        for directory, names, files in os.walk(place):
+            names[:] = sorted(name for name in names if name != "__pycache__")
+            yield from (os.path.join(directory, name) for name in sorted(files) if not name.endswith(".py"))
 
 
 def _demand_old(paths: Sequence[str], read_ns: int) -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from mlcbuild.store import receipt, stamp
 from mlcbuild.store.staging import remove
 from mlcbuild.store.store import Store, default_root
 from tests import product
+from tests.conftest import ROOT, copy_source
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="there are no receipts on macOS")
 TARGETS = ("x86-64-v2", "aarch64-linux")
@@ -88,10 +89,10 @@ def first(root: Path, name: str = "bundle.json") -> Path:
     return next(iter(sorted((root / "dist").rglob(name))))
 
 
-def append(path: Path) -> None:
+def append(path: Path, text: str = "x") -> None:
     path.chmod(0o644)
     with path.open("a") as file:
-        file.write("x")
+        file.write(text)
 
 
 def same_size(path: Path) -> None:
@@ -256,6 +257,64 @@ def test_everything_that_decides_is_watched(build: Build, tmp_path: Path) -> Non
     assert "/x86-64-v3.yaml\0" in text
     assert "-packages\0" in text, "where versions of installed packages show"
     assert "libtvm_runtime." in text
+
+
+RUN = """
+import sys
+from mlcbuild.cli import main
+from mlcbuild.store import stamp
+stamp.RACY_NS = 0
+sys.exit(main(sys.argv[1:]))
+"""
+"""A program that executes the command line without looking for a receipt. Every file counts as old enough."""
+CHECK = """
+import sys
+from mlcbuild.store import receipt
+sys.exit(receipt.check(sys.argv[1:]) is None)
+"""
+"""A program that fails if no receipt shows that the command line has nothing to do."""
+
+
+def move_into_package(module: Path) -> None:
+    """Creates a package that Python imports in place of a module, with the same code."""
+    module.with_suffix("").mkdir()
+    shutil.copy(module, module.with_suffix("") / "__init__.py")
+
+
+CODE_CHANGES: Mapping[str, Callable[[Path], object]] = {
+    "a module that runs import": lambda root: append(root / "mlcbuild/session.py", "# edited\n"),
+    "a new module": lambda root: (root / "mlcbuild/reports/added.py").touch(),
+    "a package in place of a module": lambda root: move_into_package(root / "mlcbuild/durations.py"),
+    "a file of this package": lambda root: append(root / "mlcbuild/durations/__init__.py", "#"),
+    "an import": lambda root: append(root / "mlcbuild/session.py", "import mlcbuild.reports.added\n"),
+    "a module that was not imported before": lambda root: append(root / "mlcbuild/reports/added.py", "#"),
+    "a new preset": lambda root: shutil.copy(root / "targets/x86-64-v3.yaml", root / "targets/mine.yaml"),
+    "a module that is only in keys": lambda root: append(root / "mlcbuild/compiler/program/decoder.py", "#"),
+}
+"""Change of the program's source files -> function that makes it in a copy of the source. A change may build
+on those before it. After the last one, a run has to build a library."""
+
+
+def test_a_change_of_the_program_leads_to_an_ordinary_run(tmp_path: Path) -> None:
+    """Checks that no receipt survives a change of the source files that a run imports or that cache keys
+    hold, and that changes of other files do no harm."""
+    source, work = tmp_path / "source", tmp_path / "work"
+    copy_source(source)
+    product.make(work, 1, ("q0f32",), ("aarch64-linux",))
+    paths = [str(path) for path in (source, source / "runtime", ROOT)]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MLCBUILD_KEY": "no-key.pem"}
+
+    def python(*arguments: str) -> int:
+        return subprocess.run([sys.executable, *arguments], cwd=work, env=variables, check=False).returncode
+
+    assert python("-m", "tests.product", "fill", *WORDS[1:]) == 0
+    for change, make in CODE_CHANGES.items():
+        assert python("-c", RUN, *WORDS) == 0
+        append(source / "mlcbuild/doctor.py", "#")
+        append(source / "runtime/mlcbuild_runtime/http/server.py", "#")
+        assert python("-c", CHECK, *WORDS) == 0, f"before {change}"
+        make(source)
+        assert python("-c", CHECK, *WORDS) == 1, change
 
 
 def test_a_file_that_was_just_written_is_not_trusted(
