@@ -161,9 +161,12 @@ def scheme(url: str) -> str:
 
 def normal(url: str) -> str:
     """Returns the normal form of a valid URL of a remote cache, so that equal addresses are equal texts: the
-    scheme in small letters, no slashes at the end."""
+    scheme and the host in lower case, no slashes at the end. A path may depend on case and stays as it is. A
+    valid URL has no user name, so everything before the path is the host and its port.
+    """
     kind, separator, rest = url.partition("://")
-    return f"{kind.lower()}{separator}{rest.rstrip('/')}"
+    host = re.split(r"[/?]", rest, maxsplit=1)[0]
+    return f"{kind.lower()}{separator}{host.lower()}{rest[len(host) :].rstrip('/')}"
 
 
 def fault(url: str) -> str:

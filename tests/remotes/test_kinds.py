@@ -100,6 +100,23 @@ def test_equal_addresses_have_one_form() -> None:
     assert normal("toy:///a/b/") == "toy:///a/b", "also of a kind that urllib does not know"
 
 
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://Cache.Example:8443/Team/MLC", "https://cache.example:8443/Team/MLC"),
+        ("http://[2001:DB8::A]:80/X", "http://[2001:db8::a]:80/X"),
+        ("https://CACHE.example", "https://cache.example"),
+        ("oci://Registry.Example/name?plain-http=true", "oci://registry.example/name?plain-http=true"),
+        ("s3://bucket?endpoint=https://Other.Example/A", "s3://bucket?endpoint=https://Other.Example/A"),
+        ("file:///Home/Cache/", "file:///Home/Cache"),
+    ],
+)
+def test_only_hosts_are_the_same_in_either_case(url: str, expected: str) -> None:
+    assert not fault(url) and normal(url) == expected
+    user = url.replace("://", "://Ann@", 1)
+    assert "must not hold a user name" in fault(user), "what has a case of its own stands in no valid host"
+
+
 @pytest.mark.usefixtures("toy")
 def test_messages_list_the_kinds_of_the_table() -> None:
     *others, last = [kind.form for kind in kinds.KINDS.values() if kind.connect is not None]
