@@ -344,14 +344,16 @@ class _Piece:
 
     def seek(self, offset: int) -> int:
         """Moves the stream of a request's body back to its beginning, as HTTP clients do before they retry a
-        request. offset: must be the position of the beginning, which is returned."""
+        request, and returns 0, the position there. offset: must be 0; raises ValueError otherwise."""
+        if offset:
+            raise ValueError(f"a part of an upload can only be read from its beginning, not from {offset}")
         self.hasher = self._before.copy()
         self._source.seek(self._start)
         self._left = self._begin - self._start
         while self._left:
             self.read()
         self._left = self._size
-        return offset
+        return 0
 
     def read(self, count: int = 1 << 17) -> bytes:
         data = self._source.read(min(count, self._left)) if self._left else b""

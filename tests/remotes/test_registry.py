@@ -115,6 +115,15 @@ def test_an_upload_goes_on_where_it_broke_off() -> None:
     assert uploads.pieces[0] == "0-2499" and uploads.pieces[-1] == "2000-2499"
 
 
+def test_a_part_of_an_upload_is_read_from_its_beginning_only() -> None:
+    piece = registry._Piece(io.BytesIO(b"abcdef"), hashlib.sha256(), 0, 2, 5)
+    for _ in range(2):
+        assert piece.seek(0) == 0 and piece.read() + piece.read() == b"cde"
+        assert piece.hasher.hexdigest() == hashlib.sha256(b"abcde").hexdigest()
+    with pytest.raises(ValueError, match="from its beginning, not from 1"):
+        piece.seek(1)
+
+
 def test_an_upload_that_never_comes_through_is_given_up() -> None:
     with (
         serving(Uploads(0)) as server,
