@@ -171,11 +171,12 @@ class Fields:
 
     def integers(self, name: str, count: int, default: int, high: int = 2**22) -> list[int]:
         """Returns a list of `count` integers from 1 to `high` from a field of config.json, which holds such a
-        list, or one integer for all. default: the integer that is repeated if the field is absent. A wrong
-        value adds an error message, and a list of valid substitutes is returned."""
+        list, or one integer for all. default: the integer that is repeated if the field is absent or wrong;
+        a wrong value adds an error message."""
         value = self.get(name)
         if not isinstance(value, list):
-            return [self.integer(name, default, high=high)] * count
+            integer = self.integer(name, default, high=high)
+            return [integer if self.sound(name) else default] * count
         if len(value) != count or any(type(item) is not int or not 1 <= item <= high for item in value):
             self.problem(name, f"must list {count} integers from 1 to {high}, found {show(value)}")
             return [default] * count

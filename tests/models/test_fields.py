@@ -96,7 +96,7 @@ def test_null_is_false_to_transformers() -> None:
 
 
 def test_lists() -> None:
-    reader = fields(a=[0, 1, 1], b=[0, 2], c=7, d=[1, 2], e=[1, 0], f=[1, 0.5], g=[1], h=[1, 1e9])
+    reader = fields(a=[0, 1, 1], b=[0, 2], c=7, d=[1, 2], e=[1, 0], f=[1, 0.5], g=[1], h=[1, 1e9], i="7")
     assert reader.switches("a", [True] * 3) == [False, True, True]
     assert reader.integers("c", 2, 3) == [7, 7] and reader.integers("x", 2, 3) == [3, 3]
     assert reader.integers("d", 2, 3) == [1, 2]
@@ -105,6 +105,7 @@ def test_lists() -> None:
     assert reader.switches("a", [True]) == [True]
     assert reader.integers("e", 2, 3) == [3, 3] and not reader.sound("e")
     assert reader.integers("d", 3, 3) == [3, 3, 3]
+    assert reader.integers("i", 2, 3) == [3, 3] and not reader.sound("i")
     assert reader.numbers("g", 2) == (1.0, 1.0)
     assert reader.problems[-1].endswith("must be a list of 2 numbers, one per rotated pair; found 1 items")
     assert reader.numbers("h", 2) == (1.0, 1.0)
