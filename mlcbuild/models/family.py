@@ -362,7 +362,11 @@ def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> t
             return (None,) * count
         kinds = listed
     if window is None and LAYER_KINDS[1] in kinds and fields.sound("sliding_window"):
-        fields.problem("sliding_window", "is off, but some layers are sliding_attention; give the window")
+        fields.problem(
+            "sliding_window",
+            "must be the number of tokens of the window, because some layers are sliding_attention; it is"
+            " off: write the number, or full_attention for every layer in layer_types",
+        )
     return tuple(window if kind == LAYER_KINDS[1] else None for kind in kinds)
 
 

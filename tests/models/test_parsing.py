@@ -222,7 +222,11 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("qwen2-window", {"sliding_window": None}, "sliding_window: missing"),
     ("qwen2-window", {"max_window_layers": ...}, "max_window_layers: missing"),
     ("qwen2-window", {"use_sliding_window": "no"}, 'use_sliding_window: must be true or false, found "no"'),
-    ("gemma2", {"sliding_window": None}, "sliding_window: is off, but some layers are sliding_attention"),
+    (
+        "gemma2",
+        {"sliding_window": None},
+        "sliding_window: must be the number of tokens of the window, because .*; it is off: write the number",
+    ),
     # Rotary embeddings.
     ("llama-yarn", {"rope_scaling": 4}, "rope_scaling: must be an object or null, found 4"),
     (

@@ -192,7 +192,7 @@ ERRORS: list[tuple[str, object, int, str | None, str]] = [
         {"prompt": ["x" * 200] * 128, "echo": True, "logprobs": 20},
         400,
         "logprobs",
-        "asks for 540288 log-probabilities of prompts, and at most 524288",
+        "at most 524288 log-probabilities of prompts, found 540288: send fewer prompts",
     ),
     (COMPLETION, {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty", "a number from -2 to 2"),
     (COMPLETION, {"prompt": "x", "frequency_penalty": "a"}, 400, "frequency_penalty", "from -2 to 2"),

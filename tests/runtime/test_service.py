@@ -83,7 +83,7 @@ def test_an_echo_with_scores_needs_the_prompt_s() -> None:
 def test_too_many_scores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_SCORES", 11)
     body: dict[str, Json] = {"prompt": [1, 2, 3], "echo": True, "logprobs": 1, "n": 2}
-    with pytest.raises(RequestError, match="asks for 12 log-probabilities of prompts, and at most 11"):
+    with pytest.raises(RequestError, match="at most 11 log-probabilities of prompts, found 12: send"):
         service.completion(running(), body)
 
 

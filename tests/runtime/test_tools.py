@@ -111,7 +111,11 @@ def allowed(mode: str, *names: str) -> Json:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        (
+            {"tool_choice": "required"},
+            "tool_choice",
+            "tool_choice is 'required', which requires tools, and the request has none: send tools, or",
+        ),
         ({"tools": {}}, "tools", "a list of at most 128 tools"),
         ({"tools": [tool()] * 129}, "tools", "a list of at most 128 tools"),
         ({"tools": [{}]}, "tools[0]", "an object such as"),

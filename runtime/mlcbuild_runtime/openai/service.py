@@ -152,8 +152,8 @@ def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
     )
     if scores > MAX_SCORES:
         raise RequestError(
-            f"echo with logprobs asks for {scores} log-probabilities of prompts, and at most {MAX_SCORES} are"
-            " given at a time: send fewer prompts, or ask for fewer alternatives",
+            f"logprobs with echo may return at most {MAX_SCORES} log-probabilities of prompts, found"
+            f" {scores}: send fewer prompts, or a smaller logprobs or n",
             param="logprobs",
         )
     return _job(running, call.options, requests, prompts, chat=False)

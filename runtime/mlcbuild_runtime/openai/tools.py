@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlcbuild_format.errors import RequestError
-from mlcbuild_format.fields import Json
+from mlcbuild_format.fields import Json, describe
 
 from mlcbuild_runtime.constraints.lark import Constraint, as_rule
 from mlcbuild_runtime.openai.bare_arguments import BareRules
@@ -110,7 +110,11 @@ def toolbox(body: RequestBody) -> Toolbox | None:
     listed_tools, choice = body.get("tools"), body.get("tool_choice")
     if listed_tools is None or listed_tools == []:
         if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice needs tools", param="tool_choice")
+            raise RequestError(
+                f"tool_choice is {describe(choice)}, which requires tools, and the request has none:"
+                " send tools, or leave tool_choice out",
+                param="tool_choice",
+            )
         return None
     if not isinstance(listed_tools, list) or len(listed_tools) > MAX_TOOLS:
         raise wrong("tools", f"a list of at most {MAX_TOOLS} tools", listed_tools)
