@@ -62,8 +62,8 @@ stage is tried again in the next one.
 A plain schema takes 5 ms with a vocabulary of 500 tokens and 8 ms with one of 150,000 (AMD EPYC, idle),
 mostly for page faults after a fork, and up to 12 ms on a busy machine (`ci/bench/hostile`, load 8). 40 slow
 constraints that arrive at once delay it by 0.9 CPU seconds. Later stages have a higher niceness, because more
-clients wait for the earlier ones. The queue of the last stage is long, because a client that it refused would
-return to the first stage at once.
+clients wait for the earlier ones. The queues of later stages have as many places as that of the first one,
+because a client that they refused would return to the first stage at once.
 """
 KEPT = 256
 """Maximum number of short constraints for which the outcome of the trial in a child process is cached: the

@@ -20,7 +20,8 @@ class Turns:
 
     Engines of one process share it: two models that compute at once would have twice as many threads as there
     are cores, and both would be slower than in turns. A plain lock would go back to the engine that just had
-    it.
+    it. `FairLock` in `text/turns.py` serves clients, of which each may have many threads, and may refuse one;
+    this lock refuses nobody, and reports to its holder that another engine waits.
     """
 
     def __init__(self) -> None:
