@@ -12,7 +12,7 @@ BODY = b"12\n\n45"
 """Content of a request body. Its empty line must not count as the end of a head."""
 
 
-def taken(stream: bytes, pieces: list[bytes]) -> list[bytes]:
+def taken(pieces: list[bytes]) -> list[bytes]:
     """Returns the parts into which the parser divides two requests on one connection: head, body, head, body.
     Each body is BODY, with a Content-Length. pieces: the bytes as they arrive."""
     source, parts, part = RequestInput(), list[bytes](), b""
@@ -38,8 +38,8 @@ def test_the_parser_gets_bytes_up_to_the_end_of_a_head_or_body(seed: int) -> Non
     stream, chooser = (HEAD + BODY) * 2, random.Random(seed)
     cuts = sorted(chooser.sample(range(1, len(stream)), 12))
     pieces = [stream[i:j] for i, j in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    assert taken(stream, pieces) == [HEAD, BODY] * 2
-    assert taken(stream, [stream]) == [HEAD, BODY] * 2
+    assert taken(pieces) == [HEAD, BODY] * 2
+    assert taken([stream]) == [HEAD, BODY] * 2
 
 
 def test_a_head_is_limited_in_bytes_and_fields() -> None:
