@@ -27,7 +27,7 @@ from mlcbuild.quant import Storage
 from mlcbuild.targets import presets, requirements
 from mlcbuild.targets.target import Target
 from tests import emulation
-from tests.schemes import pack
+from tests.schemes import pack, unpack
 
 Floats = NDArray[np.float64]
 Tensor = NDArray[Any]
@@ -158,39 +158,11 @@ def libraries_called(asm: str) -> set[str]:
 
 
 def weights(rng: np.random.Generator, scheme: Storage, n: int, k: int) -> tuple[tuple[Tensor, ...], Floats]:
-    """Returns (stored tensors of a matrix of gaussian weights, in their order; the float32 matrix that they
-    represent).
+    """Returns (stored tensors of a matrix [n, k] of gaussian weights, in their order; the matrix that they
+    represent, as the format's `unpack` computes it).
     """
-    matrix = rng.standard_normal((n, k)).astype(np.float32)
-    if scheme.bits == 0:
-        plain = matrix.astype(scheme.dtype)
-        return (plain,), plain.astype(np.float64)
-    words, scales = pack(matrix, scheme)
-    zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
-    unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    unpack = _tiles if scheme.layout == "x16" else _lines
-    levels, each = unpack(words, scales)
-    return (words, scales), ((levels.astype(np.float64) - zero) * each.astype(np.float64))[:n, :k]
-
-
-def _lines(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    bits = words.shape[1] // scales.shape[1]
-    fields = (words[:, :, None] >> np.arange(0, 32, bits, dtype=np.uint32)) & np.uint32(2**bits - 1)
-    return fields.reshape(len(words), -1), np.repeat(scales, 32, axis=1)
-
-
-def _tiles(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    tiles, groups, size = words.shape
-    if size < 512:
-        nibbles, fifth = words[:, :, :256], words[:, :, 256:, None]
-        words = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
-        if fifth.size:
-            bits = np.unpackbits(fifth, axis=3, bitorder="little")
-            words = words + 16 * bits.transpose(0, 1, 3, 2).reshape(tiles, groups, size // 5 * 8)
-    levels = (
-        words.reshape(tiles, groups, 2, 4, 16, 4).transpose(0, 4, 1, 2, 3, 5).reshape(tiles * 16, groups * 32)
-    )
-    return levels, np.repeat(scales.transpose(0, 2, 1).reshape(tiles * 16, groups), 32, axis=1)
+    stored = pack(rng.standard_normal((n, k)).astype(np.float32), scheme)
+    return stored, unpack(stored, scheme, (n, k)).astype(np.float64)
 
 
 def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
