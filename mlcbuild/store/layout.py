@@ -92,12 +92,15 @@ def is_as_written(stat_result: os.stat_result, size: int) -> bool:
     )
 
 
-def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
-    """Returns True if every stat shows a regular file of the corresponding size in bytes with the mtime
-    STAMP, a constant that the store sets on its files: nobody has written to them since. It makes no function
-    call per file, since a short run checks thousands of files."""
-    stamp, kind_bits, regular = STAMP_NS, 0o170000, stat.S_IFREG
-    for item, size in zip(stats, sizes, strict=True):
+def all_as_written(paths: Iterable[str | bytes], sizes: Iterable[int], directory: int | None = None) -> bool:
+    """Returns True if every file is a regular one of the corresponding size in bytes with the mtime STAMP, a
+    constant that the store sets on its files: nobody has written to them since. It calls no function of
+    Python's for a file, since a short run checks thousands of files. directory: descriptor of the directory
+    to which the paths are relative, if it is not the current one. Raises OSError if a file cannot be examined,
+    ValueError unless there are as many sizes as paths."""
+    examine, stamp, kind_bits, regular = os.stat, STAMP_NS, 0o170000, stat.S_IFREG
+    for path, size in zip(paths, sizes, strict=True):
+        item = examine(path, dir_fd=directory)
         if item.st_mtime_ns != stamp or item.st_size != size or item.st_mode & kind_bits != regular:
             return False
     return True

@@ -98,8 +98,8 @@ def check(arguments: Sequence[str]) -> str | None:
         same = (
             stats(_split(texts["watched"])) == numbers["stats"]
             and not any(map(os.path.lexists, filter(None, _split(texts["absent"]))))
-            and _whole(_split(texts["blobs"]), numbers["blob_sizes"], cas)
-            and _whole(_split(texts["copies"]), numbers["copy_sizes"], None)
+            and layout.all_as_written(_split(texts["blobs"]), numbers["blob_sizes"], cas)
+            and layout.all_as_written(_split(texts["copies"]), numbers["copy_sizes"])
             and _listed([os.fsdecode(name) for name in _split(texts["listed"])])
             and _recorded(os.fsencode(f"{root}/ac/"), texts, numbers["shelf_stats"])
             and not layout.unsent(root)
@@ -146,7 +146,7 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
         sections += [array("Q", numbers[name]).tobytes() for name in _NUMBERS]
         layout.own_directory(directory)
         parts = [" ".join(str(len(section)) for section in sections).encode() + b"\n", *sections]
-        layout.write(path, [f"{FORMAT} {_sum(parts)} ".encode(), *parts])
+        layout.write(path, [_head(parts), *parts])
         old = sorted((entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(directory))
         layout.remove_oldest(name for _, name in old[:-KEPT])
     except (OSError, UnicodeError, OverflowError):  # an mtime before 1970
@@ -193,14 +193,15 @@ def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
     that is damaged, or that another user can write."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        if not layout.is_private(os.fstat(descriptor)):
+        status = os.fstat(descriptor)
+        if not layout.is_private(status) or status.st_size > _LARGEST:
             raise ValueError(path)
-        data = file.read(_LARGEST)
-    form, digest, data = data.split(b" ", 2)
-    if form.decode() != FORMAT or digest.decode() != _sum([data]):
+        data = file.read(status.st_size)  # A larger limit would allocate as much.
+    start = len(_head([]))
+    if data[:start] != _head([memoryview(data)[start:]]):
         raise ValueError(path)
     at = data.index(b"\n") + 1
-    lengths = data[:at].split()
+    lengths = data[start:at].split()
     sections = []
     for length in map(int, lengths):
         sections.append(data[at : at + length])
@@ -212,23 +213,17 @@ def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
     return texts, {name: memoryview(section).cast("Q").tolist() for name, section in numbers}
 
 
-def _sum(sections: Iterable[bytes]) -> str:
+def _head(sections: Iterable[bytes | memoryview]) -> bytes:
+    """Returns the first bytes of a receipt, always of the same length: the version of its format, and the
+    digest of all bytes that follow, `sections`, by which a damaged receipt is detected."""
     hasher = blake3()
     for section in sections:
         hasher.update(section)
-    return hasher.hexdigest()
+    return f"{FORMAT} {hasher.hexdigest()} ".encode()
 
 
 def _split(section: bytes) -> list[bytes]:
     return section.split(b"\0") if section else []
-
-
-def _whole(names: Sequence[bytes], sizes: Sequence[int], directory: int | None) -> bool:
-    if len(names) != len(sizes):
-        return False
-    stat = os.stat
-    stats = map(stat, names) if directory is None else (stat(name, dir_fd=directory) for name in names)
-    return layout.all_as_written(stats, sizes)
 
 
 def _listed(listed: Sequence[str]) -> bool:

@@ -46,17 +46,25 @@ def test_a_blob_is_as_written_while_size_stamp_and_kind_are(tmp_path: Path) -> N
 
 
 def test_many_blobs_are_as_written_by_the_same_rule(tmp_path: Path) -> None:
-    path = tmp_path / "blob"
-    path.write_bytes(b"1234")
-    os.utime(path, (STAMP, STAMP))
-    os.utime(tmp_path, (STAMP, STAMP))
-    good, directory = path.stat(), tmp_path.stat()
-    os.utime(path, ns=(STAMP * 10**9, STAMP * 10**9 + 1))
-    cases = [(good, 4), (good, 5), (directory, directory.st_size), (path.stat(), 4)]
-    assert [layout.all_as_written([status], [size]) for status, size in cases] == [True, False, False, False]
-    assert [layout.is_as_written(*case) for case in cases] == [True, False, False, False]
-    assert not layout.all_as_written([good, directory], [4, directory.st_size])
+    area = tmp_path / "area"
+    area.mkdir()
+    for name, nanoseconds in (("good", 0), ("late", 1)):
+        (area / name).write_bytes(b"1234")
+        os.utime(area / name, ns=(STAMP * 10**9, STAMP * 10**9 + nanoseconds))
+    os.utime(area, (STAMP, STAMP))
+    size = area.stat().st_size
+    cases = [(area / "good", 4), (area / "good", 5), (area, size), (area / "late", 4)]
+    assert [layout.all_as_written([str(path)], [size]) for path, size in cases] == [True, False, False, False]
+    assert [layout.is_as_written(path.stat(), size) for path, size in cases] == [True, False, False, False]
+    assert not layout.all_as_written([str(area / "good"), str(area)], [4, size])
     assert layout.all_as_written([], [])
+    with pytest.raises(ValueError, match="shorter"):
+        layout.all_as_written([str(area / "good")], [])
+    directory = os.open(area, os.O_RDONLY)
+    assert layout.all_as_written([b"good"], [4], directory)
+    with pytest.raises(FileNotFoundError):
+        layout.all_as_written([b"none"], [4], directory)
+    os.close(directory)
 
 
 def test_the_use_of_a_record_is_noted_every_few_minutes(tmp_path: Path) -> None:
