@@ -94,9 +94,9 @@ def is_as_written(stat_result: os.stat_result, size: int) -> bool:
 
 def all_as_written(paths: Iterable[str | bytes], sizes: Iterable[int], directory: int | None = None) -> bool:
     """Returns True if every file is a regular one of the corresponding size in bytes with the mtime STAMP, a
-    constant that the store sets on its files: nobody has written to them since. It calls no function of
-    Python's for a file, since a short run checks thousands of files. directory: descriptor of the directory
-    to which the paths are relative, if it is not the current one. Raises OSError if a file cannot be examined,
+    constant that the store sets on its files: nobody has written to them since. It calls no other function of
+    this module, since a short run checks thousands of files. directory: descriptor of the directory to which
+    the paths are relative; None: the current directory. Raises OSError if a file cannot be examined,
     ValueError unless there are as many sizes as paths."""
     examine, stamp, kind_bits, regular = os.stat, STAMP_NS, 0o170000, stat.S_IFREG
     for path, size in zip(paths, sizes, strict=True):
