@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from . import shared
+from . import parrot, shared, toy
 from .shared import Server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -116,6 +117,22 @@ class Browser:
 
     def send(self, text: str) -> None:
         self.run(f"$('input').value = {json.dumps(text)}; $('form').requestSubmit()")
+
+    def press(self, key: str) -> None:
+        """Presses and releases a key, with the effects that the browser gives it: "Tab", "Enter" or
+        "Escape"."""
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": {"Tab": 9, "Enter": 13, "Escape": 27}[key]}
+        down: dict[str, Any] = {**event, "text": "\r"} if key == "Enter" else event
+        self.call("Input.dispatchKeyEvent", type="keyDown" if "text" in down else "rawKeyDown", **down)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def tab_to(self, text: str) -> None:
+        """Presses the Tab key until an element with exactly this text has the focus. Fails after 20 times."""
+        for _ in range(20):
+            self.press("Tab")
+            if self.run("document.activeElement.textContent") == text:
+                return
+        raise AssertionError(f"the Tab key does not reach {text!r}")
 
     def close(self) -> None:
         self.process.kill()
@@ -240,3 +257,113 @@ def test_a_key_is_asked_for_and_a_lost_server_keeps_the_message(browser: Browser
     browser.until("!!document.querySelector('.error')")
     assert "cannot be reached. Your message is kept" in browser.run("$('log').textContent")
     assert browser.run("[$('input').value, history.length]") == ["more", 2]
+
+
+def test_a_key_is_entered_by_keyboard(browser: Browser, toy_bundle: Path) -> None:
+    with shared.serving(toy_bundle, "--api-key", "secret") as server:
+        browser.call("Page.navigate", url=server.url)
+        browser.until("typeof settle === 'function' && $('settings').open")
+        assert "requires a key" in browser.run("$('rate').textContent"), "before a message is written"
+        browser.run("$('max_tokens').value = 2; $('input').focus()")
+        browser.call("Input.insertText", text="hi")
+        browser.press("Enter")
+        browser.until("document.activeElement.id === 'key'")
+        browser.call("Input.insertText", text="wrong")
+        browser.press("Enter")
+        browser.until("!!document.querySelector('.error')?.textContent.includes('does not accept this key')")
+        browser.run("$('key').select()")
+        browser.call("Input.insertText", text="secret")
+        browser.press("Enter")
+        browser.until(f"{IDLE} && history.length === 2 && !$('settings').open")
+        assert "secret" not in browser.run("JSON.stringify([localStorage, sessionStorage, location.href])")
+
+
+def test_the_focus_and_what_is_drawn_stay(browser: Browser, server: Server) -> None:
+    """Checks that keys alone are enough to regenerate and edit, and that nothing is drawn again, which a
+    screen reader would read out again."""
+    browser.call("Page.navigate", url=server.url)
+    browser.until(f"document.title === {json.dumps(server.name)}")
+    browser.run("$('max_tokens').value = 20; $('temperature').value = 0; $('input').focus()")
+    for count in (2, 4):
+        browser.call("Input.insertText", text="hi")
+        browser.press("Enter")
+        browser.until(f"{IDLE} && history.length === {count}")
+        assert browser.run("document.activeElement.id") == "input"
+    browser.run("window.before = [...$('log').children]")
+    browser.tab_to("Regenerate")
+    browser.press("Enter")
+    browser.until(f"{IDLE} && history.length === 4")
+    assert browser.run("document.activeElement.id") == "input"
+    same = browser.run("[...$('log').children].map((turn, index) => turn === before[index])")
+    assert same == [True, True, True, False]
+    assert "limit of tokens" in browser.run("$('log').innerText")
+    assert browser.run("[...$('log').children].map((turn) => turn.ariaLabel)") == ["You", "Answer"] * 2
+    browser.tab_to("Edit")
+    browser.press("Enter")
+    assert browser.run("[document.activeElement.id, history.length, $('input').value]") == ["input", 0, "hi"]
+    browser.press("Escape")
+    assert browser.run("[history.length, $('input').value]") == [4, ""]
+
+
+def test_an_answer_outlives_the_server(browser: Browser, tmp_path: Path) -> None:
+    parrot.write(tmp_path / "parrot")
+    with parrot.serving(tmp_path / "parrot") as server:
+        browser.call("Page.navigate", url=server.url)
+        browser.until("typeof settle === 'function' && document.readyState === 'complete'")
+        browser.send(parrot.say("all is well " * 100))
+        browser.until(f"{ANSWERS}[0]?.startsWith('all is')")
+        server.process.kill()
+    browser.until(IDLE)
+    (kept,) = browser.run(ANSWERS)
+    assert kept.startswith("all is") and "broke off" in browser.run("$('log').innerText")
+    browser.tab_to("Retry")
+    browser.press("Enter")
+    browser.until("$('log').innerText.includes('cannot be reached')")
+    assert browser.run(ANSWERS) == [kept], "a retry that fails costs nothing"
+    assert browser.run("kept(KEPT, [])[0].messages[1].content").strip() == kept.strip()
+
+
+def test_a_conversation_is_kept_when_another_is_begun(browser: Browser, tmp_path: Path) -> None:
+    parrot.write(tmp_path / "parrot")
+    with parrot.serving(tmp_path / "parrot") as server:
+        browser.call("Page.navigate", url=server.url)
+        browser.until("typeof settle === 'function' && document.readyState === 'complete'")
+        browser.send(parrot.say("all is well " * 100))
+        browser.until(f"{ANSWERS}[0]?.startsWith('all is')")
+        browser.run("$('reset').click()")
+        browser.until(f"{IDLE} && !history.length")
+        assert browser.run("kept(KEPT, [])[0].messages.length") == 2
+        assert browser.run("kept(KEPT, [])[0].messages[1].note") == "stopped"
+
+
+def test_reasoning_is_shown_apart(browser: Browser, tmp_path: Path) -> None:
+    template = toy.TEMPLATE + "{# <think> </think> #}"
+    parrot.write(tmp_path / "parrot", template)
+    with parrot.serving(tmp_path / "parrot") as server:
+        browser.call("Page.navigate", url=server.url)
+        browser.until("typeof settle === 'function' && document.readyState === 'complete'")
+        browser.send(parrot.say("<think>two and two</think>four"))
+        browser.until(f"{IDLE} && history.length === 2")
+        assert browser.run(ANSWERS) == ["four"]
+        assert browser.run("document.querySelector('.reasoning').textContent").strip() == "two and two"
+        assert browser.run("history[1].reasoning").strip() == "two and two"
+        assert "two and two" not in browser.run("JSON.parse(body()).messages[1].content")
+
+
+def test_nothing_overlaps_on_a_phone(browser: Browser, server: Server) -> None:
+    size = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    browser.call("Page.navigate", url=server.url)
+    browser.until(f"document.title === {json.dumps(server.name)}")
+    browser.run("$('max_tokens').value = 20; $('settings').open = true")
+    browser.send("a title which is longer than a phone is wide, for the list of conversations")
+    browser.until(f"{IDLE} && history.length === 2")
+    browser.run("$('name').textContent = 'smollm2-135m-instruct-q4a8_1-x86-64-v4-vnni'")
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    assert browser.run("$('name').getBoundingClientRect().height") < 80, "two or three lines, no column"
+    assert browser.run("$('log').getBoundingClientRect().height") >= 90
+    boxes = browser.run(
+        "[...document.body.children].map((each) => each.getBoundingClientRect())"
+        ".filter((box) => box.height).map((box) => [box.top, box.bottom])"
+    )
+    assert all(below[0] >= above[1] for above, below in itertools.pairwise(boxes)), boxes
