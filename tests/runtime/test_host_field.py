@@ -23,7 +23,7 @@ HOST = (b"host", b"localhost:8000")
 def test_heads_that_all_servers_understand(
     target: bytes, headers: list[tuple[bytes, bytes]], version: str
 ) -> None:
-    assert head_fault(target, headers, version) == ""
+    assert head_fault(target, headers, version, f"HTTP/{version}") == ""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_heads_that_all_servers_understand(
 def test_heads_that_servers_understand_differently(
     target: bytes, headers: list[tuple[bytes, bytes]], words: str
 ) -> None:
-    assert words in head_fault(target, headers, "1.1")
+    assert words in head_fault(target, headers, "1.1", "HTTP/1.1")
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,10 @@ def test_heads_that_servers_understand_differently(
     ],
 )
 def test_versions_and_what_they_lack(version: str, headers: list[tuple[bytes, bytes]], words: str) -> None:
-    assert words in head_fault(b"/", headers, version)
+    assert words in head_fault(b"/", headers, version, f"HTTP/{version}")
+
+
+@pytest.mark.parametrize("protocol", ["RTSP/1.0", "ICE/1.0", "/", ""])
+def test_other_protocols_are_refused(protocol: str) -> None:
+    words = f"the request's protocol is {protocol}: send it as HTTP/1.1"
+    assert head_fault(b"/", [HOST], "1.0", protocol) == words

@@ -80,6 +80,47 @@ def test_heads_have_limits(server: Server, head: bytes, status: bytes) -> None:
         assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
+PROTOCOLS = (
+    *(b"RTSP/1.0", b"RTSP/1.1", b"HTP/1.1", b"HTTP/2.0", b"HTTP/1.10", b"HTTP/11.1", b"http/1.1", b""),
+    *(b"HTTP/0.9", b"HTTP/1.2", b"HTTP/1", b"HTTPS/1.1"),
+)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_only_http_is_spoken(server: Server, protocol: bytes) -> None:
+    """Checks that a request line with another protocol or version is refused, also after a valid request and
+    when it arrives in pieces, and that what follows it is not answered."""
+    valid = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+    other = valid.replace(b"HTTP/1.1", protocol)
+    for parts in ((other, valid), (valid + b"\r\n" + other + valid,), (*other.partition(b"/1"), valid)):
+        with connect(server) as client:
+            for part in parts:
+                send(client, iter([part]))
+                time.sleep(0.01)
+            reply = answer(client)  # a refusal closes the connection
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", reply)
+        assert statuses == [b"200"] * parts[0].startswith(valid) + [b"400"], reply[:200]
+        assert b"connection: close" in reply.lower()
+
+
+def test_ice_is_not_spoken(server: Server) -> None:
+    """Checks that the other protocol which the HTTP parser accepts, with its only method, is refused."""
+    with connect(server) as client:
+        client.sendall(b"SOURCE / ICE/1.0\r\n" + HOST + b"\r\n")
+        reply = answer(client)
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"ICE/1.0" in reply
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_http_is_spoken_after_empty_lines_and_in_pieces(server: Server, version: bytes) -> None:
+    head = b"\r\n\n\r\nGET /health HTTP/" + version + b"\r\n" + HOST + b"Connection: close\r\n\r\n"
+    with connect(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(len(head)):
+            client.sendall(head[at : at + 1])
+        assert answer(client).startswith(b"HTTP/1.1 200 ")
+
+
 def test_pipelined_requests_are_answered_in_order_and_wait_unparsed(server: Server) -> None:
     count = 3000
     request = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"

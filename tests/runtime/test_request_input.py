@@ -68,6 +68,18 @@ def test_a_body_may_not_be_mostly_framing() -> None:
     assert source.is_body_too_fragmented
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_the_protocol_is_the_last_word_of_the_first_line(size: int) -> None:
+    """Checks the protocol of two requests on one connection, of which `size` bytes arrive at a time."""
+    source = RequestInput()
+    for line, protocol in ((b"GET /a b RTSP/1.0", "RTSP/1.0"), (b"GET /" + b"a" * 99, "a" * 9)):
+        head = b"\r\n\n\r\n" + line + b"\r\nTo: HTTP/1.1\r\n\r\n"
+        for at in range(0, len(head), size):
+            source.add_head(head[at : at + size])
+        assert source.protocol == protocol
+        source.end()
+
+
 def test_discarded_bytes_are_gone() -> None:
     source = RequestInput()
     source.receive(HEAD)

@@ -192,7 +192,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             self._refuse(_too_large() if self._input.has_line else _too_long())
             return
         if not self._input.in_body:
-            self._input.has_line |= b"\n" in part
+            self._input.add_head(part)
         try:
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade:
@@ -219,7 +219,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if fault := head_fault(self.url, self.headers, self.parser.get_http_version()):
+        version = self.parser.get_http_version()
+        if fault := head_fault(self.url, self.headers, version, self._input.protocol):
             self._refusal = RequestError(fault)
             raise ValueError
         self._input.end_head(self.headers)

@@ -1,5 +1,5 @@
-"""Refuses HTTP requests whose heads different servers would interpret differently, because of their HTTP
-version, Host field or Transfer-Encoding."""
+"""Refuses HTTP requests whose heads different servers would interpret differently, because of their
+protocol, HTTP version, Host field or Transfer-Encoding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w:.%~-]+\])(?::[0-9]{0,5})?", 
 _ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 
 
-def head_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
+def head_fault(
+    target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str, protocol: str
+) -> str:
     """Returns the reason why the head of a request must be refused; "" if it is valid.
 
     target: what the request line asks for, a path or a whole URL; headers: the fields, as (name in small
-    letters, value); version: the HTTP version of the request line, such as "1.1".
+    letters, value); version: the version in the request line, such as "1.1", as the parser reads it; protocol:
+    the last word of the request line, such as "HTTP/1.1". The parser also accepts RTSP and ICE.
     """
     if version not in ("1.0", "1.1"):
         return f"the request has the version HTTP/{version}: send it as HTTP/1.1"
+    if protocol != f"HTTP/{version}":
+        return f"the request's protocol is {protocol}: send it as HTTP/1.1"
     return _host_fault(target, headers, version) or _coding_fault(headers, version)
 
 

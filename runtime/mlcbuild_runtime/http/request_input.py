@@ -18,6 +18,8 @@ ends, trailers) at most HEAD_BYTES plus 8 bytes for each byte of content."""
 _END = re.compile(rb"\n\r?\n")
 """Regular expression that matches the end of a request's head or of a chunked body; the data of a chunk may
 match, too."""
+_LINE_END = len(b" HTTP/1.1\r\n")
+"""Number of bytes that are kept of the end of a request line: enough for its protocol and version."""
 
 
 class RequestInput:
@@ -30,6 +32,8 @@ class RequestInput:
         of the request."""
         self.has_line = False
         """True once the first line of the HTTP request has arrived completely."""
+        self._line_end = b""
+        """The last bytes of the HTTP request's first line, as far as it has arrived, with its line break."""
         self.framing = 0
         """Number of bytes parsed so far of the request's head or, in a chunked body, of its framing: chunk
         sizes, line ends and trailers."""
@@ -95,6 +99,20 @@ class RequestInput:
         """Resets the counts of header fields and of the body's bytes when the next HTTP request begins."""
         self.in_body, self._payload, self._fields, self._left = False, 0, 0, 0
 
+    def add_head(self, part: bytes) -> None:
+        """Reads the request line from a part of the HTTP request's head. Empty lines before it, which the
+        parser skips, are not part of it."""
+        self.has_line |= b"\n" in part
+        if not self._line_end.endswith(b"\n"):
+            begun = self._line_end + part if self._line_end else part.lstrip(b"\r\n")
+            line, line_break, _ = begun.partition(b"\n")
+            self._line_end = (line + line_break)[-_LINE_END:]
+
+    @property
+    def protocol(self) -> str:
+        """Returns the last word of the request line, such as "HTTP/1.1"."""
+        return self._line_end.rpartition(b" ")[2].strip().decode("latin-1")
+
     def add_field(self) -> bool:
         """Counts a header field or trailer of the HTTP request; returns False if there are more than 100."""
         self._fields += 1
@@ -114,4 +132,4 @@ class RequestInput:
     def end(self) -> None:
         """Records that the request, body included, is complete."""
         self.in_body = self.has_line = False
-        self.framing, self._left, self._tail = 0, 0, b""
+        self.framing, self._left, self._tail, self._line_end = 0, 0, b"", b""
