@@ -12,14 +12,12 @@ _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w:.%~-]+\])(?::[0-9]{0,5})?", 
 _ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 
 
-def head_fault(
-    target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str, protocol: str
-) -> str:
+def head_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]], version: str, protocol: str) -> str:
     """Returns the reason why the head of a request must be refused; "" if it is valid.
 
     target: what the request line asks for, a path or a whole URL; headers: the fields, as (name in small
-    letters, value); version: the version in the request line, such as "1.1", as the parser reads it; protocol:
-    the last word of the request line, such as "HTTP/1.1". The parser also accepts RTSP and ICE.
+    letters, value); version: the version in the request line, such as "1.1"; protocol: the last word of the
+    request line, such as "HTTP/1.1". The parser, which reports the version alone, also accepts RTSP and ICE.
     """
     if version not in ("1.0", "1.1"):
         return f"the request has the version HTTP/{version}: send it as HTTP/1.1"
