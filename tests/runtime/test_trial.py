@@ -4,8 +4,10 @@ constraints, which is limited in bytes."""
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
+import subprocess
 import sys
 import time
 import weakref
@@ -19,6 +21,7 @@ from mlcbuild_format.errors import RequestError, SetupError
 from mlcbuild_runtime.constraints import trial
 from mlcbuild_runtime.constraints.grammar import Grammars
 from mlcbuild_runtime.constraints.lark import Constraint
+from mlcbuild_runtime.constraints.stages import Trials
 
 from . import shared
 from .grammars import GRAMMARS, RULES, SIZE, TOKENIZERS
@@ -83,6 +86,44 @@ def test_a_short_trial_takes_a_multiple_of_a_plain_schema() -> None:
             actual.close()
     tokenizer = tokens.tokenizer()
     assert 0 < trial._plain(tokens, tokenizer) < 60
+
+
+NICENESS_AT_LOADING = """
+import os, sys
+from mlcbuild_runtime.constraints import trial
+
+class Tokens(trial.Tokens):
+    def __init__(self, *vocabulary):
+        print(os.nice(0), file=sys.stderr)
+        super().__init__(*vocabulary)
+
+trial.Tokens = Tokens
+print(os.nice(0), file=sys.stderr)
+trial.work()
+"""
+"""A program that runs the child process of a trial, and prints its niceness at its start and when it loads
+the vocabulary."""
+
+
+def test_a_later_stage_has_its_priority_before_it_loads() -> None:
+    """Checks that a child process lowers its priority before it loads the vocabulary, since that takes CPU
+    time from requests that run meanwhile."""
+    hello = {"tokens": ["a", "b"], "special": [1], "ends": [1], "niceness": 5, "multiple": None}
+    command = [sys.executable, "-c", NICENESS_AT_LOADING]
+    result = subprocess.run(command, input=json.dumps(hello), capture_output=True, text=True, check=True)
+    before, loading = map(int, result.stderr.split())
+    assert loading == min(before + 5, 19)
+
+
+def test_each_stage_has_its_priority() -> None:
+    trials = Trials(GRAMMARS["json"]._tokens)
+    for each in trials.tries:
+        assert each.trial.run('start: "a"').error == ""
+        process = each.trial._child.process
+        assert process is not None
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(os.nice(0) + each.stage.niceness, 19)
+        each.trial.close()
+    assert trials.tries[-1].stage.niceness > 0
 
 
 def test_a_slow_mask_hides_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:
