@@ -213,10 +213,13 @@ def _dot(point: Point, place: tuple[float, float], fill: str, occupied: list[Box
     inside = [box for box in boxes if _is_within(box, area)] or boxes[:1]
     box = next((box for box in inside if not any(_overlap(box, other) for other in occupied)), inside[0])
     occupied.append(box)
+    # Fonts differ in width, so a label on the left ends at its box's right edge.
+    start, anchor = (box[2], "end") if box[0] < x else (box[0], "start")
     tip = f"{point.label}: {sizes.show(point.bytes)}, KL {point.loss:.3g}"
     return (
         f'<g><title>{escape(tip)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" '
-        f'stroke="#ffffff"/><text x="{box[0]:.1f}" y="{box[1] + 10.5:.1f}" fill="#1c2330">'
+        f'stroke="#ffffff"/><text x="{start:.1f}" y="{box[1] + 10.5:.1f}" text-anchor="{anchor}" '
+        f'fill="#1c2330" stroke="#ffffff" stroke-width="3" paint-order="stroke">'
         f"{escape(point.label)}</text></g>"
     )
 

@@ -13,17 +13,25 @@ border-radius:6px;background:#fff;color:#1c2330}
 
 _SCRIPT = """
 for (const graph of document.querySelectorAll('.graph')) {
-  const [svg, area, filter] = ['svg', 'div', 'input'].map((name) => graph.querySelector(name));
+  const one = (name) => graph.querySelector(name);
+  const svg = one('svg'), area = one('div'), filter = one('input'), count = one('output');
   const nodes = [...svg.querySelectorAll('[data-node]')], edges = [...svg.querySelectorAll('[data-from]')];
   const natural = svg.viewBox.baseVal.width;
   const fitting = () => Math.min(1, area.clientWidth / natural);
   let scale = 1;
-  const zoom = (next) => {
-    const middle = (area.scrollLeft + area.clientWidth / 2) / scale;
+  // The point of the picture at (x, y) of the area, its middle by default, stays there.
+  const zoom = (next, x = area.clientWidth / 2, y = area.clientHeight / 2) => {
+    const before = scale, [left, top] = [area.scrollLeft + x, area.scrollTop + y];
     scale = Math.min(4, Math.max(0.1, next));
     svg.setAttribute('width', natural * scale);
     svg.removeAttribute('height');
-    area.scrollLeft = middle * scale - area.clientWidth / 2;
+    area.scrollTo(left * scale / before - x, top * scale / before - y);
+  };
+  const reveal = (node) => {
+    const [box, shown] = [node, area].map((element) => element.getBoundingClientRect());
+    const missing = (low, high, from, to) => (low < from ? low - from - 20 : high > to ? high - to + 20 : 0);
+    area.scrollBy(missing(box.left, box.right, shown.left, shown.right),
+      missing(box.top, box.bottom, shown.top, shown.bottom));
   };
   const reach = (start, from, to) => {
     const found = new Set([start]);
@@ -41,6 +49,8 @@ for (const graph of document.querySelectorAll('.graph')) {
     const text = filter.value.trim().toLowerCase();
     const named = nodes.filter((n) => title(n).includes(text));
     show(text ? new Set(named.flatMap((n) => around(n.dataset.node))) : null);
+    count.textContent = text ? `${named.length} of ${nodes.length}, and what belongs to them` : '';
+    return text ? named[0] : null;
   };
   for (const node of nodes) {
     node.tabIndex = 0;
@@ -48,7 +58,7 @@ for (const graph of document.querySelectorAll('.graph')) {
       node.addEventListener(event, () => show(new Set(around(node.dataset.node))));
     for (const event of ['mouseleave', 'blur']) node.addEventListener(event, filtered);
   }
-  filter.addEventListener('input', filtered);
+  filter.addEventListener('input', () => { const first = filtered(); if (first) reveal(first); });
   const [larger, smaller, fit] = graph.querySelectorAll('button');
   larger.onclick = () => zoom(scale * 1.25);
   smaller.onclick = () => zoom(scale / 1.25);
@@ -56,7 +66,8 @@ for (const graph of document.querySelectorAll('.graph')) {
   area.addEventListener('wheel', (event) => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
-    zoom(scale * Math.exp(-event.deltaY / 300));
+    const box = area.getBoundingClientRect();
+    zoom(scale * Math.exp(-event.deltaY / 300), event.clientX - box.left, event.clientY - box.top);
   }, { passive: false });
   zoom(Math.max(0.6, fitting()));
 }
@@ -70,6 +81,6 @@ def view(svg: str) -> str:
     return (
         '<div class="graph">'
         "<button>Larger</button><button>Smaller</button><button>Fit</button>"
-        '<input type="search" placeholder="Filter steps" aria-label="Filter steps">'
+        '<input type="search" placeholder="Filter steps" aria-label="Filter steps"><output></output>'
         f"<div>\n{svg}</div></div>\n<script>{_SCRIPT}</script>\n"
     )

@@ -1,7 +1,7 @@
 """Writes an HTML page about a run: results, times, sizes, accuracy, and changes since the last run.
 
-The page is self-contained: no script, no font, no other file. It is generated from logs of runs alone, so it
-shows what happened even if the recipe has changed since.
+The page is self-contained: it loads no script, no font and no other file. It is generated from logs of runs
+alone, so it shows what happened even if the recipe has changed since.
 """
 
 from __future__ import annotations

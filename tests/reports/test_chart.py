@@ -82,8 +82,13 @@ def test_exact_points_are_below_the_axis_and_labels_do_not_overlap() -> None:
     boxes = []
     for group in root.findall(f"{SVG}g"):
         (text,) = group.findall(f"{SVG}text")
-        x, y = float(text.get("x", 0)), float(text.get("y", 0))
-        boxes.append((x, y, x + len(text.text or "") * 6.4))
+        (dot,) = group.findall(f"{SVG}circle")
+        x, y, length = float(text.get("x", 0)), float(text.get("y", 0)), len(text.text or "") * 6.4
+        is_left = x < float(dot.get("cx", 0))
+        assert abs(x - float(dot.get("cx", 0))) > 8.5, "whatever the font's width"
+        assert text.get("text-anchor") == ("end" if is_left else "start")
+        boxes.append((x - length, y, x) if is_left else (x, y, x + length))
+    assert any(float(text.get("x", 0)) < 64 + 250 for text in root.findall(f"{SVG}g/{SVG}text"))
     for i, (left, y, right) in enumerate(boxes):
         for other_left, other_y, other_right in boxes[:i]:
             assert abs(y - other_y) >= 12 or right <= other_left or other_right <= left

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,11 +19,18 @@ from tests.runtime.test_page import CHROMIUM, Browser
 pytestmark = pytest.mark.xdist_group("chromium")
 
 
+WEIGHTS = LOG.steps[1]
+TALL = replace(LOG, steps=(*LOG.steps, *(replace(WEIGHTS, name=f"weights/a/s{i}") for i in range(60))))
+"""The log of a run with 60 steps more, whose drawing is higher than its area on the page."""
+
+
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
+def browser(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Browser]:
+    """Yields a browser that shows the report of LOG, or of the log that is the fixture's parameter."""
     if CHROMIUM is None or shutil.which("bash") is None:
         pytest.skip("Chromium is not installed")
-    (tmp_path / "report.html").write_text(page.html(LOG, None), encoding="utf-8")
+    log = getattr(request, "param", LOG)
+    (tmp_path / "report.html").write_text(page.html(log, None), encoding="utf-8")
     page_browser = Browser(tmp_path / "profile")
     page_browser.call("Page.navigate", url=(tmp_path / "report.html").as_uri())
     page_browser.until(
@@ -55,6 +63,28 @@ def test_the_drawing_is_enlarged_filtered_and_followed(browser: Browser) -> None
     assert followed["weights/a/q4"] == followed["config/a"] == 1 > followed["library/x"]
     browser.run(f"{node}.dispatchEvent(new Event('mouseleave'))")
     assert set(browser.run(OPACITIES).values()) == {1}
+
+
+@pytest.mark.parametrize("browser", [TALL], indirect=True)
+def test_a_high_drawing_moves_to_a_filtered_step_and_keeps_the_place_when_enlarged(browser: Browser) -> None:
+    filter_steps = """document.querySelector('.graph input').value = {};
+        document.querySelector('.graph input').dispatchEvent(new Event('input'))"""
+    node = (
+        "[...document.querySelectorAll('[data-node]')].find((n) => n.textContent.includes('weights/a/s9:'))"
+    )
+    area, box = "document.querySelector('.graph>div')", f"{node}.getBoundingClientRect()"
+    browser.run(f"{area}.scrollTop = 1e6")
+    browser.run(filter_steps.format("'weights/a/s9'"))
+    assert browser.run("document.querySelector('.graph output').textContent").startswith("1 of ")
+    shown = f"{area}.getBoundingClientRect()"
+    assert browser.run(f"{box}.top >= {shown}.top && {box}.bottom <= {shown}.bottom")
+    browser.run(filter_steps.format("'no such step'"))
+    assert browser.run("document.querySelector('.graph output').textContent").startswith("0 of ")
+    browser.run(f"{node}.scrollIntoView({{ block: 'center' }})")
+    before = browser.run(f"{box}.top - {shown}.top")
+    browser.run(f"""{area}.dispatchEvent(new WheelEvent('wheel', {{ deltaY: -100, ctrlKey: true,
+        cancelable: true, clientX: {box}.left, clientY: {box}.top }}))""")
+    assert browser.run(f"{box}.top - {shown}.top") == pytest.approx(before, abs=2)
 
 
 def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser) -> None:
@@ -94,7 +124,7 @@ def test_the_picture_stands_between_its_controls_and_their_program() -> None:
     outline.feed(graph_view.view("<svg><title>a</title></svg>"))
     outline.close()
     assert outline.paths == [
-        *("div", "div/button", "div/button", "div/button", "div/input"),
+        *("div", "div/button", "div/button", "div/button", "div/input", "div/output"),
         *("div/div", "div/div/svg", "div/div/svg/title", "script"),
     ]
     # The program assigns its handlers to the buttons in this order.
