@@ -116,7 +116,7 @@ def test_a_later_stage_has_its_priority_before_it_loads() -> None:
 
 
 def test_each_stage_has_its_priority() -> None:
-    trials = Trials(GRAMMARS["json"]._tokens)
+    trials: Trials[str] = Trials(GRAMMARS["json"]._tokens)
     for each in trials.tries:
         assert each.trial.run('start: "a"').error == ""
         process = each.trial._child.process
