@@ -26,8 +26,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO
 
-from mlcbuild.canon import code_files
-
 ROOT = Path(__file__).resolve().parent.parent
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
 """Prefixes of environment variables that Python or the C library reads once, at its start."""
@@ -58,19 +56,8 @@ PRELOADED = (
     "numpy",
     "tarfile",
     "yaml",
+    "tests.parsed_actions",
 )
-
-ACTIONS = (
-    "mlcbuild.bundles.assemble",
-    "mlcbuild.bundles.reference_logits",
-    "mlcbuild.bundles.verify",
-    "mlcbuild.checkpoints.conversion",
-    "mlcbuild.checkpoints.fetch",
-    "mlcbuild.compiler.cpu.action",
-    "mlcbuild.models.action",
-    "mlcbuild.models.families.llama",
-)
-"""Modules whose source files are part of the cache keys of most builds, with those that they import."""
 
 
 class Forked:
@@ -133,6 +120,8 @@ class Forked:
 
 
 Process = Forked | subprocess.Popen[str]
+Stream = IO[bytes] | IO[str] | int
+"""An open file or its descriptor."""
 
 
 class ForkServer:
@@ -194,13 +183,15 @@ class ForkServer:
         arguments: Sequence[str],
         cwd: Path,
         environment: Mapping[str, str],
-        output: IO[bytes] | None = None,
+        output: Stream | None = None,
+        *,
+        errors: Stream | None = None,
         session: bool = False,
     ) -> Process:
         """Starts `python -m module arguments...` without a terminal, and returns the process.
 
-        output: file for standard output and errors; without it, `communicate` returns them. session: True to
-        start a new process group.
+        output: file for standard output; errors: file for standard error, by default the same; without both,
+        `communicate` returns what is written there; session: True to start a new process group.
         """
         command = [sys.executable, "-m", module, *arguments]
         if needs_python(environment, self._variables):
@@ -210,7 +201,7 @@ class ForkServer:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output or subprocess.PIPE,
-                stderr=output or subprocess.PIPE,
+                stderr=errors or output or subprocess.PIPE,
                 text=True,
                 start_new_session=session,
             )
@@ -221,13 +212,15 @@ class ForkServer:
             "environment": dict(environment),
             "session": session,
         }
-        files = [output or tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - Forked closes them
+        texts = [] if output else [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - Forked closes them
+        outputs = [output, errors or output] if output else texts
         ours, theirs = socket.socketpair()
         with theirs:
-            descriptors = [theirs.fileno(), *(file.fileno() for file in files)]
+            files = (theirs, *outputs)
+            descriptors = [file if isinstance(file, int) else file.fileno() for file in files]
             socket.send_fds(self._started(), [b"+"], descriptors)
         ours.sendall(json.dumps(request).encode() + b"\n")
-        return Forked(command, ours, [] if output else files)
+        return Forked(command, ours, texts)
 
     def _started(self) -> socket.socket:
         with self._starting:
@@ -339,7 +332,6 @@ def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str,
 def main(descriptor: int, preloaded: Sequence[str]) -> int:
     for name in preloaded:
         import_module(name)
-    code_files(*ACTIONS)  # Parses the source files; only their contents' digests are looked up later.
     gc.collect()
     gc.freeze()  # a collection in a forked process must not touch, and so copy, these pages
     with socket.socket(fileno=descriptor) as control:

@@ -3,6 +3,7 @@ processes."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -10,13 +11,16 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
+
+from tests.forkserver import ForkServer, Process
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("MLCBUILD_TEST_DEVICE", "cpu")
@@ -26,9 +30,31 @@ TOYS = ("cpu_toy_bundle", "numpy_toy_bundle") if DEVICE == "cpu" else ("webgpu_r
 """Names of the fixtures of toy bundles, one for each device on which the engine's tests run."""
 WAIT = 60.0
 """Seconds to wait for a server, which is slow on a machine that is busy with other tests."""
+ERRORS = 2
+"""File descriptor of the standard error of this process."""
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """TLS settings that are passed to httpx, although these servers speak plain HTTP. Otherwise httpx would load
 the certificates of all authorities for each request, which takes 21 ms of CPU time."""
+
+PRELOADED = (
+    "mlcbuild_runtime.chat.chat_options",
+    "mlcbuild_runtime.devices.cpu",
+    "mlcbuild_runtime.engine.served_models",
+    "mlcbuild_runtime.http.arguments",
+    "mlcbuild_runtime.http.draining",
+    "mlcbuild_runtime.http.logs",
+    "mlcbuild_runtime.http.server",
+    "mlcbuild_runtime.local",
+    "encodings.idna",
+    "numpy.ctypeslib",
+    "tokenizers",
+    "uvicorn.lifespan.off",
+    "uvicorn.loops.auto",
+)
+PROGRAMS = ForkServer(preloaded=PRELOADED, variables={"PYTHONUNBUFFERED": "1"})
+"""The fork server with which this test process starts programs of the runtime. Python's own start and the
+imports are most of the half CPU second that a server takes until it is ready."""
+atexit.register(PROGRAMS.close)
 
 
 def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
@@ -71,6 +97,8 @@ def run(
     """Runs Python with these arguments in a child process to its end, with the runtime of this checkout, and
     returns its exit code and output. stdin: text of its standard input; extra: further environment variables.
     Raises TimeoutExpired after WAIT seconds."""
+    if arguments[0] == "-m" and not stdin:
+        return PROGRAMS.run(arguments[1], arguments[2:], Path.cwd(), environment(extra), WAIT)
     return subprocess.run(
         [sys.executable, *arguments],
         input=stdin,
@@ -84,7 +112,9 @@ def run(
 
 @dataclass(frozen=True)
 class Server:
-    process: subprocess.Popen[str]
+    process: Process
+    output: IO[str]
+    """Pipe of the server's standard output, from the line after `ready` on."""
     url: str
     ready: str
     """The line on standard output by which the server reported that it accepts requests."""
@@ -121,30 +151,37 @@ def busy(seconds: float) -> float:
 
 
 @contextmanager
-def serving(
-    bundle: Path, *options: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
-) -> Iterator[Server]:
+def serving(bundle: Path, *options: str, extra: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Starts a real server process for a bundle on a free port, and yields it. options: further options of
-    the command line; python: the interpreter; extra: further environment variables."""
-    arguments = ("-m", "mlcbuild_runtime", str(bundle), "--port", "0", *options)
-    with program(*arguments, python=python, extra=extra) as running:
+    the command line; extra: further environment variables."""
+    with program("-m", "mlcbuild_runtime", str(bundle), "--port", "0", *options, extra=extra) as running:
         yield running
 
 
 @contextmanager
-def program(
-    *arguments: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
-) -> Iterator[Server]:
+def program(*arguments: str, extra: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Starts a server as a Python child process with these arguments, waits for the line with its address,
-    and yields it. python: the interpreter; extra: further environment variables. At the end the process is
-    killed."""
-    command = [python, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(extra)) as process:
+    and yields it. extra: further environment variables. At the end the process is killed."""
+    read_end, write_end = os.pipe()
+    with (
+        os.fdopen(read_end) as output,
+        os.fdopen(write_end, "w") as theirs,
+        _started(arguments, theirs, environment(extra)) as process,
+    ):
         try:
-            assert process.stdout is not None
-            ready = process.stdout.readline()
+            theirs.close()  # The end of the process is then the end of its output.
+            ready = output.readline()
             match = re.search(r"(\S+) (?:is ready|models are served) at (\S+)", ready)
             assert match is not None, (ready, process.wait(WAIT))
-            yield Server(process, match[2], ready, match[1])
+            yield Server(process, output, match[2], ready, match[1])
         finally:
             process.kill()
+
+
+def _started(arguments: Sequence[str], output: IO[str], variables: Mapping[str, str]) -> Process:
+    """Starts Python with these arguments and environment variables. Its standard output is the file `output`,
+    its standard error that of this process."""
+    if arguments[0] == "-m":
+        return PROGRAMS.start(arguments[1], arguments[2:], Path.cwd(), variables, output, errors=ERRORS)
+    # A program's text may change a constant before the modules that copy it are imported.
+    return subprocess.Popen([sys.executable, *arguments], stdout=output, text=True, env=variables)

@@ -165,8 +165,15 @@ def measured(path: Path, out: Path, *options: str, **variables: str) -> dict[str
     succeeds and that the file `out` has the document that it prints. options: further arguments; variables:
     environment variables."""
     script = shared.ROOT / "ci" / "bench" / "gpu"
-    command = (str(script), "--bundle", str(path), "--rounds", "1", "--out", str(out), *options)
-    result = shared.run(*command, extra=variables)
+    fixed = map(str, (sys.executable, script, "--bundle", path, "--rounds", 1, "--out", out))
+    result = subprocess.run(
+        [*fixed, *options],
+        capture_output=True,
+        text=True,
+        env=shared.environment(variables),
+        timeout=shared.WAIT,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     document: dict[str, Any] = json.loads(out.read_text())
     assert document == json.loads(result.stdout)

@@ -256,7 +256,7 @@ def test_without_descriptors_others_wait_and_the_log_is_short(toy_bundle: Path, 
             assert process.stdout is not None
             match = re.search(r"http://\S+", ready := process.stdout.readline())
             assert match, (ready, errors.read_text())
-            server = Server(process, match[0], ready, "toy")
+            server = Server(process, process.stdout, match[0], ready, "toy")
             clients = [connect(server) for _ in range(100)]
             assert server.health()["status"] == "ok"  # idle connections were closed
             for client in clients:

@@ -138,8 +138,7 @@ def test_the_parts_of_a_step_are_within_it(watched: Watched) -> None:
 def test_the_log_may_be_standard_output(toy_bundle: Path) -> None:
     with shared.serving(toy_bundle, "--access-log", "-") as server:
         httpx.get(f"{server.url}/v1/models", timeout=shared.WAIT)
-        assert server.process.stdout is not None
-        assert json.loads(server.process.stdout.readline())["path"] == "/v1/models"
+        assert json.loads(server.output.readline())["path"] == "/v1/models"
 
 
 @pytest.mark.parametrize("form", ["text", "json", "auto"])
