@@ -12,9 +12,10 @@ from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op
 from tvm.tirx import Expr, PrimFunc
 
-from mlcbuild.compiler.cpu.kernels import expert_gate, expert_product, float_product, routing
+from mlcbuild.compiler.cpu.kernels import expert_gate, expert_product, routing
 from mlcbuild.compiler.cpu.kernels.activation import Gate
 from mlcbuild.compiler.cpu.kernels.dense import DenseRows
+from mlcbuild.compiler.cpu.kernels.exact_product import exact_product
 from mlcbuild.compiler.cpu.kernels.expert_product import ExpertMatrices
 from mlcbuild.compiler.cpu.kernels.floats import NAME
 from mlcbuild.compiler.cpu.kernels.linear import Linear
@@ -109,7 +110,7 @@ class Mixture:
         """
         rows, width = (int(size) for size in weight.shape)
         form = DenseRows(self.parts.isa, rows, width, dtype_of(weight))
-        func = float_product.product(form, Fusion(source[0]), exact=True)
+        func = exact_product(form, Fusion(source[0]))
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:

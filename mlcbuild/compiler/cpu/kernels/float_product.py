@@ -17,7 +17,7 @@ There are three paths by the number of rows m of x:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -152,10 +152,25 @@ def streamed_batch(form: RowFormat) -> int:
     return 2 if form.offset else form.isa.batch
 
 
-def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
+def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
     """Returns the kernel (tensors from which x [m, k] is computed, stored weights W [n, k], bias float32 [n]
-    if fused, out float32 [m, n]) of x @ W.T. exact: True if no bit of a row of `out` may depend on m."""
-    name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
+    if fused, out float32 [m, n]) of x @ W.T. The order of a sum, and so its last bits, depend on m."""
+
+    def multiply(call: FloatCall, lines: Buffer) -> None:
+        with T.If(call.m == 1):
+            with T.Then():
+                _one_row(call, lines)
+            with T.Else():
+                _several_rows(call, lines)
+
+    return product_kernel(form, fusion, fusion.named(f"{form.name}_{form.n}x{form.k}"), multiply)
+
+
+def product_kernel(
+    form: RowFormat, fusion: Fusion, name: str, multiply: Callable[[FloatCall, Buffer], None]
+) -> PrimFunc:
+    """Returns a kernel with the arguments of `product`'s, which computes and packs the rows of x. multiply:
+    function of (operands, packed rows of x) that emits the product itself."""
 
     def body() -> None:
         m = T.int64()
@@ -172,11 +187,7 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
             over_rows(
                 m, SERIAL_ROWS, lambda row: pack_row(form, fusion.source.row(arguments, row), lines, row)
             )
-            with T.If(m == 1):
-                with T.Then():
-                    _one_row(call, lines)
-                with T.Else():
-                    _several_rows(call, lines, exact)
+            multiply(call, lines)
 
     return prim_func(name, body)
 
@@ -200,27 +211,17 @@ class FloatCall:
 
 def _one_row(call: FloatCall, lines: Buffer) -> None:
     form = call.form
-    tiles = -(-form.n // form.isa.stream_rows)
     small = form.n * form.row_bytes < SERIAL_BYTES
-    with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
+    with (T.serial if small else T.parallel)(0, i64(-(-form.n // form.isa.stream_rows))) as tile:
         stream_tile(call, lines, tile, [i64(0)])
 
 
-def _several_rows(call: FloatCall, lines: Buffer, exact: bool) -> None:
-    form, m = call.form, call.m
-    batch = streamed_batch(form)
-
-    def stream() -> None:
-        tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
-        with T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
-            stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
-
-    if exact:
-        stream()
-        return
+def _several_rows(call: FloatCall, lines: Buffer) -> None:
+    form, m, batch = call.form, call.m, streamed_batch(call.form)
+    tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
     with T.If(m <= STREAMED_ROWS):
-        with T.Then():
-            stream()
+        with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
+            stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
         with T.Else(), T.parallel(0, i64(-(-form.n // block_rows(form.n)))) as block:
             _block_product(call, lines, block)
 
@@ -329,8 +330,7 @@ class _Chunk:
 def _blocks_at_once(form: RowFormat) -> int:
     """Returns the number of blocks (planes * lanes weights each) of a weight row that are unpacked at a time:
     at most 1,024 weights, and nearly the same number each time."""
-    most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
-    chunks = -(-form.blocks // most)
+    chunks = -(-form.blocks // max(1, BLOCK_VALUES // (form.planes * form.lanes)))
     return -(-form.blocks // chunks)
 
 
