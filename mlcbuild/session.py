@@ -279,12 +279,13 @@ class Session:
         unverified: bool = False,
         on_sent: Callable[[Sent], None] | None = None,
     ) -> tuple[Sent, ...]:
-        """Sends the finished bundles of a run to the destinations that the recipe names, and returns one
-        result for each.
+        """Sends the finished bundles of a run to the destinations that the recipe names. Returns one result
+        for each pair of a bundle and a destination, and one for each bundle that is skipped.
 
         unverified: True if bundles are sent that this machine could not compare with their model; otherwise
         those are skipped. on_sent: function that is called with each result as soon as there is one. A
-        destination that fails stops no other. Raises UsageError when the recipe names no destination.
+        destination that fails stops no other, which its result says. Raises UsageError when the recipe names
+        no destination, BundleError at a damaged bundle; what was sent before stays.
         """
         from mlcbuild.bundles.publish.uploads import send
 

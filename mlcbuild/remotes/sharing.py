@@ -89,8 +89,8 @@ class Sharing:
             self._ask([key for key in asked if self._found[key] is None])
 
     def find(self, key: str) -> RemoteRecord | None:
-        """Returns the step record of a key that an earlier run stored or that a remote cache has; None if
-        there is none.
+        """Returns the step record of a key from a remote cache, or from the copy that an earlier run kept of
+        such a record; None if there is none, or if no remote answers. It does not look into the local store.
         """
         if key not in self._found:
             self.look_up([key])

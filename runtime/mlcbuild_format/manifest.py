@@ -328,7 +328,8 @@ def _files(fields: Fields) -> dict[str, File]:
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns True if `path` is relative, of letters, digits and `_ . + -`, and valid on every system."""
+    """Returns True if a path may stand in a manifest: names separated by `/`, at most MAX_NESTING, of ASCII
+    letters, digits and `_ . + -`, that begin with none of `. + -` and are valid on every system."""
     parts = path.split("/")
     return (
         len(parts) <= MAX_NESTING

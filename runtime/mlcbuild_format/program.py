@@ -331,8 +331,8 @@ def _check_launch(
 
 
 def _check_aliasing(kernel: Shader, launch: Launch, program: Program) -> None:
-    """Raises FieldError if a launch binds one buffer for reading and for writing, which WebGPU forbids even
-    for separate ranges."""
+    """Raises FieldError if a kernel's launch writes to a buffer that is bound to it twice, which WebGPU
+    forbids even for separate ranges, or to a constant: weights or tables of rotary embeddings."""
     uses = list(zip(kernel.bindings, launch.uses, strict=True))
     written = [use.name for binding, use in uses if binding.written]
     names = [use.name for use in launch.uses]

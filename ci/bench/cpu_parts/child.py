@@ -112,7 +112,8 @@ def _active(before: dict[str, int]) -> int | None:
 
 
 def _memory() -> dict[str, float]:
-    """Returns the current and the peak resident memory in MB, mapped files included."""
+    """Returns this process's memory in MB (10^6 bytes), mapped files included: "resident" now, "peak" at
+    most. Systems without /proc know only the peak, which is then returned for both."""
     status = Path("/proc/self/status")
     if not status.is_file():
         import resource

@@ -35,7 +35,8 @@ from tests.test_program import PROGRAM
 SECONDS = 10.0
 """Maximum CPU seconds that reading one fuzzing case may take. The cases are files of a few kB."""
 MOST_LINES, LONGEST_LINE = 61, 4000
-"""Maximum number of lines in an error message, and maximum characters of a line."""
+"""Maximum number of lines in an error message for users, and maximum characters of a line. A case whose
+message is longer is a finding."""
 LARGEST = 1 << 24
 """Total size in bytes of the buffers and parameters of a GPU program up to which the program is also run."""
 Entry: TypeAlias = tuple[bytes, int, bytes]

@@ -199,14 +199,14 @@ def _rope(decoder: Decoder, spec: LayerSpec) -> Rope | None:
 
 
 def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
-    """Adds the private Relax function of one layer and returns it. It maps x, the residual stream float32 [n,
-    hidden], to x. Its other arguments are cosines and sines if the layer has a rotary embedding; scratch
-    tensors; the tensors of the batch and copies of cache pages (forks); three int64: index of the layer,
-    attention window in tokens, and prompt, not 0 for prompts; `rows`, int32 [q], if `selects_rows`; the
-    layer's weights.
+    """Adds a private Relax function that computes any layer of the same kind as layer number `index`, and
+    returns it. It maps x, the residual stream float32 [n, hidden], to x. Its other arguments are cosines and
+    sines if the layer has a rotary embedding; scratch tensors; the tensors of the batch and copies of cache
+    pages (forks); three int64: the number of the layer to compute, its attention window in tokens (NO_WINDOW
+    if it has none), and prompt, not 0 for prompts; `rows`, int32 [q], if `selects_rows`; the layer's weights.
 
-    x and the KV cache are changed in place. index: number of the layer. selects_rows: True if the function
-    returns only the rows of x with the indices `rows`.
+    x and the KV cache are changed in place. selects_rows: True if the function returns only the rows of x
+    with the indices `rows`.
     """
     builder, config = decoder.builder, decoder.config
     spec, params, n = config.layers[index], decoder.layer_params(index), size("n")

@@ -271,10 +271,11 @@ class Drafter:
         return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Returns those of `parts`, (sequence, number of draft tokens), whose tokens that the draft model has
-        not computed yet fit together into its next step. A sequence with more such tokens than one step holds
-        is left out; a step of the draft model computes as many of them as fit at once, unless a sequence that
-        is returned comes before it."""
+        """Returns those of `parts`, (sequence, number of draft tokens), that the draft model may continue in
+        one step: the tokens that it has not computed yet of all of them fit into that step.
+
+        A sequence with more such tokens than fit is left out. If none before it is returned, this method
+        runs the draft model on as many of its tokens as one step holds, so that it is closer next time."""
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
         for sequence, count in parts:
