@@ -37,8 +37,9 @@ from mlcbuild.store.record_form import (
 )
 
 FORMAT = "record/1"
-LARGEST = 64 << 20
-"""Maximum size in bytes of a step's record (the description of its result) that is read."""
+LARGEST = 16 << 20
+"""Maximum size in bytes of a step's record (the description of its result) that is read: enough for a result
+of 100,000 files. Parsed, a hostile record takes up to seven times its size in memory."""
 _HEAD = frozenset(("files", "format", "tree"))
 _ABOUT = frozenset(("action", "code", "inputs", "measured", "params", "shared", "step", "tools"))
 _WRONG_TREE = "the digest of its tree does not follow from its files"

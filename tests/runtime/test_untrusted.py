@@ -210,7 +210,7 @@ def huge(path: Path) -> None:
     ("write", "message"),
     [
         (os.mkfifo, "not a regular file"),
-        (huge, "has more than 67108864 bytes"),
+        (huge, f"has more than {gpu_program.MAX_PROGRAM} bytes"),
         (lambda path: path.write_bytes(b"[" * 100_000), "it is nested too deeply"),
         (lambda path: path.write_bytes(b'{"format": "\xff"}'), "not UTF-8"),
         (lambda path: path.write_bytes(b"[]"), "must be an object"),

@@ -18,6 +18,7 @@ from fuzz_parts.mutate import ODD_TEXTS, Json, dumped, mutated_bytes, mutated_js
 from mlcbuild_format.fields import FieldError, parse_json
 from mlcbuild_format.program import check
 from mlcbuild_format.program_json import parse, to_bytes
+from mlcbuild_runtime.devices.gpu_program import MAX_PROGRAM
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from mlcbuild import models
@@ -144,6 +145,8 @@ class Programs(Timed):
         return dumped(document)
 
     def read(self, case: bytes) -> str | None:
+        if len(case) > MAX_PROGRAM:
+            return None  # refused before it is parsed
         try:
             program = parse(parse_json(case))
             check(program, self.PAGES)

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from mlcbuild_runtime.devices import gpu_adapter, tensors
 
-MAX_PROGRAM = 64 << 20
-"""Largest program.json that is read, in bytes."""
+MAX_PROGRAM = 16 << 20
+"""Largest program.json that is read, in bytes. A layer with experts takes 8 kB of it. Parsed, a hostile one
+takes up to ten times its size in memory."""
 MAX_KERNEL = 4 << 20
 """Maximum size in bytes of the source text (WGSL) of one kernel; a bundle with a larger one is refused."""
 _UPLOAD = 64 << 20
