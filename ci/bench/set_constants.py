@@ -26,7 +26,8 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 def apply(settings: Iterable[str]) -> None:
     """Sets each constant in its module, and in every loaded module that has imported it by name.
 
-    settings: texts MODULE.NAME=VALUE. Ends the program with a message for anything but a number.
+    settings: texts MODULE.NAME=VALUE. Raises SystemExit, which ends the program with a message, for
+    anything but a number.
     """
     for text in settings:
         place, _, value = text.partition("=")

@@ -141,7 +141,8 @@ def _yarn_of(keys: GgufKeys, architecture: str) -> Fields:
 
 
 def _floats(gguf: Gguf, name: str) -> list[float] | None:
-    """Returns the values of a small float32 tensor of a GGUF file; None if the file lacks the tensor."""
+    """Returns the values of a small float32 tensor of a GGUF file; None if the file lacks the tensor. Raises
+    CheckpointError if the tensor is no list of at most 64 KiB of float32."""
     tensor = gguf.tensors.get(name)
     if tensor is None:
         return None

@@ -189,7 +189,8 @@ class _Reader:
 
     def _description(self) -> Tensor:
         """Reads one entry of a GGUF file's tensor table and returns it. Its `start` is relative to the
-        beginning of the file's data section.
+        beginning of the file's data section. Raises CheckpointError for a type that cannot be read, and for
+        sizes that do not fit the type or the file.
         """
         name = self._string("a tensor's name", LONGEST_KEY)
         subject = f"tensor '{shown(name)}'"

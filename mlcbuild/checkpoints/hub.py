@@ -253,8 +253,8 @@ def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -
 
 @contextmanager
 def explained(source: HubSource, name: str | None) -> Iterator[None]:
-    """Returns a context in which expected exceptions of a query or transfer become SourceErrors that name
-    the source and, unless it is None, the file."""
+    """Returns a context that raises a SourceError, which names the source and, unless `name` is None, the
+    file, in place of an exception that a query or transfer is expected to raise. Others pass unchanged."""
     try:
         yield
     except SourceError:

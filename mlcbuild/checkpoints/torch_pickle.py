@@ -224,7 +224,7 @@ class _Machine:
 
     def build(self) -> None:
         """Executes the pickle opcode BUILD: discards the attributes of a mapping, in which PyTorch's
-        state_dict() stores versions of modules.
+        state_dict() stores versions of modules. Raises PickleError for attributes of anything else.
         """
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):

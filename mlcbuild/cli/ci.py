@@ -68,7 +68,7 @@ def _basis(name: str) -> str:
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes a web page about the recipe's last run, compared with the previous run. The recipe is not
-    read.
+    read. Raises UsageError if it has not been run, or if the page cannot be written.
     """
     from mlcbuild.reports import page, runlog
 

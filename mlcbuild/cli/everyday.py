@@ -40,7 +40,8 @@ def _one(name: str, arguments: argparse.Namespace) -> Path:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Runs the verb `serve`: serves models, which are built or fetched first where they are not installed."""
+    """Runs the verb `serve`: serves models, which are built or fetched first where they are not installed.
+    Raises UsageError for options that contradict each other."""
     from mlcbuild_runtime.http.arguments import options
     from mlcbuild_runtime.http.serve import serve as run
 
@@ -126,7 +127,8 @@ def _scheme(item: InstalledModel) -> str:
 
 
 def remove(arguments: argparse.Namespace) -> int:
-    """Removes installed models. Results of their builds stay in the store until `cache gc`."""
+    """Removes installed models. Results of their builds stay in the store until `cache gc`. Raises StoreError
+    for a model whose files cannot be removed."""
     installed = entries.read(_root(arguments))
     for entry in [entries.named(installed, name) for name in dict.fromkeys(arguments.names)]:
         size = entry.size

@@ -24,7 +24,8 @@ def publish(arguments: argparse.Namespace) -> int:
     """Publishes bundles: `publish RECIPE` builds and sends the bundles of a recipe, `publish BUNDLE --to URL`
     sends the bundle in one directory.
 
-    Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless.
+    Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless. Raises UsageError for
+    a destination that is wrong, missing, or given for a recipe, which lists its own.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):

@@ -25,7 +25,7 @@ from mlcbuild.store import upkeep
 
 def keys(arguments: argparse.Namespace) -> int:
     """Runs the verb `keys`: `keys new` creates the key with which step records are signed, `keys show` prints
-    its public half.
+    its public half and raises UsageError if there is none.
     """
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
@@ -81,7 +81,8 @@ def pull(arguments: argparse.Namespace) -> int:
     """Runs `cache pull`: downloads all results that remote caches have for a recipe, for later runs without a
     network.
 
-    The exit code is 1 if a remote failed or sent wrong data, and a result is missing.
+    The exit code is 1 if a remote failed or sent wrong data, and a result is missing. Raises UsageError for
+    the option --all, since a remote cannot list what it has.
     """
     if arguments.all:
         raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
@@ -124,7 +125,7 @@ def _warn(sentences: Iterable[str]) -> None:
 
 def gc(arguments: argparse.Namespace) -> int:
     """Runs `cache gc`: removes results of build steps from the store that were not used for long, or the
-    least recently used ones if the store is too large.
+    least recently used ones if the store is too large. Raises UsageError if neither limit is given.
     """
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
@@ -143,7 +144,7 @@ def gc(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Runs `cache export FILE [RECIPE]`: writes all results in the store, or those of a recipe, into one
-    file.
+    file. Raises UsageError for other operands.
     """
     store = open_store(arguments)
     if not 1 <= len(arguments.operands) <= 2:

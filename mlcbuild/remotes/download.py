@@ -112,8 +112,8 @@ class _Part:
             self.restart()
 
     def add(self, data: Buffer) -> None:
-        """Appends downloaded bytes to the file that is being downloaded, and updates the file's digest. Bytes
-        beyond the expected size are only counted.
+        """Appends downloaded bytes to the file that is being downloaded, and updates the file's digest.
+        Raises DamagedError, and discards the file, if it gets more bytes than it should have.
         """
         left = memoryview(data)[: max(0, self.size - self.have)]
         self._hasher.update(left)

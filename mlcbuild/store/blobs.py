@@ -44,7 +44,7 @@ class Blobs:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Returns a context in which an OSError of the store becomes a StoreError with a remedy."""
+        """Returns a context that raises a StoreError, which names a remedy, in place of an OSError."""
         try:
             yield
         except OSError as error:

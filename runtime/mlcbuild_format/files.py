@@ -72,7 +72,8 @@ def read_json(path: Path, largest: int) -> dict[str, Json]:
 
 
 def digest(path: Path) -> str:
-    """Returns the BLAKE3 of a file as 64 hex digits; it hashes about 2 GB per CPU-second."""
+    """Returns the BLAKE3 of a file as 64 hex digits; it hashes about 2 GB per CPU-second. Raises BundleError
+    if the file cannot be read or is no regular file."""
     hasher = blake3()
     with open_regular(path) as file:
         chunk = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size) + 1))

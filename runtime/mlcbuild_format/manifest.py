@@ -378,7 +378,7 @@ def _check_config(manifest: Manifest) -> None:
 
 def _windows(config: Mapping[str, Json]) -> list[int | None]:
     """Returns, for each kind of layer in a model's config, the attention window in tokens, or None if its
-    layers attend to all tokens."""
+    layers attend to all tokens. Raises FieldError for a description of layers that has another form."""
     specs = plain(config.get("layer_specs", []))
     if not isinstance(specs, list):
         raise FieldError(f"'model.config.layer_specs' must be a list of layers, found {describe(specs)}")

@@ -107,6 +107,9 @@ job as the only argument.
 def work(text: str) -> str:
     """Runs one job, encoded as text, on this cluster worker and returns the encoded Answer. dask calls it in
     a thread.
+
+    Raises Reschedule, with which dask gives the job to another worker, if this one stops meanwhile, and
+    RuntimeError in a process that `mlcbuild worker` has not started.
     """
     from distributed import Reschedule, get_worker
 

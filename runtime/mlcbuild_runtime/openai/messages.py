@@ -146,7 +146,7 @@ def _message(where: str, message: Json) -> Message:
 
 def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the fields of a tool result that name its call: the call's id, and the tool's name if the
-    message has it. where: the message's place, for errors."""
+    message has it. where: the message's place, for errors. Raises RequestError for an id that is no text."""
     id, name = message.get("tool_call_id"), message.get("name")
     if not isinstance(id, str | None):
         raise wrong(f"{where}.tool_call_id", "a text", id)
