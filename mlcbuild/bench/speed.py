@@ -41,7 +41,7 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
     speed.json as a JSON object.
 
     params: `prompt_tokens` and `generate_tokens`, numbers of tokens; `machine`, the kind of machine for which
-    the figures hold.
+    the figures hold. Raises the errors of `measure`.
     """
     prompt, answer = (int(str(params[name])) for name in ("prompt_tokens", "generate_tokens"))
     figures = measure(inputs["bundle"], SpeedPlan(prompt, answer))

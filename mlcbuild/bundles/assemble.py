@@ -110,7 +110,8 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     params: name, model, scheme and target for display (a null scheme means the one in the library's metadata,
     which another step chose), and the limits from context_window to max_batch. inputs: directories of
     library, weights and tokenizer, `runtime` (libtvm_runtime) if the target is this system, and `budget` and
-    `calibration` with the report files of a budget step and of a calibration.
+    `calibration` with the report files of a budget step and of a calibration. Raises CheckpointError for a
+    tokenizer or a chat template with which nothing can be served.
     """
     from mlcbuild_format import bundle as form
 

@@ -169,7 +169,8 @@ def head(reference: Reference, states: Array) -> Array:
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
     """Returns up to `count` tokens that follow a prompt, each the most likely one (the lowest id among
-    equals), computed with a cache of keys and values. The list ends early after a token of `stop`.
+    equals), computed with a cache of keys and values. The list ends early after a token of `stop`. Raises
+    CheckpointError for weights that cannot be read, ValueError for a token id beyond the vocabulary.
     """
     ends, answer = frozenset(stop), list[int]()
     tokens, past = list(prompt), EMPTY

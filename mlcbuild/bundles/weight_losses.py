@@ -104,7 +104,8 @@ class WeightTrial:
 def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> WeightTrial:
     """Returns a model with exact weights and the prompts on which a build step measures losses (KL
     divergences from it). params: `context_window` in tokens or None, and `file` and `adapters` of the
-    checkpoint if there are any; inputs: directories of config, checkpoint, reference and adapters.
+    checkpoint if there are any; inputs: directories of config, checkpoint, reference and adapters. Raises
+    CheckpointError for a checkpoint that cannot be read.
     """
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     names = read_tensor_names(inputs["config"])

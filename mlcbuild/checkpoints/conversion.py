@@ -369,7 +369,7 @@ def read(path: Path) -> Mapping[str, Array]:
 
 def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, Weight]:
     """Returns parameter name -> float32 values, computed from the quantized weights files in the directory
-    `path`. Values are unpacked again at each access.
+    `path`. Values are unpacked again at each access. Raises CheckpointError for damaged files.
     """
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}

@@ -297,7 +297,8 @@ def recorded(graph: Graph, store: Store) -> dict[str, int]:
 
 def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, float]:
     """Returns name of a build step -> expected seconds, for the steps that a plan must run or fetch: the last
-    duration in this store, the one in the file of durations, or an estimate.
+    duration in this store, the one in the file of durations, or an estimate. Raises InputError for a damaged
+    file of durations.
     """
     names = {step.name for step in plan.steps if step.state != "hit"}
     costs = step_costs(graph.steps(), {**read(file), **recorded(graph, Store(store.root))})

@@ -34,7 +34,8 @@ def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops
     paths of the object files.
 
     data: a CompileRequest (model, scheme, target, limits) as JSON. mark: callback that receives the name of
-    each phase when it starts. make_ops: constructor of the device's operations.
+    each phase when it starts. make_ops: constructor of the device's operations. Raises SetupError for another
+    version of TVM, CompileError if a compiler pass fails or the device lacks a kernel.
     """
     versions.check()
     request = CompileRequest.from_json(data)

@@ -227,7 +227,8 @@ class Family:
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
     """Returns parameter name -> descriptions (Piece) of the checkpoint's tensors, or of ranges of their rows,
-    that make up the parameter when they are joined along axis 0."""
+    that make up the parameter when they are joined along axis 0. Raises CheckpointError if the
+    family names a wrong number of tensors for a parameter."""
     names = {**LAYER, **WHOLE, **family.tensors.own_names(config)}
     sources = {}
     for param in parameters(config):

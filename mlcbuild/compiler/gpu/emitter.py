@@ -62,7 +62,8 @@ class Emitter:
 
     def kernel(self, make: Make, *arguments: object) -> str:
         """Adds the kernel that `make(name, *arguments)` builds to the program, and returns the name that it
-        was given. Equal arguments give the same kernel, which is built and lowered once.
+        was given. Equal arguments give the same kernel, which is built and lowered once. Raises CompileError
+        for a kernel that the dialect cannot express.
         """
         case = (make.__name__, arguments)
         if case not in self._names:

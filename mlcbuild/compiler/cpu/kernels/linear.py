@@ -95,7 +95,8 @@ def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
 
 def row_format(of: Linear) -> float_product.RowFormat | None:
     """Returns a RowFormat, which emits reads of the stored weight matrix of a product row by row; None for a
-    matrix in the x16 layout, which stores tiles of 16 rows. of: the product.
+    matrix in the x16 layout, which stores tiles of 16 rows. of: the product. Raises CompileError if there is
+    no kernel for the matrix's format.
     """
     rows = kernel_for(of.scheme).rows
     return None if rows is None else rows(of.isa, of.n, of.k)
