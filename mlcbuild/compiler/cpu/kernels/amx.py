@@ -262,7 +262,7 @@ class _Pair:
     def bring(self, step: Expr) -> None:
         """Emits code that converts the weights of one step (32 values of k) to two bfloat16 AMX tiles."""
         task = self.task
-        with T.serial(0, i64(2)) as j:
+        with T.unroll(0, i64(2)) as j:  # LLVM's -O2 leaves the loop alone, and prompts take 4 % longer.
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
             task.unpack(task.weights, (j, step), tile, self.first + step)
 
