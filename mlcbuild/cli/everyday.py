@@ -130,12 +130,18 @@ def remove(arguments: argparse.Namespace) -> int:
     """Removes installed models. Results of their builds stay in the store until `cache gc`. Raises StoreError
     for a model whose files cannot be removed."""
     installed = entries.read(_root(arguments))
-    for entry in [entries.named(installed, name) for name in dict.fromkeys(arguments.names)]:
+    removed = [entries.named(installed, name) for name in dict.fromkeys(arguments.names)]
+    for entry in removed:
         size = entry.size
         try:
             entries.remove(entry)
         except OSError as error:
             raise StoreError(f"{entry.directory}: cannot be removed: {error.strerror or error}") from None
         print(safe_lines(f"{entry.name}: {sizes.show(size)} removed"))
-    print("the steps that built them stay in the store: mlcbuild cache gc --unused-days 30 removes old ones")
+    if any(entry.scheme for entry in removed):
+        print(
+            "the steps that built them stay in the store: mlcbuild cache gc --unused-days 30 removes old ones"
+        )
+    if any(entry.source.startswith("hf://") for entry in removed):
+        print("files of hf:// stay in the hub's cache (in HF_HOME), which other programs share")
     return 0

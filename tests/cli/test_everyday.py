@@ -65,7 +65,8 @@ def test_a_checkpoint_is_built_once_kept_listed_and_removed(checkpoint: Path, st
     config = checkpoint / "config.json"
     config.write_text(config.read_text() + "\n")
     assert ask(checkpoint, store)[1], "a checkpoint that was changed is built again"
-    assert f"{name}: " in checked(mlcbuild("rm", name, store=store))
+    removed = checked(mlcbuild("rm", name, store=store))
+    assert f"{name}: " in removed and "the steps that built them stay" in removed
     assert names(store) == {}
     assert "nothing is installed" in checked(mlcbuild("list", store=store))
 
@@ -138,7 +139,8 @@ def test_a_published_bundle_is_fetched_and_kept(
     everyday.listed(Namespace(store=str(store), json=True))
     schemes = {item["name"]: item["scheme"] for item in json.loads(capsys.readouterr().out)["models"]}
     assert schemes["bundle"] == "q4a8_1", "the bundle's manifest states it"
-    checked(mlcbuild("rm", "bundle", store=store))
+    removed = checked(mlcbuild("rm", "bundle", store=store))
+    assert "steps that built" not in removed and "stay in the hub's cache" in removed
 
 
 def test_a_directory_of_bundles_is_served_and_asks_for_one_to_chat(
