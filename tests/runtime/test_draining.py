@@ -131,4 +131,4 @@ def test_a_server_answers_and_closes_its_engines_first(
     asyncio.run(live())
     assert answers[0].startswith(b"HTTP/1.1 200") and answers[0].endswith(b"ok")
     assert models.calls == ["close 0"]
-    assert capsys.readouterr().out == "mlcbuild-serve: ready\n"
+    assert capsys.readouterr().out == "ready\n"

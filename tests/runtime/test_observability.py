@@ -154,8 +154,9 @@ def test_lines_on_standard_error(toy_bundle: Path, tmp_path: Path, form: str) ->
         ) as process,
     ):
         assert process.stdout is not None
-        url = re.search(r"http://\S+", process.stdout.readline())
-        assert url is not None
+        ready = process.stdout.readline()
+        url = re.search(r"http://\S+", ready)
+        assert url is not None and ready.startswith("{" if form == "json" else "mlcbuild-serve: ")
         for path in ("/health", "/v1/nowhere%1b"):
             httpx.get(f"{url[0]}{path}", timeout=shared.WAIT)
         answer = httpx.post(f"{url[0]}/v1/completions", json=BODY, timeout=shared.WAIT)
@@ -164,7 +165,11 @@ def test_lines_on_standard_error(toy_bundle: Path, tmp_path: Path, form: str) ->
         assert process.stdout.read() == ""
     lines = errors.read_text().splitlines()
     if form == "json":
-        assert [json.loads(line)["status"] for line in lines] == [200, 404, 200]
+        *requests, last = map(json.loads, lines)
+        assert [request["status"] for request in requests] == [200, 404, 200]
+        assert (last["level"], last["message"]) == ("INFO", "stopped") and json.loads(ready)[
+            "level"
+        ] == "INFO"
     elif form == "text":
         unknown, completion, last = lines
         assert last == "mlcbuild-serve: stopped"
@@ -172,6 +177,53 @@ def test_lines_on_standard_error(toy_bundle: Path, tmp_path: Path, form: str) ->
         assert re.search(rf" 200 POST /v1/completions in .* s, \S+: {size} \+ 5 tokens$", completion)
     else:
         assert not lines
+
+
+def test_every_line_of_a_json_log_is_an_object(toy_bundle: Path, tmp_path: Path) -> None:
+    """Checks warnings, Python's warnings, failures of requests and of threads, and the reason why a server
+    does not start."""
+    script = """if True:
+        import sys, threading, warnings
+        from mlcbuild_runtime.http import handling, server
+        from mlcbuild_runtime.__main__ import main
+
+        def health(*_): raise ValueError("a\\x1b[31mb\\nc")
+        original = server.create_app
+
+        def create_app(*arguments):
+            warnings.warn("old\\nthing")
+            thread = threading.Thread(target=health)
+            thread.start()
+            thread.join()
+            return original(*arguments)
+
+        server.create_app = create_app
+        sys.exit(main(sys.argv[1:]))
+    """
+    errors = tmp_path / "errors"
+    command = [sys.executable, "-c", script, str(toy_bundle), "--port", "0", "--log", "json", "--lenient"]
+    with (
+        errors.open("w") as file,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=file, text=True, env=shared.environment()
+        ) as process,
+    ):
+        assert process.stdout is not None
+        url = re.search(r"http://\S+", json.loads(process.stdout.readline())["message"])
+        assert url is not None
+        body = {**BODY, "odd\x1b": 1}
+        assert httpx.post(f"{url[0]}/v1/completions", json=body, timeout=shared.WAIT).status_code == 200
+        process.send_signal(signal.SIGINT)
+    lines = [json.loads(line) for line in errors.read_text().splitlines()]
+    events = [line for line in lines if "level" in line]
+    assert [line["level"] for line in events] == ["WARNING", "CRITICAL", "WARNING", "INFO"]
+    assert "old\nthing" in events[0]["message"] and "odd\x1b" in events[2]["message"]
+    assert events[1]["traceback"].startswith("Traceback") and "a\x1b[31mb\nc" in events[1]["traceback"]
+    assert [line["status"] for line in lines if "status" in line] == [200]
+    nowhere = str(tmp_path / "nowhere")
+    refused = shared.run("-m", "mlcbuild_runtime", nowhere, "--port", "0", "--log", "json")
+    assert refused.returncode == 1
+    assert json.loads(refused.stderr)["message"].startswith(f"{nowhere}: does not exist")
 
 
 @pytest.mark.parametrize(("option", "what"), [("--access-log", "the access log"), ("--trace", "the trace")])

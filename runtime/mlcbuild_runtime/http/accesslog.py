@@ -13,7 +13,6 @@ No line contains text of a prompt or an answer, a query string, or a key.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -27,6 +26,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlcbuild_runtime.engine.request import Event, Request, Sink
+from mlcbuild_runtime.http.logs import json_line
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +103,6 @@ _QUIET = ("/health", "/ping", "/metrics")
 """Paths of requests that are not logged in text form, because monitors request them all the time."""
 
 
-def _json(fields: Mapping[str, object]) -> str:
-    # json.dumps escapes all control characters except DEL.
-    return json.dumps(fields, separators=(",", ":")).replace("\x7f", "\\u007f")
-
-
 def _text(fields: Mapping[str, object]) -> str:
     """Returns a request's log line for a terminal; "" for a path that monitors request all the time."""
     path = str(fields["path"])
@@ -128,7 +123,7 @@ class AccessLog:
 
     def __init__(self, app: ASGIApp, out: TextIO, form: Form = "json") -> None:
         self._app, self._out, self._broken = app, out, False
-        self._line = _json if form == "json" else _text
+        self._line = json_line if form == "json" else _text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

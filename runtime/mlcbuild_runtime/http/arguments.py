@@ -160,7 +160,7 @@ def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
         "--log",
         choices=("auto", "text", "json", "none"),
         default=defaults.logs.form,
-        help="a line for each request on standard error (default: text on a terminal)",
+        help="a line for each request on standard error (default: text on a terminal); json: all lines",
     )
     parser.add_argument(
         "--trace", metavar="FILE", help="write the engine's steps to FILE, in Chrome's trace format"

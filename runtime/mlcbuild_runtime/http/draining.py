@@ -13,7 +13,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
-from mlcbuild_format.fields import printable
 
 from mlcbuild_runtime.http.accept import accept
 from mlcbuild_runtime.http.connection import IDLE_SECONDS, Connection
@@ -65,7 +64,7 @@ class BoundedServer(uvicorn.Server):
         self._listener.listen(BACKLOG)
         make = partial(Connection, self.config, self.server_state, self.lifespan.state)
         self._accepting = asyncio.create_task(accept(self._listener, make, self.server_state.connections))
-        print(f"mlcbuild-serve: {printable(self._ready_line())}", flush=True)  # noqa: T201
+        print(self._ready_line(), flush=True)  # noqa: T201
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from types import TracebackType
 
 from mlcbuild_format.fields import printable
 
 _Failure = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+log = logging.getLogger(__name__)
+
+
+def json_line(fields: Mapping[str, object]) -> str:
+    """Returns a JSON object on one line, in which all control characters are escaped."""
+    # json.dumps escapes all control characters except DEL.
+    return json.dumps(fields, separators=(",", ":")).replace("\x7f", "\\u007f")
+
+
+def event_line(message: str, form: str, level: int = logging.INFO) -> str:
+    """Returns the line about an event in a server's life, such as its end. form: "json" for a JSON object
+    with the fields `time`, `level` and `message`; any other form is text for people."""
+    if form != "json":
+        return f"mlcbuild-serve: {printable(message)}"
+    return JsonFormatter().format(logging.LogRecord(__name__, level, "", 0, message, None, None))
 
 
 class OneLineFormatter(logging.Formatter):
@@ -20,10 +40,39 @@ class OneLineFormatter(logging.Formatter):
         return "\n".join(printable(line) for line in super().formatException(ei).split("\n"))
 
 
-def to_stderr() -> None:
+class JsonFormatter(logging.Formatter):
+    """A log formatter that writes each message as a JSON object on one line, with the fields `time`, `level`,
+    `message` and, after a failure, `traceback`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = {"time": time, "level": record.levelname, "message": record.getMessage()}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json_line(fields)
+
+
+def to_stderr(form: str = "text") -> None:
     """Sends the process's log to standard error, unless logging is configured already: warnings, and what
-    the runtime itself reports, such as a model that was loaded."""
+    the runtime itself reports, such as a model that was loaded. form: "json" for lines of JSON, also for
+    Python's warnings and for exceptions that nobody handles; any other form is text for people."""
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLineFormatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(
+        JsonFormatter() if form == "json" else OneLineFormatter("%(levelname)s: %(message)s")
+    )
     logging.basicConfig(handlers=[handler])
     logging.getLogger("mlcbuild_runtime").setLevel(logging.INFO)
+    if form == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_failure
+        threading.excepthook = _log_failure_of_thread
+
+
+def _log_failure(kind: type[BaseException], failure: BaseException, traceback: TracebackType | None) -> None:
+    log.critical("the server failed: %r", failure, exc_info=(kind, failure, traceback))
+
+
+def _log_failure_of_thread(arguments: threading.ExceptHookArgs) -> None:
+    failure = arguments.exc_value
+    if failure is not None:
+        _log_failure(arguments.exc_type, failure, arguments.exc_traceback)

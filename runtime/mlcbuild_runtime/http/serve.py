@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,7 +18,9 @@ from mlcbuild_format.errors import ServingError, SetupError
 
 from mlcbuild_runtime.engine.drafts import Speculate
 from mlcbuild_runtime.engine.memory_modes import LimitOverrides
+from mlcbuild_runtime.http import logs
 from mlcbuild_runtime.http.access import Access
+from mlcbuild_runtime.http.logs import event_line
 
 if TYPE_CHECKING:
     from mlcbuild_runtime.engine.served_models import Models
@@ -37,7 +40,7 @@ class Logs:
     """File to which a line of JSON is appended for each request; "-" is standard output."""
     form: str = "auto"
     """Form of the lines about requests on standard error: "text", "json", "none", or "auto", which is text on
-    a terminal.
+    a terminal. With "json", every other line is JSON, too: errors, warnings, and the server's start and end.
     """
     trace: str | None = None
     """Path of the file for a trace of the engine's steps, in Chrome's trace format, which is overwritten;
@@ -79,6 +82,8 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
     if named := os.environ.get(KEY_VARIABLE):
         access = options.access
         options = replace(options, access=replace(access, keys=(*access.keys, named)))
+    form = options.logs.form
+    logs.to_stderr(form)
     try:
         if options.site is not None:
             return _serve_site(listed, options, None)
@@ -88,12 +93,10 @@ def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | N
             if options.browser:
                 return _serve_site(listed, options, listener)
             file = stack.enter_context(_opened(options.logs.file))
-            logs: list[tuple[TextIO, Form]] = [] if file is None else [(file, "json")]
-            return _serve(
-                [str(bundle) for bundle in listed], options, listener, [*logs, *_log(options.logs.form)]
-            )
+            files: list[tuple[TextIO, Form]] = [] if file is None else [(file, "json")]
+            return _serve([str(bundle) for bundle in listed], options, listener, [*files, *_log(form)])
     except ServingError as error:
-        print(f"mlcbuild-serve: {error}", file=sys.stderr)  # noqa: T201
+        print(event_line(str(error), form, ERROR), file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -179,7 +182,7 @@ def _serve_site(bundles: Sequence[str | Path], options: ServerOptions, listener:
         )
     app = browser_site.create_app(browser_site.site_files(bundle), options.access)
     ready = f"{bundle.name} is ready at {_url(listener)} (a page for browsers with WebGPU)"
-    browser_site.run(app, listener, ready)
+    browser_site.run(app, listener, event_line(ready, options.logs.form))
     return 0
 
 
@@ -202,18 +205,17 @@ def _serve(
     if len(models.entries) == 1:
         models.load_first()
     # Imported late, so that a bundle that cannot be served is refused sooner.
-    from mlcbuild_runtime.http import logs
     from mlcbuild_runtime.http.draining import run
     from mlcbuild_runtime.http.server import create_app
 
-    logs.to_stderr()
+    form = options.logs.form
     app = create_app(models, options.access, access_logs)
-    run(app, models, listener, options.drain, lambda: _ready_line(models, _url(listener)))
+    run(app, models, listener, options.drain, lambda: event_line(_ready_line(models, _url(listener)), form))
     ended = models.close(timeout=0.2)
     if trace is not None:
         trace.close()
-    if any(form == "text" for _, form in access_logs):
-        print("mlcbuild-serve: stopped", file=sys.stderr, flush=True)  # noqa: T201
+    if _log(form):
+        print(event_line("stopped", form), file=sys.stderr, flush=True)  # noqa: T201
     if not ended:
         # A long step is still running inside the library, which cannot be interrupted: leave at once
         # rather than unload the library under it.
