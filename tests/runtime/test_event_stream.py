@@ -162,3 +162,11 @@ def test_events_that_nobody_needs_are_consumed() -> None:
 
     asyncio.run(exhausted(numbers()))
     assert reached == [0, 1, 2]
+
+
+def test_proxies_are_told_to_pass_events_on() -> None:
+    async def lines() -> AsyncIterator[str]:
+        yield "data: [DONE]\n\n"
+
+    stream = EventStream(answers(), lines(), ExitStack())
+    assert stream.headers["x-accel-buffering"] == "no" and stream.headers["cache-control"] == "no-cache"

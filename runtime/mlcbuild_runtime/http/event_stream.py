@@ -39,6 +39,8 @@ class EventStream(StreamingResponse):
         """
         super().__init__(lines, media_type=media_type)
         self.headers["cache-control"] = "no-cache"
+        # Without this field nginx holds an answer back until its buffer of 4 KiB is full or the answer ends.
+        self.headers["x-accel-buffering"] = "no"
         self._answers, self._use = answers, use
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
