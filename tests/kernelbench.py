@@ -108,8 +108,11 @@ def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
 
 
 def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:
-    module = tvm.IRModule({symbol(function): function for function in functions})
-    built = tvm.compile(module, target=tvm_target(target), tir_pipeline=kernel_pipeline(KERNELS)).mod
+    by_symbol = {symbol(function): function for function in functions}
+    assert len(by_symbol) == len({*map(id, functions)}), "two kernels have one name"
+    built = tvm.compile(
+        tvm.IRModule(by_symbol), target=tvm_target(target), tir_pipeline=kernel_pipeline(KERNELS)
+    ).mod
     return Module(isa_for(target), target, built)
 
 

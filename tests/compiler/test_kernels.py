@@ -127,6 +127,12 @@ def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int,
             assert (result == np.concatenate(alone[:m])).all(), (m, prompt)
 
 
+def test_embeddings_of_different_formats_have_different_names() -> None:
+    tables = [table("avx2", scheme, TABLES[0]) for scheme in SCHEMES]
+    assert len({item.name for item in tables}) == len(SCHEMES)
+    assert len({kernelbench.symbol(embedding.kernel(item)) for item in tables}) == len(SCHEMES)
+
+
 @each_isa
 @each_scheme
 @pytest.mark.parametrize("shape", TABLES)

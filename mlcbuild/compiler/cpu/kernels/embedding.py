@@ -30,10 +30,7 @@ class Embedding:
 
     @property
     def name(self) -> str:
-        kind = f"{self.scheme.layout}{self.scheme.bits or ''}"
-        if self.scheme.definition.blocks is not None:
-            kind = self.scheme.format
-        return f"embedding.{kind}.{self.isa.name}"
+        return f"embedding.{self.scheme.format}.{self.isa.name}"
 
     def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Emits the lookup of token ids, int32 [n], and returns their embeddings float32 [n, hidden]. Ids
@@ -59,10 +56,7 @@ def kernel(of: Embedding) -> PrimFunc:
     """
     scheme = of.scheme
     form = kernel_for(scheme)
-    kind = scheme.dtype if scheme.bits == 0 else f"{scheme.layout}{scheme.bits}_{scheme.dtype}"
-    if scheme.definition.blocks is not None:
-        kind = scheme.format
-    name = f"embedding_{kind}_{of.vocab}x{of.hidden}"
+    name = f"embedding_{scheme.format}_{of.vocab}x{of.hidden}"
 
     def body() -> None:
         n = T.int64()
