@@ -21,8 +21,8 @@ for _name, _scheme in BUILT_IN.items():
         GPU_SCHEMES[_name] = BACKENDS["webgpu"].storage(_scheme)
 SIMPLE = {name: scheme for name, scheme in SCHEMES.items() if scheme.definition.blocks is None}
 """The built-in schemes except those with scales in two levels."""
-QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits]
-"""The built-in schemes that have a single scale for each group."""
+QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits and len(scheme.definition.tensors) == 2]
+"""The built-in schemes that store codes and a single scale for each group, without minima."""
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
