@@ -97,6 +97,8 @@ def manifest(path: Path) -> Manifest:
     try:
         if not path.is_dir():
             problem = "is a file" if path.exists() else "does not exist"
+            if any(part.endswith(":") for part in path.parts):  # what a path makes of an address
+                problem = "is an address, from which only the program `mlcbuild` fetches"
             raise BundleError(f"{path}: {problem}, but a bundle is a directory that holds {MANIFEST}")
         file.lstat()
     except FileNotFoundError:

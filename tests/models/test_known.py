@@ -64,6 +64,10 @@ def test_what_transformers_writes_for_every_model_refuses_none(version: str, fam
         return  # no release of that time had it
     if family in NO_MODEL:
         return
+    assert family in DEFAULTS[version], (
+        f"transformers_defaults.json lacks {family}: add to {version} what to_dict() of its config class has"
+        " beyond that of PreTrainedConfig"
+    )
     written = DEFAULTS[version]["base"] | DEFAULTS[version][family]
     config = parse(written)
     assert config.family == family

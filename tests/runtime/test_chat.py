@@ -54,6 +54,21 @@ def test_a_conversation_by_pipe(tiny_bundle: Path) -> None:
     assert result.stderr == ""
 
 
+def test_a_name_that_is_no_single_bundle_is_a_sentence(tiny_bundle: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).symlink_to(tiny_bundle)
+    refused = shared.run("-m", "mlcbuild_runtime.chat", str(tmp_path))
+    message = f"mlcbuild-chat: {tmp_path}: has 2 bundles: name one of them, such as {tmp_path / 'one'}\n"
+    assert (refused.returncode, refused.stderr) == (1, message)
+    for module in ("mlcbuild_runtime.chat", "mlcbuild_runtime"):
+        refused = shared.run("-m", module, "hf://team/model")
+        assert refused.returncode == 1
+        assert (
+            "hf:/team/model: is an address, from which only the program `mlcbuild` fetches" in refused.stderr
+        )
+        assert refused.stderr.count("\n") == 1
+
+
 def text(parts: Iterable[AnswerPart]) -> str:
     return "".join(part.text for part in parts)
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlcbuild_format.errors import BundleError
+
 from mlcbuild_runtime import release
 from mlcbuild_runtime.chat import chat_options, run
 from mlcbuild_runtime.locations import directories
@@ -24,14 +26,20 @@ def main(words: Sequence[str] | None = None) -> int:
     release.add(parser)
     chat_options.add(parser, "a bundle, or a directory with one bundle")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of the model (default: all cores)")
-    return run(parser.parse_args(words), _bundle)
+    try:
+        return run(parser.parse_args(words), _bundle)
+    except BundleError as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return error.exit_code
 
 
 def _bundle(name: str) -> Path:
     """Returns the directory of the only bundle at a path: the path itself, or the one bundle in it. If there
-    is not exactly one, returns the path, and loading it reports the error."""
+    is none, returns the path, and loading it reports the error. Raises BundleError if there are several."""
     bundles = directories(Path(name))
-    return bundles[0] if len(bundles) == 1 else Path(name)
+    if len(bundles) > 1:
+        raise BundleError(f"{name}: has {len(bundles)} bundles: name one of them, such as {bundles[0]}")
+    return bundles[0] if bundles else Path(name)
 
 
 if __name__ == "__main__":
