@@ -151,7 +151,8 @@ class _Dealt:
 
 
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
-    """Returns name of a build step -> names of the step and of all its direct and indirect dependencies."""
+    """Returns name of a build step -> names of the step and of all its direct and indirect dependencies among
+    `steps`, in which each step comes after those on which it depends."""
     closures: dict[str, frozenset[str]] = {}
     for step in steps:
         closures[step.name] = frozenset((step.name,)).union(

@@ -39,7 +39,8 @@ class RecipeAdapter:
 
     source: Source
     weight: float
-    """Factor by which the adapter's change of the model's weights is multiplied."""
+    """Factor by which the adapter's change of the model's weights, already scaled by the adapter's own alpha
+    and rank, is multiplied."""
     place: Place
     """File, line and column of the adapter's source in the recipe."""
 

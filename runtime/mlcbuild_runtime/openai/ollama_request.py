@@ -269,9 +269,9 @@ def _call(where: str, call: Json, calls: _OpenCalls) -> Json:
 
 def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
     """Returns the id of the tool call to which a tool's message is the result: the call with the id or the
-    tool name that the message states, or else the first call without a result. calls: the chat's calls
-    without a result, from which the call is removed; fields: the message. Raises RequestError for an id or a
-    name that is no text."""
+    tool name that the message states or, if it states neither, the first call without a result. If there is
+    no such call, returns what the message states, or "". calls: the chat's calls without a result, from which
+    the call is removed; fields: the message. Raises RequestError for an id or a name that is no text."""
     for key, take in (
         ("tool_call_id", calls.take),
         ("tool_name", calls.take_name),
