@@ -117,6 +117,7 @@ def assert_allowed(text: str, form: Form, tool: Tool) -> None:
     assert allowed_by(matcher)[sorted(TOKENIZERS["tools"].eos)].all(), text
 
 
+TEXT: dict[str, Json] = {"type": "string"}
 EDIT = Tool(
     "edit",
     "",
@@ -171,6 +172,36 @@ def test_arguments_of_every_type(name: str, arguments: dict[str, Json], seed: in
         )
     assert json.loads(written) == arguments
     assert_allowed(text, form, EDIT)
+
+
+@pytest.mark.parametrize("name", ["qwen coder", "glm 4.5", "glm 4.5, as text"])
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_line_breaks_around_the_tag_after_a_text_may_be_missing(name: str, seed: int | None) -> None:
+    form, tool = FORMS[name], Tool("edit", "", {"properties": {"code": TEXT, "note": TEXT}})
+    assert form.tags is not None
+    texts: dict[str, Json] = {"code": "a", "note": "b"}
+    unbroken = form.write("edit", texts).replace(form.tags.after, form.tags.closing)
+    text = f"{unbroken}{form.between}{form.write('edit', texts)}"
+    assert (
+        pieces(text, form, "auto", seed)
+        == [
+            CallPiece("call", "edit"),
+            CallPiece("arguments", json.dumps(texts)),
+        ]
+        * 2
+    )
+    assert_allowed(text, form, tool)
+
+
+@pytest.mark.parametrize(
+    "code", ["<parameter name='a'>1</parameter>\n", "\n</parameter>\n</function>", "\n\n"]
+)
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_a_text_may_contain_the_tag_after_it(code: str, seed: int | None) -> None:
+    form, tool = FORMS["qwen coder"], Tool("edit", "", {"properties": {"code": TEXT, "note": TEXT}})
+    text = form.write("edit", {"code": code, "note": code})
+    assert pieces(text, form, "auto", seed)[1].text == json.dumps({"code": code, "note": code})
+    assert_allowed(text, form, tool)
 
 
 def test_an_answer_that_is_cut_off_keeps_whole_arguments() -> None:

@@ -12,18 +12,8 @@ from dataclasses import dataclass, field, replace
 from mlcbuild_format.fields import Json
 
 from mlcbuild_runtime.openai import bare_arguments
+from mlcbuild_runtime.openai.tagged_arguments import Tags
 from mlcbuild_runtime.text.vocabulary import Vocabulary
-
-
-@dataclass(frozen=True)
-class Tags:
-    """Texts before the key, between key and value, and after the value of each argument of a tool call, for
-    models that do not write the arguments as one JSON object. Strings are written unquoted, other values as
-    JSON."""
-
-    before: str
-    middle: str
-    after: str
 
 
 @dataclass(frozen=True)
@@ -120,10 +110,7 @@ class Form:
         if self.quote:
             written = bare_arguments.write(arguments, self.quote)
         if self.tags is not None and isinstance(arguments, dict):
-            written = ""
-            for key, value in arguments.items():
-                shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                written += f"{self.tags.before}{key}{self.tags.middle}{shown}{self.tags.after}"
+            written = self.tags.write(arguments)
         return self.lead + self.head(name) + written + self.tail
 
     def head_rule(self, name: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlcbuild_runtime.openai.bare_arguments import BareReader
-from mlcbuild_runtime.openai.call_forms import Form, Tags
+from mlcbuild_runtime.openai.call_forms import Form
+from mlcbuild_runtime.openai.tagged_arguments import TaggedReader
 
 _OBJECT = '{"name": "'
 """The text with which a tool call begins in the syntax whose calls are bare JSON objects, without a mark that
@@ -97,8 +97,8 @@ class Reader:
         self._form, self._held, self._formatted = form, "", formatted and choice == "auto"
         self._state: Literal["start", "text", "head", "arguments", "tail"]
         self._state = "head" if choice == "required" else "start"
-        self._object: JsonReader | BareReader = JsonReader()
-        self._texts, self._name, self._keys = texts or {}, "", 0
+        self._object: JsonReader | BareReader | TaggedReader = JsonReader()
+        self._texts = texts or {}
         name, key = r'\{"name": ("(?:[^"\\]|\\.)*"), ', re.escape(f'"{form.key}": ')
         if form.by_name is not None:
             number, after = r":\d+" if form.by_name.numbered else "", re.escape(form.by_name.after)
@@ -158,51 +158,28 @@ class Reader:
         match = self._head.match(self._held)
         if match is not None:
             self._held, self._state, self._formatted = self._held[match.end() :], "arguments", False
-            self._object = BareReader(self._form.quote) if self._form.quote else JsonReader()
-            self._name, self._keys = str(json.loads(match[1])) if self._form.by_name is None else match[1], 0
-            yield CallPiece("call", self._name)
+            name = str(json.loads(match[1])) if self._form.by_name is None else match[1]
+            self._object = self._arguments_reader(name)
+            yield CallPiece("call", name)
         begun = self._held.lstrip()
         if self._formatted and begun.startswith("{") and not _OBJECT.startswith(begun[: len(_OBJECT)]):
             self._state = "text"
 
+    def _arguments_reader(self, name: str) -> JsonReader | BareReader | TaggedReader:
+        """Returns a new parser of the arguments of one call of the tool `name`."""
+        if self._form.tags is not None:
+            return TaggedReader(self._form.tags, self._form.tail, self._texts.get(name, ()))
+        return BareReader(self._form.quote) if self._form.quote else JsonReader()
+
     def _read_arguments(self) -> Iterator[CallPiece]:
         """Yields the parts of a tool call's arguments that have arrived, as JSON text, up to the brace that
         closes them."""
-        if self._form.tags is not None:
-            yield from self._read_tags(self._form.tags)
-            return
         text, size = self._object.read(self._held)
         self._held = self._held[size:]
         if text:
             yield CallPiece("arguments", text)
-        if size and self._object.is_complete:
+        if (text or size) and self._object.is_complete:
             self._state = "tail"
-
-    def _read_tags(self, tags: Tags) -> Iterator[CallPiece]:
-        """Yields the arguments of a tool call that are written between tags: each complete argument as a part
-        of the text of one JSON object, then the end of the object."""
-        begin = tags.before
-        while self._held.startswith(begin):
-            key, middle, rest = self._held[len(begin) :].partition(tags.middle)
-            text, after, rest = rest.partition(tags.after)
-            if not middle or not after:
-                return
-            self._held = rest
-            opening = ", " if self._keys else "{"
-            self._keys += 1
-            yield CallPiece("arguments", f"{opening}{json.dumps(key)}: {self._value(key, text)}")
-        if self._held.startswith(self._form.tail):
-            self._state = "tail"
-            yield CallPiece("arguments", "}" if self._keys else "{}")
-
-    def _value(self, key: str, text: str) -> str:
-        """Returns the value of the argument `key` of a tool call as JSON text. text: the value as the model
-        has written it; it becomes a JSON string if the argument's type is text, or if it is not JSON."""
-        if key not in self._texts.get(self._name, ()):
-            with suppress(ValueError):
-                json.loads(text)
-                return text
-        return json.dumps(text, ensure_ascii=False)
 
     def _read_tail(self) -> Iterator[CallPiece]:
         end = self._form.tail

@@ -21,6 +21,7 @@ from mlcbuild_runtime.openai.bare_arguments import BareRules
 from mlcbuild_runtime.openai.body import RequestBody, checked_text, wrong
 from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.response_format import schema_text
+from mlcbuild_runtime.openai.tagged_arguments import TagRules
 from mlcbuild_runtime.text.chat_template import Message
 
 MAX_TOOLS = 128
@@ -189,20 +190,13 @@ def constraint(
     without calls, unless the syntax of calls demands another one. Raises RequestError if the request states a
     grammar beside tools.
     """
-    bare = BareRules(form.quote, form.literal) if form.quote else None
-    calls = " | ".join(f"{form.head_rule(tool.name)} {_arguments(form, tool, bare)}" for tool in box.tools)
+    rules, calls = _calls(box.tools, form)
     lead, last = form.literal(form.lead), form.literal(form.last)
     again = f"({form.literal(form.between)} {lead} call)*" if box.parallel else ""
-    rules = [f"call: ({calls}) {form.literal(form.tail)}", f"calls: {lead} call {again} {last}"]
+    rules += [f"call: {calls}", f"calls: {lead} call {again} {last}"]
     mark, space_first = form.literal(form.mark), '" "? ' if space else ""
     if form.opening:  # Mistral's older models write a space.
-        rules[1] = f'calls: " "? {form.literal(form.opening)} call {again} {last}'
-    if form.tags is not None:
-        after = form.literal(form.tags.after)
-        lazy = "" if any(name in form.tags.after for name in form.tokens) else "[lazy]"
-        rules += [f"value{lazy}: VALUE {after}", f"VALUE: {ANY_TEXT}"]
-    if bare is not None:
-        rules += bare.listed
+        rules[-1] = f'calls: " "? {form.literal(form.opening)} call {again} {last}'
     begun = f"{form.literal(form.first)} calls"
     if form.optional and mark:
         begun = f"{mark}? calls"
@@ -228,31 +222,34 @@ def constraint(
     return Constraint("lark", "\n".join(rules), "tools")
 
 
-def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
-    """Returns a Lark expression that matches the arguments of a call of `tool`, in the form of the syntax
-    `form`: JSON, an object with bare (unquoted) keys, or tags in the order of the schema's properties. In the
-    last form it refers to a rule `value`, which matches a text and the tag after it. bare: the rules for bare
-    keys, None for the other forms."""
-    if bare is not None:
-        return bare.value({**tool.parameters})
-    if form.tags is None:
-        return f"%json {schema_text(tool.parameters)}"
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    required, listed = tool.parameters.get("required"), list[str]()
-    for key, schema in _properties(tool).items():
-        before = form.literal(f"{form.tags.before}{key}{form.tags.middle}")
-        texts = schema.get("enum") if isinstance(schema, dict) else None
-        if key not in text_parameters(tool):
-            parameter_schema = {**schema, **shared} if isinstance(schema, dict) else bool(schema)
-            value = f"%json {schema_text(parameter_schema)} {form.literal(form.tags.after)}"
-        elif isinstance(texts, list):
-            chosen = " | ".join(form.literal(str(text)) for text in texts)
-            value = f"({chosen}) {form.literal(form.tags.after)}"
+def _calls(tools: Sequence[Tool], form: Form) -> tuple[list[str], str]:
+    """Returns (rules of a Lark grammar, a Lark expression that refers to them and matches one call of one of
+    `tools` in the syntax `form`, from the tool's name to the end of the call)."""
+    bare = BareRules(form.quote, form.literal) if form.quote else None
+    tagged = TagRules(form.tags, form.tail, form.literal) if form.tags is not None else None
+    tail, calls = form.literal(form.tail), list[str]()
+    for tool in tools:
+        if tagged is not None:
+            arguments = f"({tagged.arguments(*_tagged(tool))})"
+        elif bare is not None:
+            arguments = f"{bare.value({**tool.parameters})} {tail}"
         else:
-            value = "value"
-        optional = "" if isinstance(required, list) and key in required else "?"
-        listed.append(f"({before} {value}){optional}")
-    return " ".join(listed)
+            arguments = f"%json {schema_text(tool.parameters)} {tail}"
+        calls.append(f"{form.head_rule(tool.name)} {arguments}")
+    rules = tagged or bare
+    return ([] if rules is None else rules.listed), " | ".join(calls)
+
+
+def _tagged(tool: Tool) -> tuple[dict[str, dict[str, Json] | bool], list[Json], frozenset[str]]:
+    """Returns (key -> JSON schema that is understood without the tool's other parameters, keys of the
+    parameters that are required, keys of those that are texts)."""
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    schemas: dict[str, dict[str, Json] | bool] = {
+        key: {**schema, **shared} if isinstance(schema, dict) else bool(schema)
+        for key, schema in _properties(tool).items()
+    }
+    required = tool.parameters.get("required")
+    return schemas, required if isinstance(required, list) else [], text_parameters(tool)
 
 
 def text_parameters(tool: Tool) -> frozenset[str]:
