@@ -2,7 +2,8 @@
 problem.
 
 A method that reads a field returns a valid substitute for a wrong one, so that all problems are reported at
-once. Code that computes with a value calls `sound` first, so that one mistake is not reported twice.
+once. Before code combines values, it calls `sound`, which returns False if one of these fields had a problem,
+so that one mistake is not reported twice.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ MOST_UNKNOWN = 50
 """Maximum number of unknown fields of a JSON file that get an error message each; a file with more is not a
 config.json."""
 LARGEST = 2**31 - 1
-"""Maximum integer that a field of config.json may hold: the largest index in a compiled library."""
+"""Maximum of an integer in a field of config.json, unless its reader passes another: the largest index in a
+compiled library."""
 
 
 class Fields:
     """Reads the fields of one JSON object and collects error messages about them. place: the file's name for
-    these messages; inside: the path of the object within the file, such as "text_config."."""
+    these messages; inside: the path of the object within the file, such as "text_config.", or "" for the
+    whole document."""
 
     def __init__(self, place: str, values: Mapping[str, object], inside: str = "") -> None:
         self.place = place
@@ -49,10 +52,11 @@ class Fields:
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
         """Returns another reader of this JSON object, under the field names that all model families share.
         Error messages of both readers are collected in one list. Two spellings of one field with different
-        values add an error message.
+        values add an error message, and the later one in the object is read.
 
         spellings: field name that only one model family uses -> shared name. defaults: shared name -> value
-        of an absent field.
+        of an absent field (a field that is null is not absent); the one of rope_parameters is not used if the
+        object has rope_scaling.
         """
         values: dict[str, object] = {}
         shown: dict[str, str] = {}
@@ -94,8 +98,8 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
         """Returns the integer in a field of config.json. default: the result if the field is absent or null;
-        None: the field is required. A missing field, or a value outside low .. high, adds an error message,
-        and the valid substitute `low` is returned."""
+        None: the field is required. If a required field is absent or null, or the value is no integer from
+        `low` to `high`, adds an error message and returns the valid substitute `low`."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return low if (default := self._default(name, default)) is None else default
@@ -106,8 +110,9 @@ class Fields:
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
         """Returns the number in a field of config.json, as a float. default: the result if the field is
-        absent or null; None: the field is required. A missing field, or a value other than a finite number
-        above `low` and at most `high`, adds an error message, and the valid substitute `high` is returned."""
+        absent or null; None: the field is required. If a required field is absent or null, or the value is no
+        finite number above `low` and at most `high`, adds an error message and returns the valid substitute
+        `high`."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return high if (default := self._default(name, default)) is None else default
@@ -171,8 +176,8 @@ class Fields:
 
     def integers(self, name: str, count: int, default: int, high: int = 2**22) -> list[int]:
         """Returns a list of `count` integers from 1 to `high` from a field of config.json, which holds such a
-        list, or one integer for all. default: the integer that is repeated if the field is absent or wrong;
-        a wrong value adds an error message."""
+        list, or one integer for all. default: the integer that is repeated if the field is absent, null or
+        wrong; a wrong value adds an error message."""
         value = self.get(name)
         if not isinstance(value, list):
             integer = self.integer(name, default, high=high)
@@ -268,7 +273,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def show(value: object) -> str:
-    """Returns a JSON value as text of at most 60 characters, for an error message."""
+    """Returns a JSON value as JSON text for an error message, cut to 60 characters; for a value that cannot
+    be written as JSON, "a" and the name of its Python type."""
     try:
         text = json.dumps(value, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError):

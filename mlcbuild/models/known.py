@@ -99,5 +99,6 @@ OTHER_PARTS: frozenset[str] = frozenset(
         *("vision_start_token_id", "tie_word_embeddings", "model_type", "text_config"),
     }
 )
-"""Names of fields beside `text_config` in a config.json that describe parts of a model which compute no text,
-such as a vision tower."""
+"""Names of the fields in a config.json with a `text_config` that the reader of the whole file may leave
+unread: those that describe parts of a model which compute no text, such as a vision tower, and model_type,
+text_config and tie_word_embeddings, which are read separately."""

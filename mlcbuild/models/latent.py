@@ -1,10 +1,10 @@
 """Describes multi-head latent attention as data: a layer caches one short vector per token, which all heads
 share.
 
-The layer's input x of a token becomes a latent c = norm(A x) and a rotated key r that all heads share. Head h
-has the key (K_h^T c, r) and the value V_h c. Programs apply these products to the query and to the result
-instead: they compute the query (K_h q, q_rotated) over the cached vectors (c, r), and V_h times the weighted
-sum of c.
+The layer's input x of a token becomes a latent c = norm(A x) and a rotated key r, which all heads share. Head
+h has the key (K_h^T c, r) and the value V_h c; the matrices A, K_h and V_h are weights. Programs apply these
+products to the query and to the result instead: they compute the query (K_h q, q_rotated) over the cached
+vectors (c, r), and V_h times the weighted sum of c.
 
 DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -83,8 +83,9 @@ def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
 
 
 def latent_faults(block: LatentAttention, ropes: Sequence[Any]) -> Iterator[str]:
-    """Yields an error message for each contradiction between the fields of a latent attention. ropes: the
-    model's rotary embeddings, to which its field `rope` is an index."""
+    """Yields an error message for each reason why the description of a latent attention is invalid: a size
+    below 1, or an index `rope` that is None, has no entry in `ropes`, or selects a rotary embedding of
+    another size or with a query scale. ropes: the model's rotary embeddings."""
     window = 1 if block.window is None else block.window
     sizes = (block.heads, block.latent, block.head_dim, block.rope_dim, block.value_dim, window)
     if min(sizes) < 1:

@@ -19,8 +19,9 @@ def read_latent(
     """Reads config.json and returns the description of the latent attention that every layer has. Each wrong
     value adds a problem to `fields`, and the description must then not be used.
 
-    defaults: values of kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim where config.json lacks
-    them. eps: the eps of the norms of latents.
+    common: the result of reading the fields that all model families have. defaults: values of kv_lora_rank,
+    q_lora_rank, qk_nope_head_dim and v_head_dim, in this order, where config.json lacks them. eps: the eps of
+    the norms of latents.
     """
     heads, attention = common.attention.heads, common.attention
     if fields.sound("num_key_value_heads") and attention.kv_heads != heads:
@@ -51,7 +52,8 @@ def read_latent(
 
 def _mscale(fields: Fields) -> float:
     """Returns the factor by which queries, and also keys, are multiplied because of mscale_all_dim in YaRN's
-    rope object of config.json; 1 if the field is absent."""
+    rope object of config.json; 1 if that field is absent or 0, if the rope object is of another type, or if
+    it does not extend the context."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
         if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "yarn":

@@ -1,8 +1,9 @@
 """Describes the layers of a decoder as data, and lists the kinds of attention and feed-forward that exist.
 
 A LayerSpec names a mixer (attention, which combines positions), a feed-forward (which works on one position),
-and the norms and the residual form around them. A new kind of either is a dataclass and an entry in its table
-here, a table of tensor names in `family.py`, and a function in `bundles/reference_blocks.py`.
+and the norms and the residual form around them. A new kind of mixer or feed-forward is a dataclass and an
+entry in `MIXERS` or `FEED_FORWARDS`, a table of tensor names in `family.py`, and a function in
+`bundles/reference_blocks.py`.
 """
 
 from __future__ import annotations
@@ -202,16 +203,16 @@ class Block:
     """
     faults: Callable[[Any, Sequence[Rope]], Iterator[str]]
     """Function of (description of a mixer or feed-forward, the model's rotary embeddings) that yields an
-    error message for each contradiction between the description's fields."""
+    error message for each reason why the description is invalid, such as sizes that contradict each other."""
     numbers: Callable[[Any], Iterator[float]]
     """Function from the description of a mixer or feed-forward that yields those of its numbers that must be
     finite and above 0, such as scale and eps."""
 
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
-    """Yields the weight, and the bias if there is one, of a norm of `size` values as parameters; nothing if
-    `norm` is None. name: prefix of their names. parts: sizes of the vectors, such as one for each head, that
-    checkpoints store as separate tensors."""
+    """Yields the parameters of a norm of `size` values: its weight and its bias, unless it lacks one of them;
+    nothing if `norm` is None. name: prefix of their names. parts: sizes of the vectors, such as one for each
+    head, that checkpoints store as separate tensors."""
     if isinstance(norm, RmsNorm) or (norm is not None and norm.weight):
         yield Param(f"{name}.weight", (size,), parts)
     if isinstance(norm, LayerNorm) and norm.bias:
@@ -297,13 +298,15 @@ MIXERS: Mapping[type, Block] = {
     ),
 }
 """Class that describes a kind of mixer, such as Attention -> the kind's name in JSON and the functions for
-such descriptions: parameters, shape of the cache per token, contradictions."""
+such descriptions: parameters, shape of the cache per token, error messages, and the numbers that must be
+above 0."""
 FEED_FORWARDS: Mapping[type, Block] = {
     Dense: Block("dense", _dense_parameters, lambda block: (), _dense_faults, lambda block: iter(())),
     Experts: Block("experts", experts_parameters, lambda block: (), experts_faults, experts_numbers),
 }
 """Class that describes a kind of feed-forward, such as Dense -> the kind's name in JSON and the functions for
-such descriptions: parameters and contradictions."""
+such descriptions: parameters, error messages, and the numbers that must be above 0. The function for the
+cache returns (), since a feed-forward caches nothing."""
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
@@ -330,14 +333,14 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
 
 def cached_shape(layer: LayerSpec) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of the arrays that a layer caches for each token, such as (2, kv_heads, head_dim)
-    for its key and value."""
+    for its key and value; () if it caches nothing."""
     shapes = (entry.cached(block) for entry, block in blocks(layer))
     return tuple(shape for shape in shapes if shape)
 
 
 def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
-    """Returns an error message for each reason why a layer cannot be computed. ropes: the model's rotary
-    embeddings.
+    """Returns error messages for the reasons why a layer cannot be computed; [] if there are none. One
+    message stands for all numbers that are not finite or not above 0. ropes: the model's rotary embeddings.
     """
     faults = [fault for entry, block in blocks(layer) for fault in entry.faults(block, ropes)]
     numbers = [number for entry, block in blocks(layer) for number in entry.numbers(block)]
@@ -347,7 +350,8 @@ def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
 
 
 def rope_faults(rope: Rope) -> list[str]:
-    """Returns one error message for each contradiction between the fields of a rotary embedding."""
+    """Returns error messages for the fields of a rotary embedding that contradict each other or are invalid;
+    [] if there are none. One message stands for all numbers that are not finite or not above 0."""
     faults = []
     if rope.dim % 2 or rope.dim < 1:
         faults.append(f"{rope.dim} dimensions rotated: must be even and at least 2")

@@ -51,8 +51,9 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
     """Returns the model that a checkpoint's config.json describes. values: the decoded JSON document. place:
     the beginning of each error message, such as the file's path.
 
-    Raises CheckpointError with all problems, one per line. A field that is neither read, nor in the list of
-    fields without effect on results, nor has a value without effect, is a problem.
+    Raises CheckpointError with all problems, one per line; a document that is no object, or whose model_type
+    is not supported, is not read further. A field that is neither read, nor in the list of fields without
+    effect on results, nor has a value without effect, is a problem.
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")

@@ -76,7 +76,7 @@ def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) 
 def missing_block(values: Mapping[str, object]) -> tuple[str, str] | None:
     """Returns (name of a field of config.json or of its text_config, error message) for the first field that
     shows that the model has a kind of layer which mlcbuild does not implement; None if there is none. Fields
-    that are null, 0 or false are ignored. values: the fields of config.json."""
+    that are null, 0, false or empty are ignored. values: the fields of config.json."""
     inner = values.get("text_config")
     for fields in (values, inner if isinstance(inner, Mapping) else {}):
         kinds = fields.get("layer_types")

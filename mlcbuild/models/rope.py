@@ -131,9 +131,9 @@ def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRule
 
 
 def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
-    """Records a problem if several fields of config.json describe different rotary embeddings for layers that
-    must share one. ropes: name of a field, such as "rope_scaling" -> the rotary embedding that it describes.
-    """
+    """Records a problem for each field of config.json that describes another rotary embedding than the first,
+    since the layers must share one; none if `fields` already has problems. ropes: name of a field, such as
+    "rope_scaling" -> the rotary embedding that it describes."""
     if not ropes:
         return
     first, *others = ropes.items()
@@ -163,9 +163,9 @@ def _original(fields: Fields) -> int | None:
 
 def _objects(fields: Fields) -> dict[str, Fields]:
     """Returns name of a field of config.json, "rope_scaling" or "rope_parameters" -> reader (a `Fields`) of
-    the rope object in it. An object for one kind of layer has a key of its own. If there is no rope object,
-    returns "rope_theta" -> a reader of an empty object. For a field with anything but an object or null, a
-    problem is added to `fields`."""
+    the rope object in it. An object for one kind of layer has a key of its own, such as
+    "rope_parameters.full_attention". If there is no rope object, returns "rope_theta" -> a reader of an empty
+    object. For a field with anything but an object or null, a problem is added to `fields`."""
     objects: dict[str, Fields] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name)

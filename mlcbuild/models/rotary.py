@@ -67,7 +67,8 @@ class Yarn:
 
 def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
     """Returns the dim / 2 inverse frequencies of a rotary embedding scaled by YaRN (Peng et al., 2023): from
-    the first to the last they change gradually from unscaled ones to ones divided by the factor."""
+    the first to the last they change gradually from unscaled ones to ones divided by the factor. theta: base
+    of the unscaled frequencies; scaling: the factor and the limits of the change."""
 
     def dimension(turns: float) -> float:
         """Returns the index of a rotated dimension, as a real number, that makes `turns` full turns within
@@ -105,8 +106,8 @@ def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | 
 
 
 def longrope(theta: float, factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns the inverse frequencies of a rotary embedding scaled by LongRoPE (Ding et al., 2024): each of
-    the dim / 2 is divided by its entry in `factors`."""
+    """Returns the inverse frequencies of a rotary embedding scaled by LongRoPE (Ding et al., 2024): as many
+    as `factors` has entries, each divided by its entry. theta: base of the unscaled frequencies."""
     powers = _powers(theta, 2 * len(factors))
     return tuple(f32(1.0 / f32(f32(factor) * power)) for factor, power in zip(factors, powers, strict=True))
 

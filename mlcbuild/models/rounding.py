@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 
 
 def f32(value: float) -> float:
-    """Returns, as a Python float, the float32 nearest to a number, whose magnitude must be below 3.4e38."""
+    """Returns, as a Python float, the float32 nearest to a number. A finite number that float32 cannot hold,
+    above 3.4e38 in magnitude, raises OverflowError."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
 
 
 def f16(value: float) -> float:
-    """Returns, as a Python float, the float16 nearest to a number, whose magnitude must be below 65520."""
+    """Returns, as a Python float, the float16 nearest to a number. A finite number that float16 cannot hold,
+    from 65520 in magnitude, raises OverflowError."""
     rounded: float = struct.unpack("<e", struct.pack("<e", value))[0]
     return rounded
 

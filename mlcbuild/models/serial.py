@@ -138,8 +138,9 @@ def _value(hint: Any, value: object, name: str) -> object:
 
 
 def _chosen(hint: Any, value: object, name: str) -> Any:
-    """Reads a JSON object as one of the classes in a union type: the class whose `kind` the object states.
-    name: the object's path, for messages. Raises ValueError for any other object."""
+    """Returns the class, of those in a union type, whose `kind` a JSON object states; if the type has only
+    one class beside None, returns it without a look at the object. name: the object's path, for messages.
+    Raises ValueError for an object with another `kind` or none."""
     members = [member for member in get_args(hint) if member is not NoneType]
     if len(members) == 1:
         return members[0]

@@ -49,8 +49,8 @@ class Piece:
     @property
     def taken(self) -> list[int]:
         """Returns which rows of each block of a checkpoint's tensor belong to the model's parameter: their
-        indices within the block, in the parameter's order. A block is `block` consecutive rows; the indices
-        are the same in every block."""
+        indices within the block, in the parameter's order; [] if the tensor has no blocks. A block is `block`
+        consecutive rows; the indices are the same in every block."""
         return [row for part in self.take for row in range(*part)]
 
     @property
@@ -69,10 +69,10 @@ class Piece:
 
     def to_json(self) -> list[Json]:
         """Returns this description of a checkpoint's tensor as the JSON list [tensor, rows, block, take,
-        columns, transposed], without the fields at the end that have their default value. tensor: its name;
-        rows: how many rows of a model's parameter it holds; block: rows per block of the tensor, or 0; take,
-        columns: [start, stop, step] of the parameter's rows in each block, and of its columns; transposed:
-        true if the tensor stores the matrix transposed."""
+        columns, transposed], of which only the first two or four entries are written if the others have their
+        default. tensor: its name; rows: how many rows of a model's parameter it holds; block: rows per block
+        of the tensor, or 0; take, columns: [start, stop, step] of the parameter's rows in each block, and of
+        its columns; transposed: true if the tensor stores the matrix transposed."""
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [
             self.tensor,
@@ -168,7 +168,7 @@ def other_names(sources: Sequence[str], stored: Sequence[str]) -> Mapping[str, s
     ("language_model." is added), or has the model without its output head (the prefix "model." is absent).
 
     sources: names of the tensors that the model's parameters need, the embedding's first. stored: names in
-    the checkpoint. Returns {} if the embedding has its expected name.
+    the checkpoint. Returns {} if the embedding has its expected name, or none of these other names.
     """
     first, names = sources[0], set(stored)
     if first in names:
