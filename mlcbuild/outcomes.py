@@ -168,7 +168,8 @@ def finish(
     pipeline: Pipeline, products: Sequence[Product], result: RunResult, store: Store, signer: Signer | None
 ) -> tuple[VariantResult, ...]:
     """Writes the bundles of variants whose steps succeeded to their directories, and returns the result of
-    every variant.
+    every variant. If verification refused a variant's bundle, moves the bundle of an earlier run out of the
+    variant's directory.
 
     signer: key that signs the provenance of bundles, or None. An output that cannot be written fails only its
     variant.
@@ -336,8 +337,8 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
 
 
 def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
-    """Returns a copy of `plan` in which the reason of each step that cannot run on this machine names what is
-    missing. lacks: name of a step -> the tool or device that is missing."""
+    """Returns a copy of `plan` in which the reason of each step that would run, but cannot on this machine,
+    names what is missing. lacks: name of a step -> the tool or device that is missing."""
     if not lacks:
         return plan
     steps = (

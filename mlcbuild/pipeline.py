@@ -144,10 +144,11 @@ class Pipeline:
 
 
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
-    """Translates a recipe into the steps of all its variants. lock: the pinned files of models on a hub; only
-    configs of local checkpoints are read.
+    """Translates a recipe into the steps of all its variants. lock: the pinned files of every model and
+    adapter on a hub that the recipe names; only configs of local checkpoints are read.
 
-    Raises InputError, with positions in the recipe, for models that cannot be built.
+    Raises InputError, with positions in the recipe, for models that cannot be built or do not fit their
+    variants.
     """
     variants = expand(recipe)
     checkpoints = examined(recipe, variants, lock)
@@ -285,7 +286,8 @@ class _Assembly:
 
     def _tools(self, target: targets.Target) -> Mapping[str, str]:
         """Returns name -> version of the tools that compile and link for a target. The result is cached,
-        because computing it runs the tools."""
+        because computing it runs the tools. If one is missing, adds the error message to `lacks`, and returns
+        {"linker": "none"}."""
         if target not in self.tools:
             try:
                 self.tools[target] = backend(target).tool_versions(target)
@@ -362,8 +364,8 @@ class _Assembly:
 def _runtime_library(target: targets.Target) -> Source | None:
     """Returns the files of TVM's runtime (shared libraries on this machine) that a bundle for `target`
     includes, as a source of the build: a directory and the names of files in it. Returns None if the bundle
-    needs none, if a file is missing, or if this machine has another operating system or architecture than the
-    target."""
+    needs none, such as one whose library is linked statically, if a file is missing, or if this machine has
+    another operating system or architecture than the target."""
     host = presets.resolve(presets.HOST)
     stems = backend(target).runtime_files
     files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]

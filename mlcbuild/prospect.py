@@ -95,7 +95,8 @@ class Checkpoint:
     @property
     def weights_params(self) -> dict[str, Json]:
         """Returns name -> value of the parameters that every step has which reads this checkpoint's weights:
-        the GGUF file, and the factors of the adapters."""
+        "file", the path of a GGUF file, and "adapters", the factor of each LoRA adapter as text. A name is
+        left out if there is no such file or adapter."""
         factors: list[Json] = [repr(adapter.weight) for adapter in self.model.adapters]
         return {**self.params, **({"adapters": factors} if factors else {})}
 
@@ -352,7 +353,8 @@ def _read_gguf(path: Path) -> _Local:
 
 
 def _unreadable(variant: Variant) -> Iterator[Problem]:
-    """Yields a problem if the device of a variant's target cannot read the formats of its scheme."""
+    """Yields a problem if the device of a variant's target cannot read the formats of its scheme, and another
+    if it cannot read the variant's int8 KV cache."""
     if variant.kv_cache == "int8" and not backend(variant.target).int8_cache:
         yield variant.model.place.problem(
             f"target '{variant.target.name}': compile.kv_cache is int8, which only CPUs have: leave it out "
