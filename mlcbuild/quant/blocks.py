@@ -44,7 +44,8 @@ class Blocks:
 
     @property
     def zero(self) -> int:
-        """Returns the stored code that represents the weight 0."""
+        """Returns the number that is added to an integer code when it is stored: 2**(bits - 1) for signed
+        codes, else 0."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property

@@ -23,8 +23,8 @@ chose."""
 
 
 def scheme_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Storage:
-    """Returns the quantization scheme that a step uses: params["scheme"], or the mixture of
-    params["candidates"] that choice.json in the directory inputs["budget"] describes."""
+    """Returns the quantization scheme that a step uses: if the step has the input "budget", the mixture of
+    params["candidates"] that choice.json in this input's directory describes, otherwise params["scheme"]."""
     if INPUT not in inputs:
         return from_json(params["scheme"])
     document = json.loads((inputs[INPUT] / CHOICE).read_bytes())

@@ -28,8 +28,9 @@ class Scheme:
 
     name: str
     format: str
-    """Name of the stored format of matrices (two-dimensional parameters). All other parameters, and the KV
-    cache, have the format's `dtype`. Arithmetic on CPUs is float32."""
+    """Name of the stored format of matrices. All other parameters have the format's `dtype`, or float32 where
+    the model's family demands it; so does the KV cache, unless a recipe makes it int8. Arithmetic on CPUs is
+    float32."""
     activation_bits: Literal[0, 8] = 0
     """8: activations are quantized to int8, with a scale for each group, before each product; 0: they stay
     floating point."""
@@ -238,8 +239,8 @@ def to_json(scheme: Storage) -> dict[str, Json]:
 
 def from_json(value: Json) -> Storage:
     """Returns the scheme that a JSON object describes: the inverse of to_json. Raises UsageError for missing
-    or unknown fields, wrong types, or a format or layout that does not exist.
-    """
+    or unknown fields, values of a wrong type, activation_bits other than 0 and 8, overrides within overrides,
+    or a format or layout that does not exist."""
     if not isinstance(value, dict):
         raise UsageError(f"a scheme must be a JSON object, found {value!r}")
     fields = {"name", "format", "layout", "activation_bits", "overrides"}
