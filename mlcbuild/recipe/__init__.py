@@ -10,8 +10,9 @@ variants that it builds. recipes/README.md explains formats, names and rules for
     budgets.py     quantizations that name a budget
     cells.py       matrix
     matrix.py      semantics of include and exclude, on names only
-    settings.py    compile, verify
+    settings.py    compile, verify, bench
     outputs.py     bundle.output
+    cache.py       cache
     destinations.py  publish
 """
 

@@ -103,8 +103,9 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
 
 def _calibrated(reading: Reading, where: Where, scheme: Scheme) -> Scheme:
     """Returns `scheme` with the prompts under the key `calibrate` of a quantization, or unchanged if there is
-    no such key. where: path of the quantization in the recipe. The scheme keeps its name, since libraries do
-    not depend on the calibration."""
+    no such key. Prompts that none of its formats can use become a problem of the recipe. where: path of the
+    quantization in the recipe. The scheme keeps its name, since libraries do not depend on the calibration.
+    """
     prompts = read_prompts(reading, (*where, "calibrate"), prompts_fault)
     if prompts is None:
         return scheme

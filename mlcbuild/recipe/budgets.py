@@ -25,8 +25,9 @@ names none."""
 
 def is_budget(reading: Reading, where: Where) -> bool:
     """Returns True if a quantization in a recipe states neither a scheme nor overrides, and so must state a
-    budget: a limit of bits, size or KL divergence. where: its path in the recipe. Keys that exclude each
-    other, and a quantization without scheme and budget, become problems of the recipe."""
+    budget: a limit of bits, size or KL divergence. For an item of a list, returns True only if it states one.
+    where: its path in the recipe. Keys that exclude each other, and a quantization without scheme and budget,
+    become problems of the recipe."""
     keys = reading.mapping(*where).keys()
     kinds = [kind for kind in KINDS if kind in keys]
     if isinstance(where[-1], int):

@@ -23,7 +23,8 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
     """Returns the combinations of model, quantization and target that a recipe builds. reading: the recipe's
     data and problems; names that are unknown, unused or ambiguous become problems of the recipe.
 
-    Returns () if a section is too malformed to list its names, and if there are too many combinations.
+    Returns () if a section is too malformed to list its names, if nothing would be built, and if there are
+    too many combinations, or too many pairs of a combination and an `include` entry that applies to it.
     """
     places = {axis: _places(reading, section) for axis, section in _SECTIONS.items()}
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]

@@ -72,7 +72,8 @@ def expand(
 ) -> Expansion:
     """Applies the exclude and include entries of a recipe's matrix to all combinations of the names in `axes`
     (models, quantizations, targets), and returns the combinations that remain, in the order of the names,
-    then those that include entries add; also the indices of entries without effect.
+    then those that include entries add; also the indices of entries without effect. If include entries apply
+    to combinations more than 1,000,000 times in total, returns only the index of the entry that exceeds this.
 
     The time is linear in the combinations, the entries, and the pairs of a combination and an entry that
     applies to it.

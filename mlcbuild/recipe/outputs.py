@@ -50,14 +50,15 @@ def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
 
 def render(template: str, names: Names) -> str:
     """Returns a template with its placeholders replaced by names, such as the output directory of a bundle or
-    the address to publish it. template: text such as "dist/{model}-{quantization}-{target}"; names: (model,
-    quantization, target)."""
+    the address to publish it. template: text such as "dist/{model}-{quantization}-{target}", with no other
+    placeholders than these three; names: (model, quantization, target)."""
     return _PLACEHOLDER.sub(lambda match: names[AXES.index(match[1])], template)
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
     """Adds problems to the recipe's list for bundles with equal output directories, for output directories
-    that contain or lie in a protected path, and for those that a filesystem may be unable to hold.
+    that contain or lie in a protected path, for those that a filesystem may be unable to hold, and for those
+    in whose place, or above which, there is something else than a directory.
 
     Names are compared without case, because many filesystems do so. No output contains another: names contain
     no '/', so all have the same depth. template: path of output directories, such as

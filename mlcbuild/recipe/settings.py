@@ -119,7 +119,7 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
 
 def read_bench(reading: Reading) -> Bench | None:
     """Returns the numbers of prompt and answer tokens in a recipe's `bench` section, with which speed is
-    measured; None if there is no such section."""
+    measured, 128 and 64 where it states none; None if there is no such section."""
     if not isinstance(reading.get("bench"), dict):
         return None
     values = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}

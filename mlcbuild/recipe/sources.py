@@ -65,8 +65,8 @@ class RecipeModel:
 
 def read_models(reading: Reading) -> dict[str, RecipeModel]:
     """Reads the `models` of a recipe, and returns name -> model for those with a valid source (directory,
-    GGUF file or hf:// address). For each of the others a problem is added to the recipe's list. reading: the
-    recipe's data and its problems."""
+    GGUF file or hf:// address). For each of the others a problem is added to the recipe's list, and also for
+    each invalid adapter, which the model then lacks. reading: the recipe's data and its problems."""
     siblings = cache(_directories)  # a cache, since many models may be in one directory
     models: dict[str, RecipeModel] = {}
     sources: dict[str, Source] = {}

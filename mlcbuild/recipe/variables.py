@@ -46,11 +46,12 @@ class Substitution:
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
-    """Replaces every ${name} in a recipe outside of `vars`, and returns the result. settings: variable name
-    -> value from the command line.
+    """Replaces every ${name} in the values of a recipe outside of `vars`, and returns the result. settings:
+    variable name -> value from the command line.
 
     A text that is exactly one reference becomes the variable's value with its type; `$${` becomes `${`.
-    Unknown and unused variables, and more than LARGEST characters of substituted texts, are problems.
+    Unknown and unused variables, malformed references, and more substituted text than a recipe file may have
+    are problems in the result; the texts concerned stay as they are.
     """
     done = Substitution(document)
     if not isinstance(document.data, dict):
