@@ -105,7 +105,7 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
     have. The plan must have been computed with these caches.
 
     warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
-    warnings and a result is absent.
+    warnings and a result is absent; the results that were downloaded stay in the store.
     """
     remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
     sharing = Sharing(store, [Link(remote) for remote in remotes])

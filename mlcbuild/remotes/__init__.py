@@ -24,8 +24,8 @@ class Remote:
     """A remote cache as a recipe or the command line names it."""
 
     url: str
-    """Address of the cache, below which its step records and blobs are: file:///directory, https://host/path,
-    s3://bucket/prefix or oci://host/repository."""
+    """Address of the cache, below which its step records and blobs are: file:///directory, https://host/path
+    or http://host/path, s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
     """True for a remote cache to which results are uploaded only if the environment variable CI is set."""

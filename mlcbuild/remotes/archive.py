@@ -55,7 +55,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Moved:
-    """The numbers of step records, blobs and bytes that were written to or read from an archive."""
+    """The numbers of step records, of blobs, and of the blobs' bytes that were written to or read from an
+    archive."""
 
     records: int
     blobs: int
@@ -63,12 +64,12 @@ class Moved:
 
 
 def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
-    """Writes an archive of step records and their blobs, and returns the numbers of both. The file `path`
-    appears once it is complete.
+    """Writes an archive of step records and their blobs, and returns the numbers of records, blobs and bytes
+    of blobs. The file `path` appears, or is replaced, once the archive is complete.
 
-    signer: signs the records; None: they are not signed. Raises StoreError when a record's files are
-    damaged, UsageError when something else than a file has that name, MlcbuildError when the archive cannot
-    be written.
+    signer: signs the records; None: they are not signed. Raises StoreError when a record's files are damaged
+    or missing, UsageError when something else than a file has that name, MlcbuildError when the archive
+    cannot be written.
     """
     if path.exists() and not path.is_file():  # a directory, or a device, which a rename would replace
         raise UsageError(f"{path}: is not a regular file, which an archive replaces: name another one")
@@ -128,11 +129,11 @@ class _Hashed(io.RawIOBase):
 
 def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
     """Imports an archive into a store: blobs with the right bytes, and step records that are consistent and
-    complete. Returns how many of each were in the archive.
+    complete. Returns how many of each were in the archive, those that the store had included.
 
     trust: public keys; if there are any, one of them must have signed each record. Nothing is written before
-    it was checked. Raises StoreError, or UsageError with the reason, at the first invalid member; what was
-    imported before it stays.
+    it was checked. Raises UsageError if `path` cannot be read, is no regular file, or has an invalid member,
+    at the first one; StoreError if the store cannot be written. What was imported before stays.
     """
     trusted = tuple(trust)
     blobs: dict[str, int] = {}
@@ -213,8 +214,8 @@ def _header(header: bytes) -> tuple[str, int]:
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
     """Moves one blob from an archive into the store. It is hashed before it is written, because an archive of
     a few kB may claim to hold 1 TB of zeros. file: the archive, positioned at the blob's first byte; digest,
-    size: those that the archive states. Raises RefusedError if they are wrong, and OSError if the disk is too
-    full."""
+    size: those that the archive states. Raises RefusedError if they are wrong, and StoreError, made from an
+    OSError, if the disk is too full."""
     start, file_size = file.tell(), os.fstat(file.fileno()).st_size
     if size > file_size - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")

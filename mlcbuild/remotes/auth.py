@@ -20,7 +20,8 @@ _NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def variables(host: str) -> tuple[str, str]:
-    """Returns the names of the environment variables for a host's bearer token and its `user:password`.
+    """Returns the names of the environment variables for a host's bearer token and its `user:password`, such
+    as MLCBUILD_TOKEN_EXAMPLE_ORG and MLCBUILD_LOGIN_EXAMPLE_ORG for example.org.
 
     The host is part of the name, so that a recipe cannot make mlcbuild send a credential to another host.
     """
@@ -86,7 +87,8 @@ def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
     `authorization`), else from Podman's and Docker's files.
 
     Credential helpers that these files name are run. `host` may include a port. Returns None without
-    credentials. Raises RemoteError if a credential helper fails.
+    credentials. Raises RemoteError for malformed credentials, for a file that cannot be read or parsed, and
+    if a credential helper fails.
     """
     header = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
     if header is not None:

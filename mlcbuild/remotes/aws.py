@@ -45,10 +45,11 @@ def fault(url: str) -> str:
 
 
 def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns the options with which obstore opens a bucket, except bucket and prefix, from the URL, the
-    environment and the AWS files.
+    """Returns the options with which obstore opens a bucket, except bucket and prefix. Those in the URL
+    precede those of the environment, and these the ones in the AWS files. If AWS_SKIP_SIGNATURE is set, there
+    are no credentials among them.
 
-    Raises RemoteError when there are no credentials, or when a file cannot be parsed.
+    Raises RemoteError when there are no credentials otherwise, or when a file cannot be read or parsed.
     """
     options: dict[str, Any] = _files(environ)
     for name, variables in {

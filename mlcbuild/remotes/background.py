@@ -51,9 +51,8 @@ class Background:
         return future
 
     def all(self, calls: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Runs several calls in parallel in daemon threads and returns their results in order. Raises the
-        exception of the first call that fails.
-        """
+        """Runs several calls in parallel in daemon threads and returns their results in order. If calls fail,
+        raises the exception of the first of them in that order; calls after it may then still run."""
         futures = [self.submit(call) for call in calls]
         return [future.result() for future in futures]
 
@@ -94,8 +93,8 @@ def within(seconds: float, call: Callable[[], Result]) -> Future[Result]:
     """Runs a call without a timeout parameter, such as a DNS lookup, in a daemon thread for at most
     `seconds`.
 
-    Returns the completed future, or raises AbandonedError, a TimeoutError; the call then continues
-    unobserved.
+    Returns the completed future, which holds the call's result or its exception, or raises AbandonedError, a
+    TimeoutError; the call then continues unobserved.
     """
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()

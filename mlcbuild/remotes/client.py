@@ -93,12 +93,12 @@ class Client:
         headers: Mapping[str, str] | None = None,
         source: BinaryIO | None = None,
     ) -> Response:
-        """Sends an HTTP request and returns the response. target: path and query of the URL; source: the body
-        of the request, or None. Raises RemoteError for a request that fails, and SlowError if it exceeds the
-        timeout.
+        """Sends an HTTP request and returns the response, whatever its status; redirects are not followed.
+        target: path and query of the URL; source: the body of the request, which is sent from offset 0, or
+        None. Raises RemoteError if no response arrives, and SlowError if the request exceeds the timeout.
 
-        Transient failures are retried, except for PATCH, of which a part may have arrived, and after the
-        timeout.
+        Broken connections and the statuses 429, 500, 502, 503 and 504 are retried twice, except for PATCH, of
+        which a part may have arrived, and after the timeout.
         """
         began = time.monotonic()
         for pause in (*(PAUSES if method != "PATCH" else ()), None):
@@ -119,10 +119,10 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """Returns a stream of an HTTP response's body. start: offset of the first byte that was requested.
-        share: number of concurrent transfers, which together must reach the minimum rate of one transfer.
-        Raises RemoteError if the response has another range of bytes; reading from the stream raises it if
-        the server is too slow."""
+        """Returns a stream of an HTTP response's body, which begins at offset 0 if the server ignored the
+        range. start: offset of the first byte that was requested. share: number of concurrent transfers,
+        which together must reach the minimum rate of one transfer. Raises RemoteError if the response has
+        another range of bytes; reading from the stream raises it if the server is too slow."""
         begin = 0
         if response.status == 206:
             stated = re.match(r"bytes ([0-9]{1,18})-", response.headers.get("Content-Range", ""))

@@ -88,8 +88,8 @@ class Directory:
             raise self._explain(error, operation) from None
 
     def _sweep(self, part: Path) -> None:
-        """Removes the unfinished uploads of killed processes from the directory of the file `part`, an upload
-        of this process; does nothing when called again.
+        """Removes the unfinished uploads of killed processes, files more than a day old, from the directory
+        of the file `part`, an upload of this process; does nothing when called again.
 
         Their age is measured by the file server's clock. Files with other names are left alone: whoever may
         write to the remote cache could have put a link to a directory of this user in place of its directory

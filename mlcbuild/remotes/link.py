@@ -66,7 +66,9 @@ class Link:
             self._fail(error, writing=False)
 
     def record(self, key: str) -> Record | None:
-        """Downloads and checks the step record of a key; returns None without a valid one."""
+        """Downloads and checks the step record of a key; returns None if the remote cache has no valid one,
+        or is not read in this run. A refused record, and a request that fails, add a warning; after the
+        latter the remote is not used again in this run."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -80,10 +82,10 @@ class Link:
         return None
 
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
-        """Downloads a blob of the remote cache into the file `part`, verifies it and returns True; returns
-        False on failure. stop: event that cancels the download; on_bytes: called with the number of new
-        bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be written.
-        """
+        """Downloads a blob of the remote cache into the file `part`, verifies it and returns True. Returns
+        False if the remote does not have it or is not read in this run, and, with a warning, if the bytes are
+        wrong or the download fails. stop: event that cancels the download; on_bytes: called with the number
+        of new bytes. Raises CancelledError if `stop` is set, OSError if the file cannot be written."""
         if self.unread:
             return False
         try:
@@ -97,7 +99,8 @@ class Link:
 
     def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
         """Uploads a step record and its blobs, the record last, and returns True if the remote cache has all
-        of them afterwards.
+        of them afterwards; False if nothing is written to the remote in this run, and, with a warning, if the
+        upload fails or a file here is damaged.
 
         Objects that the remote has are not sent again, unless they or many others there were damaged. stop:
         event that cancels the upload. Raises CancelledError if `stop` is set.
@@ -116,7 +119,9 @@ class Link:
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
         """Uploads the file `place` to the remote cache as a blob, and returns True if the remote has the blob
-        afterwards. entry: digest and size of the blob. Raises CancelledError if `stop` is set."""
+        afterwards; False if nothing is written to the remote in this run, and, with a warning, if the upload
+        fails or the file has other bytes. entry: digest and size of the blob. Raises CancelledError if `stop`
+        is set."""
         if self.unwritten:
             return False
         try:

@@ -108,7 +108,8 @@ def _split(path: str) -> tuple[str, str]:
 
 def parse(url: str) -> RegistryAddress:
     """Parses a valid oci:// URL into the host, the repository, the tag or digest, and whether the connection
-    is unencrypted."""
+    is unencrypted: as its option plain-http states, and without that option only if the host is this machine.
+    """
     parts = urlsplit(url)
     repository, reference = _split(parts.path)
     local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))

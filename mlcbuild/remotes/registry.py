@@ -82,9 +82,9 @@ class Registry:
         return digest, bytes(data)
 
     def blob(self, digest: str, start: int = 0) -> Body | None:
-        """Opens a blob, and returns a stream of its bytes from `start` on, whose digest is not checked;
-        None if the registry does not have the blob.
-        """
+        """Opens a blob, and returns a stream of its bytes from `start` on, or from 0 (see `Body.start`) if
+        the blob is shorter or the registry ignores the range; None if the registry does not have the blob.
+        The digest of the bytes is not checked."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         client, response = self._follow("GET", f"blobs/{digest}", headers)
         if response.status == 416:  # The blob is shorter than expected: it is read from the beginning.
@@ -117,8 +117,9 @@ class Registry:
         return response.status == 201
 
     def send(self, source: UploadSource, size: int) -> str:
-        """Uploads the `size` bytes of `source` to the registry as a blob, and returns the blob's digest,
-        sha256:<64 hex>, which is computed while the bytes are sent. Raises RemoteError on failure."""
+        """Uploads the first `size` bytes of `source` to the registry as a blob, even if the registry has it,
+        and returns the blob's digest, sha256:<64 hex>, which is computed while the bytes are sent. Raises
+        RemoteError on failure."""
         response = self._ask("POST", "blobs/uploads/", {"Content-Length": "0"})
         self._home.end(response)
         self._demand(response, 202)

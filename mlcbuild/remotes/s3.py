@@ -142,7 +142,9 @@ class S3:
             client.close()
 
     def sign(self, method: Literal["GET", "HEAD", "PUT"], name: str) -> str:
-        """Returns a signed URL of an object for one method, valid for 20 minutes. The URL is a secret."""
+        """Returns a signed URL of an object for one method, valid for 20 minutes; without a signature if the
+        bucket is used without credentials. The URL is a secret. A failure, or the end of the run, raises
+        RemoteError."""
         import obstore
 
         async def sign() -> str:
@@ -322,8 +324,7 @@ class _Object:
 
 def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
     """Yields exactly `size` bytes of a source in pieces of at most `most` bytes. Raises RemoteError, which
-    ends an upload, if the source has fewer.
-    """
+    ends an upload, if the source has fewer."""
     left = size
     while left:
         data = source.read(min(most, left))
@@ -343,8 +344,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _version(response: Response) -> str:
     """Returns the ETag of a response if requests may name it, else "": a weak ETag does not identify the
-    bytes.
-    """
+    bytes."""
     tag = response.headers.get("ETag", "")
     return tag if re.fullmatch(r"(?!W/)[\x21-\x7e]{1,200}", tag) else ""
 

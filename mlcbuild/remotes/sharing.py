@@ -67,7 +67,8 @@ class Sharing:
 
     @property
     def empty(self) -> bool:
-        """Returns True if the run has no remote cache from which it could read a step record."""
+        """Returns True if there is nothing to look up: the run has no remote caches, and the store has no
+        copies of step records that earlier runs read from one."""
         return not self.links and not self._known.is_dir()
 
     @property
@@ -97,8 +98,8 @@ class Sharing:
         return self._found[key]
 
     def interrupt(self) -> None:
-        """Makes searches for step records on remote caches (`find`, `look_up`) end at once from now on. Safe
-        in a signal handler, as it takes no locks."""
+        """Makes searches for step records on remote caches (`find`, `look_up`) end at once from now on;
+        records that have not arrived count as missing. Safe in a signal handler, as it takes no locks."""
         self._ended = True
 
     def forget(self, key: str) -> None:
@@ -110,8 +111,8 @@ class Sharing:
 
     def keep(self, remote: RemoteRecord) -> None:
         """Stores a step record, which describes the result of a step and was read from a remote cache, on
-        this machine, so that later runs can read it without the remote. It is not stored if the directory
-        cannot be written."""
+        this machine, so that later runs can read it without the remote; also notes that this remote has it.
+        The record is not stored if the store has it already, or if the directory cannot be written."""
         if remote.origin in self._ledgers:
             self._ledgers[remote.origin].add(remote.record.key)
         place = self._place(remote.record.key)
@@ -124,8 +125,9 @@ class Sharing:
             part.replace(place)
 
     def fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
-        """Downloads the file that `entry` describes into the store, from the first remote cache that has it.
-        Returns "", or the reason for failing.
+        """Downloads the file that `entry` describes into the store, from the first remote cache that has it,
+        unless the store has it. Returns "" if the store has the file afterwards, otherwise the reason for
+        failing.
 
         stop: event that cancels the run; on_bytes: called with the number of new bytes. The caller must hold
         a working directory of the store (`Store.staging`). Waits while another process downloads the same
@@ -146,7 +148,7 @@ class Sharing:
 
     def promise(self, key: str) -> None:
         """Notes in the store, before a step is built, that its result must be uploaded, by a later run if
-        this one does not.
+        this one does not. Does nothing if the run uploads to no remote cache, or the store cannot be written.
         """
         if self.writers:
             with suppress(OSError):
@@ -155,7 +157,7 @@ class Sharing:
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
         """Returns those of `keys`, the keys of step results, whose results have not been uploaded to all
-        writable remote caches yet."""
+        writable remote caches yet; none if there is no such remote."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
@@ -172,9 +174,8 @@ class Sharing:
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
         """Uploads a step record with its blobs to every writable remote cache, and returns the names of the
-        remotes that lack it afterwards. stop: event that cancels the upload. Raises CancelledError if `stop`
-        is set.
-        """
+        remotes that lack it afterwards. Notes in the store which remotes have it. stop: event that cancels
+        the upload. Raises CancelledError if `stop` is set."""
         missing = []
         for link in self.links:
             if link.remote.writes():

@@ -40,7 +40,8 @@ def seal(record: Record, signer: Signer | None) -> bytes:
 def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
     """Decodes the step record of `key` from a remote cache, and checks that the key is the digest of the
     inputs that it lists. If there are public keys in `trust`, one of them must have signed it. Raises
-    RefusedError for a record that is damaged, belongs to another key, or lacks a trusted signature."""
+    RefusedError for a record that is damaged, belongs to another key, is valid on one machine only, or lacks
+    a trusted signature."""
     # A record is two lines; it may have many megabytes, so it is not split into copies.
     end = data.find(b"\n", data.find(b"\n") + 1) + 1  # 0 if there are fewer lines
     body = data[:end]

@@ -124,7 +124,7 @@ class Attempts:
 @contextmanager
 def border() -> Iterator[None]:
     """Returns a context in which every exception becomes a RemoteError, except those that a transport may
-    raise.
+    raise: MlcbuildError (of which RemoteError is one), DamagedError and CancelledError.
 
     Whatever the data of a remote cache makes this code or a library raise is the remote's fault and must not
     end a run. The message names only the kind of exception, because its text may quote the remote.
@@ -159,8 +159,8 @@ class Transport(Protocol):
 
     def open(self, name: str, start: int = 0) -> Body | None:
         """Opens the object `name`, which is "ac/<key>" or "cas/<digest>", and returns a stream of its bytes
-        from `start` on; None if the remote cache does not have it.
-        """
+        from `start` on, or from 0 if the remote cache ignores the offset (see `Body.start`); None if the
+        remote does not have the object."""
 
     def size(self, name: str) -> int | None:
         """Returns the size in bytes of the object `name`, such as "cas/<digest>"; None if the remote cache
@@ -168,8 +168,9 @@ class Transport(Protocol):
         """
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        """Stores the next `size` bytes of the stream `source` in the remote cache as the object `name`, such
-        as "cas/<digest>". Readers see either the whole object or no change.
+        """Stores the `size` bytes of the stream `source`, which must be seekable and at its beginning, in the
+        remote cache as the object `name`, such as "cas/<digest>". Readers see either the whole object or no
+        change.
 
         new: True if the caller has seen that no object of this name exists; one that another machine has
         written since then may stay instead of this one. Raises RemoteError on failure.
