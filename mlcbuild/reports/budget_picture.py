@@ -37,9 +37,9 @@ def picture(budget: Mapping[str, Any]) -> str:
 
 
 def bits_of_matrices(matrices: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an SVG with a row for each layer of a model and a cell for each matrix, which shows the
-    matrix's bits per weight, darker for more bits. matrices: entries of budget.json with name, bits, scheme
-    and bytes."""
+    """Returns an SVG with a row for each layer of a model, at most 200, and a cell for each matrix, which
+    shows the matrix's bits per weight, darker for more bits. matrices: entries of budget.json with name,
+    bits, scheme and bytes."""
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for matrix in matrices:
         first, *rest = matrix["name"].split(".", 2)

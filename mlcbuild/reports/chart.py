@@ -123,7 +123,8 @@ def _bar(bar: Bar, row: int, scale: float) -> str:
 
 
 def ticks(total: float, most: int = 8) -> list[float]:
-    """Returns round numbers from 0 to `total` for the marks of an axis, at most `most` + 1 of them."""
+    """Returns round numbers from 0 to `total`, in seconds and above 0, for the marks of an axis, at most
+    `most` + 1 of them."""
     steps = [base * 10.0**power for power in range(-3, 2) for base in (1, 2, 5)]
     steps += [60.0 * n for n in (1, 2, 5, 10, 15, 30)] + [3600.0 * n for n in (1, 2, 4, 8, 24)]
     step = next((step for step in sorted(steps) if total / step <= most), total / most)
@@ -137,8 +138,9 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Returns an SVG scatter plot of loss (logarithmic) over size, with a labelled dot for each point. Points
-    whose loss is only a rounding error have a separate row below the axis, which has no position for zero."""
+    """Returns an SVG scatter plot of loss (logarithmic) over size, with a labelled dot for each point; there
+    must be at least one. Points whose loss is only a rounding error have a separate row below the axis, which
+    has no position for zero."""
     width, height, left, top = 520.0, 300.0, 64.0, 14.0
     exact = any(point.loss <= LEAST for point in points)
     floor = height - (40.0 + _ROW * exact)
