@@ -36,7 +36,8 @@ class RecipePlan:
     """The plan of a recipe: the steps that a run would execute, and those whose results it would reuse."""
 
     plan: Plan
-    """The build plan: whether each step would run or is a cache hit, in the order of the dependency graph."""
+    """The build plan: for each step, in the order of the dependency graph, whether its result is in the store
+    or on a remote cache, the step would run, or one of its inputs is not built yet."""
     products: tuple[Product, ...]
     """For each variant (combination of model, quantization and target) that is selected: the names of the
     steps that build and check it."""
@@ -69,7 +70,8 @@ class VariantResult:
     error: MlcbuildError | None = None
     """The error for which the bundle could not be written to its output directory; None if there was none."""
     note: str = ""
-    """The reason why the variant has no bundle, or why it was not verified; "" otherwise."""
+    """How the variant failed, if one of its steps did, or the reason why a finished bundle was not verified;
+    "" otherwise."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Name -> value of what was measured: accuracy (kl_mean, top1_agreement, perplexity ...) and speed in
     tokens per second (speed_prefill, speed_decode_8 ...); empty if nothing was."""
@@ -93,8 +95,8 @@ class VariantResult:
 
     @property
     def words(self) -> str:
-        """Returns the message of the error with which the variant failed, or the reason why it has no bundle
-        or was not verified; "" if there is none."""
+        """Returns the message of the error for which the bundle could not be written, or, without such an
+        error, how the variant failed or why it was not verified; "" if there is none of these."""
         return str(self.error) if self.error is not None else self.note
 
 
@@ -137,8 +139,8 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code of `mlcbuild run`: 0, 130 when interrupted, otherwise that of the error that
-        made a step or a bundle fail."""
+        """Returns the exit code of `mlcbuild run`: 130 when interrupted, else that of the first failed step's
+        error, else the largest of the errors of bundles that could not be written, else 0."""
         errors = [item.error.exit_code for item in self.variants if item.error is not None]
         return self.run.exit_code or max(errors, default=0)
 

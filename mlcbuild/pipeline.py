@@ -5,7 +5,7 @@ fetch/<model>                              the checkpoint: a directory of the us
 config/<model>                             config.json, normalised
 tokenizer/<model>                          tokenizer, template, serving defaults
 reference/<model>                          logits of the prompts, in NumPy
-formats/<model>/<quantization>             the formats of `as-is`, for a model that is downloaded
+formats/<model>/<quantization>             the formats of `as-is`, for a model that the run downloads
 calibrate/<model>                          how much each column of a matrix counts, in the recipe's prompts
 sensitivity/<model>                        the loss of each matrix in each format of a budget
 budget/<model>/<quantization>              the formats that a budget chooses

@@ -318,8 +318,8 @@ def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[
 
 
 def _read_local(root: Path) -> _Local | list[str]:
-    """Reads the config and the file list of the local checkpoint at the path `root`. Returns a list of error
-    messages if it is invalid."""
+    """Reads the config and the file list of the local checkpoint at the path `root`, and returns them; a list
+    of error messages instead if it is invalid."""
     try:
         if root.suffix == ".gguf":
             return _read_gguf(root)

@@ -124,8 +124,8 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Downloads files from remote caches in parallel. entries: the files, by digest. Returns digest of a file
-    -> the reason why its download failed, or ""."""
+    """Downloads files from remote caches in parallel, those with the same digest once. Returns digest of a
+    file -> the reason why its download failed, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
     with Background(_TRANSFERS) as pool:
@@ -151,7 +151,7 @@ class CheckedStore:
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
     """Checks all bytes of a store, removes damaged files, and downloads damaged and missing files from remote
-    caches.
+    caches, if any are passed. The result lists what was restored and what was not.
 
     Raises StoreError when the store cannot be read.
     """

@@ -24,8 +24,8 @@ MOST_UNKNOWN = 50
 """Maximum number of unknown fields of a JSON file that get an error message each; a file with more is not a
 config.json."""
 LARGEST = 2**31 - 1
-"""Maximum of an integer in a field of config.json, unless its reader passes another: the largest index in a
-compiled library."""
+"""Largest integer that a field of config.json may hold, unless the code that reads the field sets another
+limit: the largest index in a compiled library."""
 
 
 class Fields:
@@ -217,7 +217,7 @@ class Fields:
 
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
         """Adds an error message for each field of config.json that no code has read yet and whose value would
-        change results in a way that the model family does not implement.
+        change results in a way that the model family does not implement. Marks the fields in `table` as read.
 
         table: field name -> values with which the field changes nothing; fields that it does not list are
         ignored. owner: the model family that the messages name.

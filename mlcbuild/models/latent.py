@@ -39,7 +39,8 @@ class LatentAttention:
     """Number of values in the latent that queries are computed from; 0: they are computed from the layer's
     input."""
     rope: int | None = 0
-    """Index of the layer's rotary embedding in ModelConfig.ropes; None: nothing is rotated."""
+    """Index of the layer's rotary embedding in ModelConfig.ropes; None is refused, as latent attention needs
+    one."""
     window: int | None = None
     """Number of most recent positions that a query attends to, including its own; None: all."""
     bias: bool = False

@@ -210,9 +210,9 @@ class Block:
 
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
-    """Yields the parameters of a norm of `size` values: its weight and its bias, unless it lacks one of them;
-    nothing if `norm` is None. name: prefix of their names. parts: sizes of the vectors, such as one for each
-    head, that checkpoints store as separate tensors."""
+    """Yields the parameters of a norm of `size` values: weight and bias, or those of the two that the norm
+    has; nothing if `norm` is None. name: prefix of their names. parts: sizes of the vectors, such as one for
+    each head, that checkpoints store as separate tensors."""
     if isinstance(norm, RmsNorm) or (norm is not None and norm.weight):
         yield Param(f"{name}.weight", (size,), parts)
     if isinstance(norm, LayerNorm) and norm.bias:

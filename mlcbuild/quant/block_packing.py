@@ -27,7 +27,8 @@ def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array
     blocks of 256 columns, 16]; then minima alike, if the format has them. blocks: the format's types of codes
     and scales; rows: consecutive rows of the matrix.
 
-    Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or 2**120 or larger.
+    Raises CheckpointError, with `name` in its message, if a scale or a minimum is NaN, or of a magnitude of
+    2**120 or more.
     """
     codes, *numbers = _joined(blocks, rows, name)
     dtypes = _number_dtypes(blocks)
@@ -39,7 +40,7 @@ def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[
     """Packs the codes, scales and minima of a quantized matrix row by row (the layout `row`) and returns
     (q_weight, q_scale), each [rows, numbers of a row]. blocks: the format's types of codes and scales; rows:
     consecutive rows of the matrix; name: its name in messages. Raises CheckpointError if a scale or a minimum
-    is NaN, or 2**120 or larger."""
+    is NaN, or of a magnitude of 2**120 or more."""
     return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
 
 

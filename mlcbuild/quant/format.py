@@ -74,8 +74,9 @@ class Format:
     group_size: int = 0
     """Number of consecutive weights of a row that share a scale; 0 for a format without scales."""
     dtype: Literal["float32", "float16"] = "float16"
-    """Type of the stored scales. In a model in this format, vectors such as norm weights and the KV cache
-    have it too."""
+    """Type of vectors such as norm weights, and of the KV cache, in a model in this format. It is also the
+    type of the stored scales, or of weights without scales, except in a format with `blocks`, which state the
+    type of scales."""
     rows_per_index: int = 1
     """Number of matrix rows that one index of axis 0 of every stored tensor covers: 1, or 16 if the matrix is
     stored in tiles of 16 rows."""

@@ -14,8 +14,8 @@ from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
 BudgetKind: TypeAlias = Literal["target_bits", "max_size", "max_kl"]
-"""The quantity that a budget for quantization limits: bits per weight, total bytes, or KL divergence. It is a
-key of `quantization` in a recipe."""
+"""The quantity that a budget for quantization limits: bits per weight, total bytes, or KL divergence. In a
+recipe, it is a key of a quantization."""
 PLAIN = "plain"
 """Name of the layout of parameters that are not matrices, such as norm weights: one unquantized array."""
 
@@ -28,9 +28,9 @@ class Scheme:
 
     name: str
     format: str
-    """Name of the stored format of matrices. All other parameters have the format's `dtype`, or float32 where
-    the model's family demands it; so does the KV cache, unless a recipe makes it int8. Arithmetic on CPUs is
-    float32."""
+    """Name of the stored format of matrices. All other parameters have the format's `dtype`, except those
+    that a model family keeps in float32. The KV cache has it too, unless a recipe makes it int8. Arithmetic
+    on CPUs is float32."""
     activation_bits: Literal[0, 8] = 0
     """8: activations are quantized to int8, with a scale for each group, before each product; 0: they stay
     floating point."""
@@ -158,8 +158,8 @@ def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
 
 
 def plain_dtype(param: Param, storage: Storage) -> Literal["float32", "float16"]:
-    """Returns the dtype of a parameter that is stored unquantized because it is not a matrix: float32, or the
-    type of the scales in its scheme. storage: the scheme of this parameter."""
+    """Returns the dtype of a parameter that is stored unquantized because it is not a matrix: float32 if the
+    model demands it, otherwise the `dtype` of its scheme's format. storage: the scheme of this parameter."""
     return "float32" if param.stored == "float32" else storage.dtype
 
 

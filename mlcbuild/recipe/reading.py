@@ -71,8 +71,9 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """Returns the absolute path for a path in the recipe; None, with a problem added, if it is invalid or
-        leaves the project. where: keys and indices that lead to `text` in the recipe."""
+        """Returns the absolute path for a path in the recipe; None, with a problem added, if it is invalid,
+        or leaves the project although the user has not allowed that. where: keys and indices that lead to
+        `text` in the recipe."""
         path = self.directory / text
         if text.startswith("~"):
             message = f"'{text}': '~' does not stand for a home directory here; write the path out"

@@ -36,7 +36,7 @@ class RequestedLimits:
     """Number of tokens of one sequence, prompt and answer together. None: the maximum of the model, but not
     more than 4096 tokens (models.LARGEST_DEFAULT)."""
     prefill_chunk: int = _PREFILL_CHUNK
-    """Number of prompt tokens that one call of the library processes, at most context_window."""
+    """Maximum number of prompt tokens that one call of the library processes, at most context_window."""
     max_batch: int = _MAX_BATCH
     """Maximum number of sequences that one call of the library processes."""
 

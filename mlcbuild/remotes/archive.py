@@ -129,11 +129,11 @@ class _Hashed(io.RawIOBase):
 
 def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
     """Imports an archive into a store: blobs with the right bytes, and step records that are consistent and
-    complete. Returns how many of each were in the archive, those that the store had included.
+    complete. Returns how many of each were in the archive, whether or not the store had them before.
 
     trust: public keys; if there are any, one of them must have signed each record. Nothing is written before
-    it was checked. Raises UsageError if `path` cannot be read, is no regular file, or has an invalid member,
-    at the first one; StoreError if the store cannot be written. What was imported before stays.
+    it was checked. Raises UsageError if `path` cannot be read or is no regular file, and at the first invalid
+    member; StoreError if the store cannot be written. What was imported before stays.
     """
     trusted = tuple(trust)
     blobs: dict[str, int] = {}

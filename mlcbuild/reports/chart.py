@@ -59,7 +59,7 @@ class Point:
     label: str
     bytes: int
     loss: float
-    """Mean KL divergence in nats. Values below 1e-7 are rounding errors and are drawn in the chart's separate
+    """Mean KL divergence in nats. Values up to 1e-7 are rounding errors and are drawn in the chart's separate
     row for variants that equal the model exactly."""
     group: str
     """Name of the group of variants to which this point of a scatter plot belongs; it determines the point's
@@ -290,7 +290,7 @@ def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]
 
 
 def _rounds(largest: float) -> list[float]:
-    """Returns a few round numbers from 0 to `largest`, for the marks of an axis."""
+    """Returns a few round numbers from 0 to `largest`, which must be above 0, for the marks of an axis."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
     return [i * step for i in range(int(largest / step) + 1)]
