@@ -22,7 +22,7 @@ from mlcbuild_format.errors import ServingError
 
 from mlcbuild.cli import options, standard_streams
 from mlcbuild.cli.annotations import annotate
-from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean, safe_lines
+from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean
 
 INTERRUPTED = 130
 
@@ -305,15 +305,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _command(arguments)
     except (MlcbuildError, ServingError) as error:
         annotate(error.problems if isinstance(error, InputError) else ())
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, arguments)
     except KeyboardInterrupt:
-        return _fail("mlcbuild: interrupted", INTERRUPTED)
+        return _fail("mlcbuild: interrupted", INTERRUPTED, arguments)
     except BrokenPipeError:
         standard_streams.silence()
         # The reader of standard output has closed it, as `head` does. This is no error, but a run ends early.
         return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
-        return _fail(_unexpected(error), 1)
+        return _fail(_unexpected(error), 1, arguments)
     return code if standard_streams.flushed() else 1
 
 
@@ -326,7 +326,8 @@ def _command(arguments: Sequence[str]) -> int:
     try:
         if name not in VERBS:
             parser().parse_args(arguments)  # prints what --help and --version ask for, and exits
-        parsed, rest = verb_parser(name).parse_known_intermixed_args(words)
+        with standard_streams.usage_errors(arguments):
+            parsed, rest = verb_parser(name).parse_known_intermixed_args(words)
     except SystemExit as stop:  # argparse raises it for --help, --version and bad usage.
         return stop.code if isinstance(stop.code, int) else 2
     if rest:
@@ -377,9 +378,9 @@ def _unexpected(error: Exception) -> str:
     return f"mlcbuild: a defect of mlcbuild, please report it: {message} (MLCBUILD_DEBUG=1 shows where)"
 
 
-def _fail(message: str, code: int) -> int:
-    """Prints an error message with unprintable characters escaped, and returns `code`."""
+def _fail(message: str, code: int, arguments: Sequence[str]) -> int:
+    """Prints an error message with unprintable characters escaped, and returns `code`. arguments: those of
+    the command line, which may ask for a log of JSON lines."""
     standard_streams.flushed()
-    # A message quotes files and servers, whose escape sequences must not reach the terminal.
-    print(safe_lines(message), file=sys.stderr)
+    standard_streams.write_error(message, arguments)
     return code

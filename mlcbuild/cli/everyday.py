@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from mlcbuild_format import sizes
 
@@ -69,21 +69,32 @@ def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _options(arguments: argparse.Namespace) -> InstallOptions:
-    return InstallOptions(_root(arguments), arguments.scheme, _note, _watch)
+    stream = _stream(arguments)
+
+    def note(line: str) -> None:
+        print(safe_lines(line), file=stream, flush=True)
+
+    return InstallOptions(_root(arguments), arguments.scheme, note, lambda: _watch(stream))
 
 
 def _root(arguments: argparse.Namespace) -> Path:
     return Path(arguments.store).absolute() if arguments.store else Path(default_root())
 
 
-def _note(line: str) -> None:
-    print(safe_lines(line), file=sys.stderr, flush=True)
+def _stream(arguments: argparse.Namespace) -> TextIO:
+    """Returns the stream for lines about a build or download: standard error, or one that makes them JSON
+    objects, as `serve --log json` asks."""
+    if getattr(arguments, "log", "") != "json":
+        return sys.stderr
+    from mlcbuild_runtime.http.logs import JsonLines
+
+    return JsonLines()
 
 
-def _watch() -> AbstractContextManager[Reporter]:
+def _watch(stream: TextIO) -> AbstractContextManager[Reporter]:
     from mlcbuild.reports.report import reporting
 
-    return reporting(sys.stderr)
+    return reporting(stream)
 
 
 def listed(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from logging import ERROR
 from pathlib import Path
+
+from mlcbuild.errors import safe_lines
 
 
 def open_closed() -> None:
@@ -35,3 +40,25 @@ def silence() -> None:
     ends.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write_error(message: str, arguments: Sequence[str]) -> None:
+    """Prints an error message on standard error, with unprintable characters escaped. arguments: those of the
+    command line; if they start a server whose log is JSON, the message is a JSON object, too."""
+    # A message quotes files and servers, whose escape sequences must not reach the terminal.
+    line = safe_lines(message)
+    if arguments[:1] == ["serve"]:
+        from mlcbuild_runtime.http import logs
+
+        line = logs.event_line(message, "json", ERROR) if logs.asks_for_json(arguments) else line
+    print(line, file=sys.stderr)
+
+
+def usage_errors(arguments: Sequence[str]) -> AbstractContextManager[None]:
+    """Returns a context in which the arguments of the command line are parsed. If they start a server whose
+    log is JSON, the error of argparse is a JSON object, too."""
+    if arguments[:1] != ["serve"]:
+        return nullcontext()
+    from mlcbuild_runtime.http.logs import usage_errors as as_json
+
+    return as_json(arguments)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from mlcbuild_runtime import release
 from mlcbuild_runtime.http import arguments
+from mlcbuild_runtime.http.logs import usage_errors
 from mlcbuild_runtime.http.serve import serve
 
 
@@ -22,11 +23,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     release.add(parser)
     arguments.add(parser)
-    parsed = parser.parse_intermixed_args(words)
-    try:
-        options = arguments.options(parsed)
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+    with usage_errors(sys.argv[1:] if words is None else words):
+        parsed = parser.parse_intermixed_args(words)
+        try:
+            options = arguments.options(parsed)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
     return serve(parsed.bundles, options)
 
 

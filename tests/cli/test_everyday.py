@@ -244,3 +244,21 @@ def test_the_scheme_follows_the_processor(machine: str, four: str, eight: str) -
 def test_a_checkpoint_that_cannot_be_read_has_no_size(tmp_path: Path) -> None:
     assert parameter_count(str(tmp_path)) is None
     assert parameter_count(str(TINY)) == 55_296 + 5 * 196_864 + 128, "embedding, layers, norm"
+
+
+def test_every_line_before_a_json_log_is_an_object(checkpoint: Path, tmp_path: Path, store: Path) -> None:
+    """Checks a missing model, bad usage, and a build, which come before the server's own lines."""
+    for words, code, sentence in (
+        (("./nosuch", "--log", "json"), 2, "'./nosuch' is not here"),
+        (("x", "--log=json", "--port", "y"), 2, "mlcbuild serve: error: argument --port"),
+        (("x", "--log=json", "--prot", "1"), 2, "mlcbuild serve: '--prot' is not an option"),
+    ):
+        result = mlcbuild("serve", *words, store=tmp_path / "store")
+        assert result.returncode == code
+        line = json.loads(result.stderr)
+        assert line["level"] == "ERROR" and sentence in line["message"]
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    served = mlcbuild("serve", other, "--log", "json", "--host", "nowhere.invalid", store=store)
+    *built, failed = map(json.loads, served.stderr.splitlines())
+    assert served.returncode == 3 and "cannot listen on nowhere.invalid" in failed["message"]
+    assert len(built) > 1 and {line["level"] for line in built} == {"INFO"}

@@ -169,7 +169,7 @@ def test_a_bundle_that_cannot_be_loaded(tmp_path: Path) -> None:
     result = talk(tmp_path)
     assert result.returncode == 1
     assert (
-        result.stderr == f"mlcbuild chat: {tmp_path}: there is no bundle.json in it, so it is not a bundle\n"
+        result.stderr == f"mlcbuild-chat: {tmp_path}: there is no bundle.json in it, so it is not a bundle\n"
     )
 
 

@@ -227,5 +227,5 @@ def test_an_empty_input_is_no_message(
 ) -> None:
     model = piped_chat(monkeypatch, tmp_path, " \n", ChatOptions(prompt="-"))
     assert (model.code, model.requests) == (2, [])  # type: ignore[attr-defined]
-    message = "mlcbuild chat: '-': standard input is empty: pipe the message into it\n"
+    message = "mlcbuild-chat: '-': standard input is empty: pipe the message into it\n"
     assert capsys.readouterr() == ("", message)

@@ -224,6 +224,9 @@ def test_every_line_of_a_json_log_is_an_object(toy_bundle: Path, tmp_path: Path)
     refused = shared.run("-m", "mlcbuild_runtime", nowhere, "--port", "0", "--log", "json")
     assert refused.returncode == 1
     assert json.loads(refused.stderr)["message"].startswith(f"{nowhere}: does not exist")
+    misused = shared.run("-m", "mlcbuild_runtime", nowhere, "--log=json", "--port", "x")
+    assert misused.returncode == 2
+    assert json.loads(misused.stderr)["message"].startswith("mlcbuild-serve: error: argument --port")
 
 
 @pytest.mark.parametrize(("option", "what"), [("--access-log", "the access log"), ("--trace", "the trace")])

@@ -52,7 +52,7 @@ def chat(path: Path | str, threads: int | None = None, options: ChatOptions | No
         with LocalModel(path, threads) as bundle:
             return converse(bundle, options)
     except ServingError as error:
-        sys.stderr.write(f"mlcbuild chat: {error}\n")
+        sys.stderr.write(f"{options.program}: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
+HOTTEST = 2
+"""Maximum temperature that requests may state, as in OpenAI's API."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,23 @@ class ChatOptions:
     """Name of the model of the server; None for the first model that the server lists."""
     plain: bool = False
     """True if answers are written as plain text, not rendered as Markdown."""
+    program: str = "mlcbuild-chat"
+    """Name of the command that the user has started, with which error messages begin."""
 
 
 def add(parser: argparse.ArgumentParser, names: str) -> None:
     """Adds the arguments of a chat to a command-line parser: the model, an optional message, and all options.
     names: text for the help that describes the accepted models."""
+    parser.set_defaults(program=parser.prog)
     parser.add_argument("bundle", metavar="NAME", help=f"{names}; or the URL of a server")
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="one message; '-': all of standard input is one message"
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0: the likeliest token (default: the model's)"
+        "--temperature", type=_temperature, metavar="T", help="0: the likeliest token (default: the model's)"
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens of an answer")
+    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="maximum tokens of an answer")
     parser.add_argument("--api-key", metavar="KEY", help=f"a server's key (default: ${KEY_VARIABLE})")
     parser.add_argument("--model", metavar="NAME", help="a server's model (default: the first it lists)")
     parser.add_argument("--plain", action="store_true", help="do not render answers as Markdown")
@@ -55,4 +60,19 @@ def options(arguments: argparse.Namespace) -> ChatOptions:
         arguments.api_key or os.environ.get(KEY_VARIABLE),
         arguments.model,
         arguments.plain,
+        arguments.program,
     )
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= HOTTEST:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {HOTTEST}, found {text}")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
+    return number

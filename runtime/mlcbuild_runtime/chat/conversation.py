@@ -198,7 +198,7 @@ def converse(model: ChatModel, options: ChatOptions) -> int:
     if options.prompt is not None:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         if options.prompt == "-" and not text.strip():
-            sys.stderr.write("mlcbuild chat: '-': standard input is empty: pipe the message into it\n")
+            sys.stderr.write(f"{options.program}: '-': standard input is empty: pipe the message into it\n")
             return 2
         chat.answer(text)
         return 0

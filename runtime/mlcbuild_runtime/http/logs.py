@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from datetime import UTC, datetime
+from itertools import pairwise
 from types import TracebackType
 
 from mlcbuild_format.fields import printable
@@ -28,6 +31,38 @@ def event_line(message: str, form: str, level: int = logging.INFO) -> str:
     if form != "json":
         return f"mlcbuild-serve: {printable(message)}"
     return JsonFormatter().format(logging.LogRecord(__name__, level, "", 0, message, None, None))
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Returns True if the arguments of a server's command line select a log of JSON lines. It may be called
+    before the arguments are parsed, so that their errors are such lines, too."""
+    return "--log=json" in words or ("--log", "json") in pairwise(words)
+
+
+@contextmanager
+def usage_errors(words: Sequence[str]) -> Iterator[None]:
+    """Returns a context in which a command line is parsed. If its arguments `words` select a log of JSON
+    lines, the error of argparse is such a line, without the usage."""
+    if not asks_for_json(words):
+        yield
+        return
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors):
+            yield
+    except SystemExit:
+        for line in errors.getvalue().splitlines()[-1:]:
+            sys.stderr.write(event_line(line, "json", logging.ERROR) + "\n")
+        raise
+
+
+class JsonLines(io.StringIO):
+    """A stream that writes each line of text to standard error, as a JSON object."""
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            sys.stderr.write(event_line(line, "json") + "\n")
+        return len(text)
 
 
 class OneLineFormatter(logging.Formatter):
