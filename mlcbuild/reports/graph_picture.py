@@ -3,18 +3,18 @@
 The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node is one layer after
 its last dependency, repeated barycentre sweeps order the layers to avoid crossings, and positions are then
 pulled towards neighbours without overlaps. Layers are columns, read from left to right. Each model has rows
-of its own, below those of the steps that models share.
+of its own, below those of the steps that models share. Edges pass between the boxes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from html import escape
 
 from mlcbuild.build.graph import Graph, Source
 from mlcbuild.build.plan import Plan
-from mlcbuild.reports import graph_view
+from mlcbuild.reports import graph_edges, graph_view
+from mlcbuild.reports.graph_edges import GAP_X, GAP_Y, HEIGHT, Box
 from mlcbuild.reports.graph_lanes import SHARED, lanes
 
 _COLOURS = {
@@ -42,19 +42,10 @@ _WORDS = {
     "failed": "failed",
     "skipped": "skipped",
 }
-_CHAR, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 7.0, 34.0, 56.0, 12.0, 24.0
+_CHAR, _MARGIN = 7.0, 24.0
 _TITLE = 26.0
 """Height in pixels of the title above the steps of one model."""
 _SWEEPS = 12
-
-
-@dataclass(frozen=True)
-class Box:
-    """The position and width of a node in a picture, in pixels from the upper left corner."""
-
-    x: float
-    y: float
-    width: float
 
 
 def mermaid(graph: Graph, plan: Plan | None = None) -> str:
@@ -123,16 +114,17 @@ def drawing(
 
     boxes = layout(graph)
     width = max((box.x + box.width for box in boxes.values()), default=0.0) + _MARGIN
-    height = max((box.y + _HEIGHT for box in boxes.values()), default=0.0) + _MARGIN
+    height = max((box.y + HEIGHT for box in boxes.values()), default=0.0) + _MARGIN
     shown = [state for state in _WORDS if state in states.values()]
     keys = "".join(_key(index, state) for index, state in enumerate(shown)) if legend else ""
     top = 36.0 if keys else 0.0
-    edges = networkx.transitive_reduction(graph.network).edges
+    edges = graph_edges.paths(boxes, networkx.transitive_reduction(graph.network).edges)
     numbers = {name: number for number, name in enumerate(boxes)}
     body = _bands(boxes, lanes(graph), width)
     body += [
-        f'<path data-from="{numbers[name]}" data-to="{numbers[user]}" {_edge(boxes[name], boxes[user])}'
-        for name, user in sorted(edges)
+        f'<path data-from="{numbers[name]}" data-to="{numbers[user]}" d="{path}" fill="none" '
+        'stroke="#a9b3c1" stroke-width="1.1"/>'
+        for (name, user), path in sorted(edges.items())
     ]
     for name, box in boxes.items():
         users = [user for user in graph.users[name] if user.startswith("bundle/")]
@@ -181,14 +173,14 @@ def layout(graph: Graph) -> dict[str, Box]:
         _untangle(part, near)
         positions = _straighten(part, near)
         rows.update({name: top + row for name, row in positions.items()})
-        top += max(positions.values()) + _HEIGHT + _GAP_Y
+        top += max(positions.values()) + HEIGHT + GAP_Y
     boxes: dict[str, Box] = {}
     x = _MARGIN
     for layer in layers:
         width = max(len(name) for name in layer) * _CHAR + 20
         for name in layer:
             boxes[name] = Box(x, _MARGIN + rows[name], width)
-        x += width + _GAP_X
+        x += width + GAP_X
     return boxes
 
 
@@ -199,7 +191,7 @@ def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -
     bands = []
     for lane in sorted(set(lane_of.values()) - {""}):
         heights = [box.y for name, box in boxes.items() if lane_of[name] == lane]
-        top, bottom = min(heights) - _TITLE + 4, max(heights) + _HEIGHT + 4
+        top, bottom = min(heights) - _TITLE + 4, max(heights) + HEIGHT + 4
         bands.append(
             f'<rect x="{_MARGIN / 2:.0f}" y="{top:.1f}" width="{width - _MARGIN:.1f}" '
             f'height="{bottom - top:.1f}" rx="8" fill="#f7f8fa"/>'
@@ -261,7 +253,7 @@ def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[
     mean position of its neighbours, and nodes of a layer keep their order. layers: names of nodes; near: node
     -> its neighbours.
     """
-    pitch = _HEIGHT + _GAP_Y
+    pitch = HEIGHT + GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)
     rows = {
         name: (index + (tallest - len(layer)) / 2) * pitch
@@ -308,19 +300,9 @@ def _node(name: str, box: Box, state: str, reason: str) -> str:
     tip = f"{name}: {_WORDS[state]}" + (f", {reason}" if reason else "") if state else name
     return (
         f'<title>{escape(tip)}</title><rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" '
-        f'height="{_HEIGHT:.0f}" rx="6" fill="{fill}" stroke="{border}" stroke-width="1.3"/>'
-        f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle" '
+        f'height="{HEIGHT:.0f}" rx="6" fill="{fill}" stroke="{border}" stroke-width="1.3"/>'
+        f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + HEIGHT / 2 + 4:.1f}" text-anchor="middle" '
         f'fill="#1c2330">{escape(name)}</text></g>'
-    )
-
-
-def _edge(start: Box, end: Box) -> str:
-    x1, y1 = start.x + start.width, start.y + _HEIGHT / 2
-    x2, y2 = end.x, end.y + _HEIGHT / 2
-    bend = min(_GAP_X, (x2 - x1)) / 2
-    return (
-        f'd="M{x1:.1f} {y1:.1f} C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}" '
-        f'fill="none" stroke="#a9b3c1" stroke-width="1.1"/>'
     )
 
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
 from mlcbuild.build.plan import Plan, plan
+from mlcbuild.reports.graph_edges import HEIGHT
 from mlcbuild.reports.graph_lanes import SHARED, lanes
-from mlcbuild.reports.graph_picture import _HEIGHT, _spread, dot, html, layout, mermaid, svg
+from mlcbuild.reports.graph_picture import _spread, dot, html, layout, mermaid, svg
 from mlcbuild.store.store import Store
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -130,7 +131,7 @@ def test_each_model_has_a_lane_below_what_models_share() -> None:
     assert all(name.split("/")[1].startswith(lane) for name, lane in lane_of.items() if lane != SHARED)
     boxes = layout(graph)
     rows = [[box.y for name, box in boxes.items() if lane_of[name] == lane] for lane in (SHARED, "a", "b")]
-    assert all(max(upper) + _HEIGHT < min(lower) for upper, lower in pairwise(rows))
+    assert all(max(upper) + HEIGHT < min(lower) for upper, lower in pairwise(rows))
     root = ElementTree.fromstring(svg(graph))
     assert [title.text for title in root.iterfind(f"{NAMESPACE}g/{NAMESPACE}text")] == ["a", "b", SHARED]
     bands = root.findall(f"{NAMESPACE}g/{NAMESPACE}rect")
@@ -164,7 +165,7 @@ def test_boxes_never_overlap_and_edges_go_to_the_right(count: int, density: floa
     assert boxes.keys() == graph.nodes.keys()
     for one, other in combinations(boxes.values(), 2):
         beside = one.x + one.width < other.x or other.x + other.width < one.x
-        assert beside or abs(one.y - other.y) >= _HEIGHT
+        assert beside or abs(one.y - other.y) >= HEIGHT
     for name, users in graph.users.items():
         assert all(boxes[name].x + boxes[name].width < boxes[user].x for user in users)
 
