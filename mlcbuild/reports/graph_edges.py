@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 HEIGHT, GAP_X, GAP_Y = 34.0, 56.0, 12.0
 """Height of a box, horizontal distance of columns and minimum vertical distance of boxes, in pixels."""
-_CLEAR, _APART = 2.5, 3.5
+_CLEAR, _APART = 4.0, 3.0
 """Minimum distance of a line from a box, and of lines with different origins where there is room, in
 pixels."""
 

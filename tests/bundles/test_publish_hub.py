@@ -4,12 +4,14 @@ hub."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from mlcbuild.bundles.publish.repository import _link_or_copy
 from tests.bundles.test_publish import VARIANT, contents
 from tests.conftest import checked, mlcbuild
 from tests.hub import Fault, Hub
@@ -57,8 +59,21 @@ def test_a_bundle_is_published_and_pulled(tiny_bundles: Path, hub: Hub, run: Run
     said = checked(run("pull", "hf://team/tiny@v1", tmp_path / "pulled"))
     assert said.splitlines()[1] == f"the immutable address of this content is hf://team/tiny@{commit}"
     assert contents(tmp_path / "pulled") == contents(bundle)
+    cached = {path.stat().st_ino for path in (tmp_path / "hf").rglob("blobs/*")}
+    for path in (tmp_path / "pulled").rglob("*.*"):
+        assert path.stat().st_ino in cached and not path.stat().st_mode & 0o222, "no file is there twice"
     assert checked(run("inspect", tmp_path / "pulled")).startswith("name")
     assert "exactly" not in checked(run("pull", f"hf://team/tiny@{commit}", tmp_path / "pinned"))
+
+
+def test_files_of_other_users_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "cached"
+    cached.write_bytes(b"x")
+    _link_or_copy(cached, tmp_path / "mine")
+    assert (tmp_path / "mine").samefile(cached)
+    monkeypatch.setattr(os, "geteuid", lambda: cached.stat().st_uid + 1)
+    _link_or_copy(cached, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").samefile(cached) and (tmp_path / "theirs").read_bytes() == b"x"
 
 
 def test_the_page_says_what_the_manifest_says(tiny_bundles: Path, hub: Hub, run: Run) -> None:

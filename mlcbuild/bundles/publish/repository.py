@@ -5,6 +5,7 @@ derived from its manifest.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -112,5 +113,17 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 def _fetch(source: HubSource, directory: Path, name: str) -> None:
     place = directory / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    # The file is copied, because other users of the hub's cache may change it.
-    shutil.copyfile(hub.download(source, name), place)
+    place.unlink(missing_ok=True)
+    _link_or_copy(hub.download(source, name), place)
+    place.chmod(0o444)
+
+
+def _link_or_copy(cached: Path, place: Path) -> None:
+    """Makes `place` a hard link of a file in the hub's cache, so that a bundle is not on the disk twice, or a
+    copy. Only this user's own files are linked: another user could change a linked file, which may be a
+    library, after it was checked."""
+    with suppress(OSError):
+        if cached.stat().st_uid == os.geteuid():
+            place.hardlink_to(cached)
+            return
+    shutil.copyfile(cached, place)
