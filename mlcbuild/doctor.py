@@ -32,9 +32,9 @@ class Check:
 
 
 def checks(store: Path | None = None) -> list[Check]:
-    """Checks this machine, and returns the results in the order in which they are printed. store: root of
-    the artifact store; None: the user's default store.
-    """
+    """Checks Python, cores and memory, processor, compiler, linker, target presets and store of this machine,
+    and returns a result for each, in the order in which they are printed. store: root of the artifact store;
+    None: the user's default store."""
     return [_attempt(name, check, store) for name, check in CHECKS.items()]
 
 

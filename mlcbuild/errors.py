@@ -52,8 +52,8 @@ class Problem:
 
 
 class InputError(UsageError):
-    """The error for a file with problems. They are sorted by position in the file; the error's message has
-    one line for each."""
+    """The error for a file with problems. They are sorted by position in the file, without duplicates; the
+    error's message has one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(sorted(set(problems)))
@@ -145,7 +145,8 @@ square of the length."""
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Returns the end of an error message about an unknown name `word`: "did you mean" the most similar valid
-    name or, if none is similar, the list of valid names."""
+    name or, if none is similar, the first 30 valid names in alphabetical order, with the number of the
+    others; "none is defined" if there are no names."""
     names = sorted(valid)
     if (closest := closest_name(word, names)) is not None:
         return f"did you mean '{closest}'?"
@@ -160,8 +161,9 @@ def closest_name(word: str, valid: Iterable[str]) -> str | None:
 
 
 def close_names(word: str, valid: Iterable[str]) -> list[str]:
-    """Returns up to 10 valid names of which `word` may be a misspelling. Of more than 500 valid names, only
-    those with the first letter of `word` are compared."""
+    """Returns up to 10 valid names of which `word` may be a misspelling, the most similar first. Names of 100
+    characters and more are not compared; if more than 500 are left, only the first 500 with the first letter
+    of `word` are. If `word` is longer than 100 characters, the list is empty."""
     names = [name for name in valid if abs(len(name) - len(word)) < _LONGEST > len(name)]
     if len(word) > _LONGEST:
         return []

@@ -40,7 +40,7 @@ HERE = Execution()
 def options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
     """Converts a caller's options for running steps into those of the build engine. force: names or globs of
     steps to run even if the store has their results; outputs: names or globs of steps whose files must be on
-    this machine at the end. Raises UsageError for an executor that does not exist."""
+    this machine at the end. Raises UsageError for an unknown executor or a malformed address of a cluster."""
     from mlcbuild.build.cluster import SCHEME, address
 
     name = {"processes": "pool"}.get(execution.executor, execution.executor)

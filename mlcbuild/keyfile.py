@@ -44,7 +44,7 @@ def is_public(text: str) -> bool:
 
 def is_right(public: str, signature: bytes, message: bytes) -> bool:
     """Returns True if `signature` is a valid ed25519 signature of `message` by a key. public: the public key
-    as "ed25519:" and URL-safe base64."""
+    as "ed25519:" and URL-safe base64, for which `is_public` must be true; another text raises ValueError."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -69,8 +69,7 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 def create(path: Path) -> Signer:
     """Creates a signing key in a new file that only its owner can read, and returns the key. Raises
-    UsageError if the file cannot be written.
-    """
+    UsageError if the file exists or cannot be written."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

@@ -39,7 +39,7 @@ def read_lock(recipe: Recipe) -> Lock:
     """Reads the lock file of a recipe, and checks that it pins every model and adapter on a hub; returns an
     empty lock if all are local.
 
-    Raises UsageError when one is not pinned yet, InputError for a lock file that does not fit the recipe.
+    Raises UsageError when one is not pinned yet, InputError for an invalid lock file.
     """
     sources = hub_sources(recipe)
     if not sources:
@@ -57,8 +57,9 @@ def read_lock(recipe: Recipe) -> Lock:
 def check(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Variant, ...]:
-    """Checks a recipe, its local models and its lock file, and returns the variants. settings: variable name
-    -> value for the recipe's vars; allow_outside: True if paths may leave the project.
+    """Checks a recipe, its local models and its lock file, and returns the variants, the combinations of
+    model, quantization scheme and target to build. settings: variable name -> value for the recipe's vars;
+    allow_outside: True if paths may leave the project.
 
     Raises InputError with all problems. Models on a hub need not be pinned in the lock file yet.
     """
@@ -77,8 +78,9 @@ def lock(
     project.
 
     Returns (path of the lock file, what was pinned, sorted by name, True if the file was written). It is not
-    written if it is up to date or there is nothing to pin. Raises InputError for the recipe, SourceError for
-    a repository that cannot be read.
+    written if it is up to date, or if there is none and nothing to pin. Raises InputError for an invalid
+    recipe or lock file, SourceError for a repository that cannot be read, UsageError if the lock file cannot
+    be written.
     """
     read = load(Path(recipe), settings, allow_outside)
     sources = hub_sources(read)
@@ -100,8 +102,8 @@ def moved(
     the recipe's vars; allow_outside: True if paths may leave the project.
 
     Returns (path of the lock file, source -> (pinned commit, current commit) for each branch or tag that has
-    moved). Raises InputError and UsageError for a lock file that does not fit the recipe, SourceError if the
-    hub refuses or cannot be reached.
+    moved). Raises InputError for an invalid recipe or lock file, UsageError if the lock file lacks a source
+    of the recipe, SourceError if the hub refuses or cannot be reached.
     """
     read = load(Path(recipe), settings, allow_outside)
     if not hub_sources(read) and not read.lock.exists():

@@ -3,7 +3,8 @@
 The rules, which recipes/README.md states for users:
 
 - UTF-8, one document, at most MAX_BYTES bytes and MAX_DEPTH levels. Keys are text and unique.
-- Characters that look like a space or a line break, or are invisible, are allowed in quoted text only.
+- No control characters, nor others that are invisible or that only YAML 1.1 reads as line breaks. Characters
+  that look like a space may not begin or end an unquoted text.
 - No anchors, aliases, merge keys or tags, so that each value has one position and a small file stays small.
 - Plain scalars: `true`, `false`, `null`, `~`, nothing, and decimal numbers mean the same as in JSON. Whatever
   YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
@@ -52,9 +53,8 @@ surrogate, a byte order mark or a noncharacter. U+0085, U+2028 and U+2029 are am
 reads them as line breaks and YAML 1.2 does not."""
 _ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
 _MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
-"""Matches a character that is mistaken for a space where YAML requires one: before a key, after ':', or at a
-line's end.
-"""
+"""Matches a character that is mistaken for a space where YAML requires one: before a key, after ':', or
+before a comment or a line's end."""
 
 
 @dataclass(frozen=True, order=True)
@@ -99,11 +99,13 @@ class Document:
 
     def key_place(self, where: Where) -> Place:
         """Returns the Place (file, line, column) of the key of a value in a YAML document, or of the value
-        itself if it has no key. where: path of the value, keys and list indices."""
+        itself if it has no key; if the file has no such value, that of the nearest enclosing value. where:
+        path of the value, keys and list indices."""
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
-        """Returns the value at a path of keys and indices in a YAML document; None if there is none."""
+        """Returns the value at a path of keys and indices in a YAML document; None if there is none. Raises
+        IndexError for an index beyond the end of a list."""
         value = self.data
         for part in where:
             if isinstance(value, dict) and isinstance(part, str):
@@ -116,7 +118,9 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Reads a YAML file. Raises InputError with all problems if it cannot be parsed."""
+    """Reads a YAML file, and returns its data with their positions. Raises InputError with all problems if it
+    cannot be read, is too large or cannot be parsed; problems that leave the data complete, such as a
+    duplicate key, are in the result."""
     try:
         data = regular.read(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -129,7 +133,8 @@ def read(path: Path) -> Document:
 
 def parse(data: bytes, file: str) -> Document:
     """Parses the bytes of a YAML file and returns its data with their positions. file: its name, for
-    messages. Raises InputError with all problems if it cannot be parsed."""
+    messages. Raises InputError with all problems if they are too large or cannot be parsed; problems that
+    leave the data complete, such as a duplicate key, are in the result."""
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -158,8 +163,7 @@ def _too_large(file: str) -> Problem:
 
 def scalar(text: str) -> Scalar:
     """Returns the value of an unquoted YAML scalar, which is text unless all versions of YAML agree on
-    another type.
-    """
+    another type. An integer of more than 18 digits, or a number that is infinite as a float, is text too."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -193,7 +197,8 @@ def _decode(data: bytes, file: str) -> str:
 
 
 def _named(character: str) -> str:
-    """Returns a description of an invisible character: its code point and its Unicode name."""
+    """Returns a description of an invisible character: its code point and, unless it is a control character,
+    its Unicode name."""
     number = f"U+{ord(character):04X}"
     if unicodedata.category(character) in ("Cc", "Cs", "Cn"):
         return f"the control character {number}"
@@ -204,8 +209,8 @@ def _named(character: str) -> str:
 
 def _events(text: str) -> Iterator[yaml.Event]:
     """Yields the events of PyYAML's parser, which, unlike PyYAML's composer, does not recurse: a deep
-    document cannot overflow the stack.
-    """
+    document cannot overflow the stack. A syntax error is raised by the iterator, as yaml.YAMLError, after the
+    events before it."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     yield from yaml.parse(text, Loader=loader)
 

@@ -105,7 +105,7 @@ def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]
 
 def described(value: object) -> str:
     """Returns a value of a recipe or target file as error messages show it, such as "'text'", "true" or "an
-    empty list"."""
+    empty list"; text beyond 60 characters is cut off."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

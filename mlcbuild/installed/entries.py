@@ -89,8 +89,9 @@ class InstalledModel:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True if the bundle of this installed model exists, and the local checkpoint from which it
-        was built has not changed."""
+        """Returns True if the bundle of this installed model exists, and the files of the local checkpoint
+        from which it was built still have their sizes and mtimes. Files that were added to the checkpoint
+        later are not noticed."""
         return (self.bundle / MANIFEST).is_file() and all(
             _stat(Path(self.source), name) == tuple(stat) for name, stat in self.files.items()
         )
@@ -106,7 +107,8 @@ class InstalledModel:
 
     @property
     def used(self) -> float:
-        """Returns the time at which the installed bundle was last used, in seconds since 1970."""
+        """Returns the time at which the installed bundle was last used, in seconds since 1970. Raises OSError
+        if the model was removed meanwhile."""
         return (self.directory / _ENTRY).stat().st_mtime
 
     def note_use(self) -> None:
@@ -157,8 +159,9 @@ def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
 
 
 def place(root: Path, source: str, scheme: str, target: str) -> Path:
-    """Returns the directory for a new installed model in the store at `root`. Its name comes from the source
-    and the scheme; a number is appended if another source or machine already uses that name."""
+    """Returns the directory for an installed model in the store at `root`, and creates nothing. Its name
+    comes from the source and the scheme; a number is appended if another source or machine already uses that
+    name. A model with the same source, scheme and machine has the same directory."""
     base_name = slug(source)
     name = f"{base_name}-{scheme}" if scheme else base_name
     others = {entry.name: entry for entry in read(root)}
@@ -170,7 +173,8 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
 
 def slug(source: str) -> str:
     """Returns a name for a model, made of the last component of its path or address: letters, digits, '.',
-    '_' and '-', at most 80."""
+    '_' and '-', at most 80. A revision (@...), query (?...) and the ending .gguf are left out; "model" if
+    nothing is left."""
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     return re.sub("[^A-Za-z0-9._-]+", "-", stem)[:80].strip(".-") or "model"

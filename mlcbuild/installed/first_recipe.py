@@ -39,9 +39,11 @@ class FirstRecipe:
 
 
 def write(model: str) -> FirstRecipe:
-    """Writes a first recipe for a model: into the current directory if the model exists, or into a new
-    directory with the name `model`, to which the user will add a checkpoint. Raises UsageError if the recipe
-    file exists."""
+    """Writes recipe.yaml, a first recipe for a model, and returns its path with the commands that build it.
+    It is written into the current directory if `model` is an hf:// address, a GGUF file or the directory of a
+    checkpoint; otherwise into the directory `model`, which is created and to which the user will add a
+    checkpoint. Raises UsageError if the recipe exists or cannot be written, if the GGUF file is missing, or
+    if the checkpoint is the working directory, and SetupError if this machine's processor is unknown."""
     is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
     directory = Path() if is_model else Path(model)
     path = directory / "recipe.yaml"

@@ -52,7 +52,9 @@ def machine_words() -> str:
 
 
 def _by_name(name: str, options: InstallOptions) -> Path:
-    """Returns the directory of the installed bundle called `name`. Raises UsageError if there is none."""
+    """Returns the directory of the bundle of the installed model called `name`. The bundle is built or
+    downloaded again if it is missing or its checkpoint has changed. If the options name another scheme, the
+    bundle with that scheme is built unless it is installed. Raises UsageError if there is no such model."""
     installed_models = entries.read(options.root)
     entry = next((entry for entry in installed_models if entry.name == name), None)
     if entry is None:
@@ -67,8 +69,9 @@ def _by_name(name: str, options: InstallOptions) -> Path:
 
 
 def _installed(source: str, options: InstallOptions) -> Path:
-    """Returns the directory of the bundle of a model; builds or downloads the bundle if it is not installed.
-    source: an oci:// or hf:// address, or the absolute path of a checkpoint."""
+    """Returns the directory of the bundle of a model; builds or downloads the bundle if it is not installed,
+    and records that it is used now. source: an oci:// or hf:// address, or the absolute path of a checkpoint.
+    """
     words = machine_words()
     entry = _kept(source, options, words)
     if entry is None:
