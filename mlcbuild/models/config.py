@@ -155,5 +155,5 @@ full."""
 
 def context_window(config: ModelConfig, requested: int | None) -> int:
     """Returns the context window, in tokens, for which a library is compiled: the requested one or, if that
-    is None, the model's maximum up to LARGEST_DEFAULT."""
+    is None, the model's maximum, but at most LARGEST_DEFAULT (4096)."""
     return min(config.max_position, LARGEST_DEFAULT) if requested is None else requested

@@ -65,9 +65,10 @@ def grouped_router(fields: Fields, normalized: bool) -> Router:
 
 
 def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns, for each of `count` layers, True if it has experts and False if its feed-forward is dense. In
-    config.json, decoder_sparse_step says that every such layer has experts, except those that mlp_only_layers
-    lists."""
+    """Returns, for each of `count` layers, True if it has experts and False if its feed-forward is dense.
+    Experts are in each layer whose number, counted from 1, is a multiple of decoder_sparse_step in
+    config.json (1 if absent), except in those whose indices, counted from 0, mlp_only_layers lists. A wrong
+    list adds an error message to `fields`, the reader of config.json."""
     step = fields.integer("decoder_sparse_step", 1, high=4096)
     listed = fields.get("mlp_only_layers")
     dense: list[int] = []
@@ -88,8 +89,8 @@ def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
 def mixed(
     layers: Sequence[LayerSpec], sparse: Iterable[bool], experts: Experts, dense: Dense
 ) -> tuple[LayerSpec, ...]:
-    """Returns copies of `layers` whose feed-forward is `experts` where the entry of `sparse` is True, and
-    `dense` where it is False."""
+    """Returns copies of `layers` whose feed-forward is `experts` where the layer's entry in `sparse` is True,
+    and `dense` where it is False. sparse: as many entries as there are layers."""
     return tuple(
         replace(layer, feed_forward=experts if is_sparse else dense)
         for layer, is_sparse in zip(layers, sparse, strict=True)

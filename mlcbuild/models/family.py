@@ -32,8 +32,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 one, by erf."""
 
 Names = Mapping[str, tuple[str, ...]]
-"""Name of a parameter within a layer -> names of the checkpoint's tensors below `model.layers.<i>.`: one for
-the whole parameter, or one for each of the matrices that it joins, such as gate and up."""
+"""Name of a parameter -> names of the checkpoint's tensors: one for the whole parameter, or one for each of
+the matrices that it joins, such as gate and up. For a parameter of a layer, both are names within the layer,
+without a prefix such as `model.layers.<i>.`."""
 
 NORMS: Names = {
     "attn_norm.weight": ("input_layernorm.weight",),
@@ -132,7 +133,8 @@ class Common:
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
         """Returns one copy of `layer` for each layer of the model. window: attention window in tokens, or
-        None. Adds a problem to `fields`, the reader of config.json, if layer_types there contradicts this."""
+        None. Adds a problem to `fields`, the reader of config.json, if layer_types there contradicts this
+        window."""
         return windowed(layer, same_window(fields, self.count, window))
 
     def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
@@ -193,7 +195,7 @@ class TensorRules:
     unused: str = ""
     """Regular expression for names of checkpoint tensors that no model of the family reads. {layers} stands
     for the number of layers, which is also the index of an additional layer for drafts that some checkpoints
-    have."""
+    have. Empty: all tensors are read."""
 
     def own_names(self, config: ModelConfig) -> Names:
         """Returns parameter name -> names of a checkpoint's tensors, where these differ from Llama's, for a
@@ -349,9 +351,10 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Returns the attention window of each layer, in tokens; None for a layer without one. fields: the reader
-    of config.json, in which layer_types lists the kinds of layers; a wrong list, or a missing window, adds an
-    error message. kinds: the kind of each layer, "full_attention" or "sliding_attention", that applies if
-    layer_types is absent. window: tokens of the window; None if it is off."""
+    of config.json, in which layer_types lists the kinds of layers; a wrong list adds an error message, and no
+    layer gets a window; so does a missing window. kinds: the kind of each layer, "full_attention" or
+    "sliding_attention", that applies if layer_types is absent. window: tokens of the window; None if it is
+    off."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):
@@ -389,7 +392,8 @@ def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[Lay
 
 def scaled_embedding(fields: Fields, hidden: int) -> float:
     """Returns sqrt(hidden), by which Gemma's embeddings are multiplied, rounded to the checkpoint's dtype.
-    config.json states it as `dtype` (transformers 5) or `torch_dtype` (before)."""
+    config.json states it as `dtype` (transformers 5) or `torch_dtype` (before); if it states neither, the
+    result is rounded to float32."""
     dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
     scale: float = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(hidden)))
     return scale

@@ -22,7 +22,8 @@ _ALONE = {
     "norm_type": ("rms",),
     "routed_scaling_factor": (1.0,),
 }
-"""Field of a Hunyuan config.json that transformers does not implement -> the values that switch it off."""
+"""Field of a Hunyuan config.json that transformers ignores -> the values that describe what transformers
+computes; other values are errors."""
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
