@@ -130,9 +130,9 @@ class Mixture:
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
         """Emits the first product of the feed-forward that all tokens share, and returns the values of gate,
-        then those of up, for each row: float32 [n, 2 * size]. source: (object that emits the computation of
-        an input row, tensors that it reads).
-        """
+        then those of up, for each row: float32 [n, 2 * size]. If the layer has a gate for this feed-forward,
+        the values of up are already multiplied by the gate's sigmoid. source: (object that emits the
+        computation of an input row, tensors that it reads)."""
         spec = self.spec
         pair = self._product(
             "mlp.shared.gate_up.weight", source, self.view("shared", n, 2 * spec.shared_size)

@@ -176,9 +176,9 @@ class Parts:
         return _call(func, [x, rows, *weights_of_norm], float_rows(rows.shape[0], x.shape[1]))
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Emits the kernel between the qkv product and attention: it normalizes and rotates queries, in place
-        in qkv, and writes rotated keys and values to the KV cache. Returns (qkv, cache).
-        """
+        """Emits the kernel between the qkv product and attention: it adds biases to queries, keys and values,
+        clips them, and normalizes and rotates queries and keys, each if the layer does so. Queries are
+        changed in place in qkv, keys and values are written to the KV cache. Returns (qkv, cache)."""
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
         head_norms = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]

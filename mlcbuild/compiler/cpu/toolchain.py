@@ -47,8 +47,7 @@ class Linker:
 
 def linker_identity(target: Target) -> str:
     """Returns the name and version of the linker for a target as one text, for the cache key of libraries.
-    Raises SetupError if this machine has no linker for the target.
-    """
+    Raises SetupError if this machine has no linker for the target, or if the linker cannot be run."""
     linker = _linker(target)
     return f"{linker.name}: {_version(linker.command)}"
 
@@ -57,8 +56,8 @@ def link(objects: Sequence[Path], out: Path, target: Target) -> None:
     """Links object files, all in one directory, to the file `out`: a shared library, or one object if the
     target's output is "object".
 
-    Raises SetupError if this machine has no linker for the target, CompileError if linking fails or if the
-    library would need symbols that a serving process may not have.
+    Raises SetupError if this machine has no linker for the target or it cannot be run, CompileError if
+    linking fails or if the library would need symbols that a serving process may not have.
     """
     linker = _linker(target)
     where = objects[0].parent

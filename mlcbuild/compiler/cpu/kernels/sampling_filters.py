@@ -143,9 +143,9 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
     """Emits a search for the largest threshold on a row's logits that at least `goal` tokens reach, and
     stores it in the threshold's register. room: None, or a buffer with the sampling weights of all tokens;
-    `goal` is then a sum of their weights, not a number of tokens. start: (register of the threshold, the
-    row's largest logit, the first threshold to try).
-    """
+    `goal` is then a sum of their weights, not a number of tokens. start: (register of the threshold, which
+    holds the lowest threshold at first and keeps it if the row does not reach `goal`; the row's largest
+    logit; the first threshold to try)."""
     least, most, guess = start
     bounds = _Bounds.of(least, most)
     inside, below = (register(T.Cast("float64", row.width), 1, "float64") for _ in range(2))
@@ -265,11 +265,11 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """Emits a bisection for a threshold on the first `count` logits of a buffer, which is padded to whole
-    vectors. Afterwards bounds.low is the largest threshold that keeps the requested number of tokens, or the
-    requested sum of weights. values: (buffer, index of its row); weights: [buffer with the logits' weights],
-    or empty to count tokens; aim: (bounds, requested number or sum).
-    """
+    """Emits a bisection for a threshold on the first `count` logits of a buffer, which must have room for
+    whole vectors: the emitted code pads the last one. Afterwards bounds.low is the largest threshold that
+    keeps the requested number of tokens, or the requested sum of weights. values: (buffer, index of its row);
+    weights: [buffer with the logits' weights], or empty or None to count tokens; aim: (bounds, requested
+    number or sum)."""
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)
     with T.serial(vectors * lanes - count) as pad:

@@ -94,7 +94,8 @@ def register(value: Expr, lanes: int, dtype: str = "float32") -> Register:
 
 
 def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
-    """Returns a rows x columns tile of float32 accumulators, all zero."""
+    """Emits a tile of rows x columns accumulators, vectors of `lanes` float32 that are set to 0, and returns
+    it as a list of its rows."""
     return [[register(f32(0, lanes), lanes) for _ in range(columns)] for _ in range(rows)]
 
 
@@ -176,9 +177,8 @@ def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
 
 
 def odd_lines(values: int) -> int:
-    """Returns the smallest row length of at least `values` 4-byte values that is an odd number of 64-byte
-    lines, so that rows do not compete for the same cache sets.
-    """
+    """Returns a row length, counted in 4-byte values: the smallest of at least `values` that is an odd number
+    of 64-byte lines, so that rows do not compete for the same cache sets."""
     return (-(-values // 16) | 1) * 16
 
 
