@@ -24,9 +24,8 @@ def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out:
 
 
 def tools(target: Target) -> dict[str, str]:
-    """Returns program name -> version of TVM and its LLVM, which determine a GPU program, for its cache key.
-    Raises SetupError if TVM is not installed.
-    """
+    """Returns the versions that determine a GPU program, for its cache key: "apache-tvm" -> version of TVM,
+    "llvm" -> version of its LLVM. Raises SetupError if TVM is not installed."""
     return versions.compiler()
 
 

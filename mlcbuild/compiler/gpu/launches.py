@@ -245,7 +245,7 @@ class LaunchBuilder:
     def settle(self) -> list[Launch]:
         """Returns the launches that perform a postponed addition, scale * norm(delta), to the residual
         stream, if one is recorded, and that leave the stream in the buffer `x`; [] if nothing is to be done.
-        """
+        `self.stream` records at once that this is so."""
         source, pending = self.stream.buffer, self.stream.pending
         self.stream.buffer, self.stream.pending = "x", None
         if pending is not None:

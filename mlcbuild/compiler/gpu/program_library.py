@@ -25,8 +25,9 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
     """Compiles a model for a GPU, writes program.json, kernels and library.json into `directory`, and returns
     the paths of program.json and the kernels. data: a CompileRequest (model, scheme, target, limits) as JSON;
     mark: callback that receives the name of each phase. Raises CompileError if the model has blocks without
-    GPU kernels, if no device with WebGPU's guaranteed limits could run the program, or if a kernel cannot be
-    compiled."""
+    GPU kernels, if the KV cache is to be stored as int8, if a device with only WebGPU's guaranteed limits
+    could not run the program, or if a kernel cannot be compiled, and SetupError if the installed TVM has
+    another version of LLVM than cache keys assume."""
     versions.check()
     request = CompileRequest.from_json(data)
     faults = unsupported(request.config)
@@ -63,7 +64,8 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
 
 
 def memory(program: Program, limits: Limits) -> LibraryMemory:
-    """Returns the memory that a GPU program needs on a device, in bytes by purpose."""
+    """Returns the memory that a GPU program needs on a device, in bytes: weights, KV cache (and one page of
+    it), and all other buffers."""
     buffers = program.buffer_bytes(limits.pages)
     cache = sum(buffers[name] for name, buffer in program.buffers.items() if buffer.kind == "cache")
     return LibraryMemory(

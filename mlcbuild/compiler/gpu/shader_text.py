@@ -127,7 +127,8 @@ float either(bool c, float a, float b) { return c ? a : b; }
 """,
     prelude_last=False,
 )
-"""The rules for translating GPU kernels to OpenCL C instead of WGSL, so that tests can execute them there."""
+"""The rules for translating GPU kernels to OpenCL C instead of WGSL, so that tests can execute them with an
+OpenCL driver."""
 _RESERVED = frozenset(
     {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
 )

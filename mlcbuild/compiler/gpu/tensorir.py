@@ -202,9 +202,8 @@ def floating(value: Value) -> Value:
 
 
 def half(word: Value, upper: Value | bool) -> Value:
-    """Returns one of the two float16 numbers in a uint32 as float32. upper: True for the number in the high
-    bits; a Python bool needs no instruction.
-    """
+    """Returns one of the two float16 numbers in a uint32 as float32. upper: condition that is true for the
+    number in the high bits, an expression or a Python bool; a bool needs no instruction."""
     if isinstance(upper, bool):
         return T.call_pure_extern("float32", "half_hi" if upper else "half_lo", word)
     return T.Select(upper, half(word, True), half(word, False))

@@ -279,8 +279,8 @@ def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
 
 def add_choices(name: str, spec: Experts, columns: int, scale: float, adds: bool) -> KernelBuilder:
     """Returns the kernel y [n, columns] = scale * the sum of the outputs of each row's experts, times their
-    weights. It reads the outputs from `parts` [n, chosen * columns]. adds: True if the sum is added to y.
-    """
+    weights. It reads the outputs from `parts` [n, chosen * columns] and the weights from `shares` [n,
+    chosen]. adds: True if the sum is added to y."""
     with kernel(name) as k:
         n = k.size("n")
         parts = k.buffer("parts", (n, spec.chosen * columns))

@@ -40,8 +40,7 @@ class ExpertsSpec:
 def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuilder:
     """Returns the kernel y[row * chosen + i] = x[row] W^T for few rows of x float32 [n, inputs], with the
     matrix W of the row's i-th expert; y is float32 [n * chosen, outputs]. It reads the experts' numbers from
-    `routes` int32 [n * chosen].
-    """
+    `routes` int32 [n * chosen]; rows of y whose expert the launch does not bind stay unchanged."""
     with kernel(name) as k:
         shape = GemvShape.of(k, spec, 1)
         n, choices = k.size("n"), k.size("choices")
@@ -106,8 +105,8 @@ def expert_gemm(name: str, spec: ProductSpec, experts: ExpertsSpec, per_row: int
     """Returns the kernel y[choice] = x[choice // per_row] W^T for many rows, where a choice numbers a pair
     (row, chosen expert) and W is the expert's matrix. It computes tiles of choices of one expert: `order`
     int32 [choices] holds the choices sorted by expert, and `tiles` int32 [tiles, 3] expert, first index in
-    `order` and number of choices. per_row: number of choices that share a row of x.
-    """
+    `order` and number of choices. Rows of y whose expert the launch does not bind stay unchanged. per_row:
+    number of choices that share a row of x."""
     with kernel(name) as k:
         n, choices, count = k.size("n"), k.size("choices"), k.size("tile_count")
         x = k.buffer("x", (n, spec.inputs))

@@ -71,9 +71,10 @@ def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that normalizes, clips and rotates queries and keys. It writes queries to `query`
-    [n, heads * head_dim], and keys and values to the KV cache. One workgroup computes one head of one row.
-    """
+    """Returns the kernel that normalizes, clips and rotates queries and keys, each if `spec` says so. It
+    writes queries to `query` [n, heads * head_dim], and keys and values to the KV cache. One workgroup
+    computes one head of one row. part: "all" of these heads, only "queries", or only keys and values
+    ("cached")."""
     dim = cache.head_dim
     first, end = _range(cache, part)
     with kernel(name) as k:

@@ -335,8 +335,9 @@ def _reduce(buffer: Value, tx: Value, threads: int, combine: Callable[[Value, Va
 
 def advance(name: str, rows: int, steps: int, inputs: InputPlaces) -> KernelBuilder:
     """Returns the kernel that ends a step of a decode loop. It writes the sampled token of each sequence to
-    the next row of `history` int32 [steps, rows], and makes these tokens, their positions and their slots
-    (places in the KV cache) the inputs of the next step. rows: maximum number of sequences in a step; steps:
+    the next row of `history` int32 [steps, rows], makes these tokens, their positions and their slots (places
+    in the KV cache) the inputs of the next step, and adds 1 to the number of completed steps among the
+    inputs. An invalid token becomes 0 as an input. rows: maximum number of sequences in a step; steps:
     maximum number of steps of the loop; inputs: offsets of the inputs in their buffer."""
     with kernel(name) as k:
         n = k.size("n")

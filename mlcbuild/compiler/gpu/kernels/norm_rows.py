@@ -187,8 +187,9 @@ def row_statistics(
     count: Value | None = None,
 ) -> tuple[Value | None, Value]:
     """Emits code that computes the statistics of a row for a norm. Returns two expressions: the mean, or None
-    if the norm does not subtract it, and 1 / sqrt(mean square + eps). read: function from a column to the
-    number there; count: number of values in the row; None: the norm's number of columns."""
+    if the norm does not subtract it, and 1 / sqrt(mean square + eps), with the mean square of the differences
+    from the mean if there is one. read: function from a column to the number there; count: number of values
+    in the row; None: the norm's number of columns."""
     columns = spec.columns if count is None else count
     share = exact(1 / spec.columns) if count is None else bind(number(1) / floating(count))
     mean = None

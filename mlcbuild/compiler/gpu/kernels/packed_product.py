@@ -81,8 +81,7 @@ def _packed_codes(form: StoredAs, words: Sequence[Value]) -> list[Value]:
 def _round(form: StoredAs, values: Value, words: Value, step: Value) -> None:
     """Emits the rounding of `values`, an array of 32 activations, to int8. It stores them, four to a uint32,
     in the array `words` in the order of the columns (for 4-bit weights the even columns before the odd ones
-    in each eight), and their scale, max |x| / 127, in step[0].
-    """
+    in each eight), and their scale, max |x| / 127, in step[0]. `values` is overwritten."""
     put(step, number(0), 0)
     for index in range(GROUP):
         put(step, T.max(step[0], T.max(values[index], -values[index])), 0)

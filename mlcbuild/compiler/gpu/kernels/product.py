@@ -141,8 +141,8 @@ class ProductBuffers:
 
     def store(self, row: Value, output: Value, sums: list[Value], bias: Value | int | None = 0) -> None:
         """Emits the last operations on one result of a matrix product y = x W^T (bias, gate, activation,
-        scale, soft cap), and code that stores it in y[row, output + spec.first] or adds it to the value
-        there.
+        factor of the row, scale, soft cap), and code that stores it in y[row, output + spec.first] or adds it
+        to the value there.
 
         sums: the product of a row of x with a row of W and, if the product has a gate, that with the
         corresponding row in the second half of W. bias: index, in the buffer of biases, of the matrix's first
@@ -252,7 +252,8 @@ class GemvShape:
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
-    """Returns the kernel y = x W^T for few rows x, in which a workgroup multiplies up to `rows` rows."""
+    """Returns the kernel y = x W^T for few rows x, with the operations that `spec` fuses with the product. A
+    workgroup multiplies up to `rows` rows."""
     with kernel(name) as k:
         shape, n = GemvShape.of(k, spec, rows), k.size("n")
         x = RowsOf.declare(k, "x", n, spec.inputs)

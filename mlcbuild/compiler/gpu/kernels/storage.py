@@ -38,7 +38,8 @@ class StoredAs:
     group: int = GROUP
     """Number of weights that share a scale."""
     minimum: bool = False
-    """True if a float16 minimum is added to the weights of a group."""
+    """True if a minimum is added to the weights of a group: a float16 or, with `levels`, the product of an
+    integer of the group and a float16 that 256 weights share."""
     levels: bool = False
     """True if a scale is the product of an integer of the group and a float16 that 256 weights share."""
 
