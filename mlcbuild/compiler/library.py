@@ -56,9 +56,9 @@ def _code(decoder: Decoder, memory: LibraryMemory) -> LibraryCode:
 
 
 def estimate(decoder: Decoder, mod: IRModule) -> LibraryMemory:
-    """Returns the memory that a compiled library needs for its limits on batch and context, in bytes by
-    purpose. mod: the library's Relax module after memory planning.
-    """
+    """Returns the memory that a compiled library needs for its limits on batch and context, in bytes:
+    weights, KV cache, and what calls allocate in addition. mod: the library's Relax module after memory
+    planning."""
     page = decoder.ops.cache.page_bytes
     return LibraryMemory(
         weights=sum(math.prod(item.shape) * np.dtype(item.dtype).itemsize for item in decoder.tensors),

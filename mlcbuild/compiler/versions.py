@@ -19,8 +19,8 @@ def _installed() -> str:
 
 
 def compiler() -> dict[str, str]:
-    """Returns name -> version of the compiler's programs: TVM's package, which must be installed, and the
-    LLVM inside it. Raises SetupError if TVM is not installed.
+    """Returns name -> version of the compiler's programs: "apache-tvm", the installed package, and "llvm",
+    the major version that the LLVM inside it is expected to have. Raises SetupError if TVM is not installed.
     """
     try:
         return {"apache-tvm": _installed(), "llvm": LLVM}

@@ -26,8 +26,8 @@ def emit_steps(
     attributes: Mapping[str, object],
 ) -> None:
     """Adds two exported functions to a library: `step_on` runs one decode step and changes its arguments in
-    place into those of the next; `steps` repeats `step_on` while the flag `continues`, an argument that each
-    step sets, is true.
+    place into those of the next; `steps` runs `step_on` once, and then again while the flag `continues`, an
+    argument that each step sets, is true.
 
     step: (GlobalVar of the library's function `step`, function that emits the change of the arguments, passed
     by name). variables: function that returns name -> new variable for the arguments of an ABI function.
