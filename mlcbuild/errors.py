@@ -69,7 +69,8 @@ mistake explains most of them."""
 
 
 class Problems(list[Problem]):
-    """The problems of one file, collected in a list. Adding more than MOST_PROBLEMS raises InputError."""
+    """The problems of one file, collected in a list. Adding more than MOST_PROBLEMS (1000) raises InputError,
+    which lists those so far."""
 
     def append(self, problem: Problem) -> None:
         if len(self) >= MOST_PROBLEMS:
@@ -177,8 +178,8 @@ LONGEST_MESSAGE = 2000
 
 
 def shortened(text: str) -> str:
-    """Returns an error message; if it is longer than LONGEST_MESSAGE characters, "..." replaces its middle,
-    which quotes input. The place stands at the beginning, and the remedy at the end."""
+    """Returns an error message; if it is longer than LONGEST_MESSAGE (2000) characters, "..." replaces its
+    middle, which quotes input. The place stands at the beginning, and the remedy at the end."""
     part = LONGEST_MESSAGE // 2 - 2
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:part]}...{text[-part:]}"
 

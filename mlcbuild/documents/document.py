@@ -2,12 +2,12 @@
 
 The rules, which recipes/README.md states for users:
 
-- UTF-8, one document, at most MAX_BYTES bytes and MAX_DEPTH levels. Keys are text and unique.
+- UTF-8, one document, at most MAX_BYTES bytes (4 MiB) and MAX_DEPTH levels (32). Keys are text and unique.
 - No control characters, nor others that are invisible or that only YAML 1.1 reads as line breaks. Characters
   that look like a space may not begin or end an unquoted text.
 - No anchors, aliases, merge keys or tags, so that each value has one position and a small file stays small.
-- Plain scalars: `true`, `false`, `null`, `~`, nothing, and decimal numbers mean the same as in JSON. Whatever
-  YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
+- Plain scalars: `true`, `false`, `null` and decimal numbers mean the same as in JSON; `~` and nothing mean
+  null. Whatever YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ _WORDS = {
 }
 
 _COMPARED_KEYS = 20
-"""Maximum number of unknown keys of one mapping that are compared with its missing keys."""
+"""Maximum number of unknown keys of one mapping that are compared with the keys of the schema, to find the
+one that is meant."""
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,8 @@ def _read_all(directory: Path) -> Iterator[InstalledModel]:
 
 
 def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
-    """Returns the installed model whose name or source is `name`. Raises UsageError, which lists the
-    installed models, if there is none.
-    """
+    """Returns the installed model whose name or source is `name`. Raises UsageError, which suggests a similar
+    name or lists the installed models, if there is none."""
     for entry in entries:
         if name in (entry.name, entry.source):
             return entry
@@ -213,7 +212,6 @@ def _stat(source: Path, name: str) -> tuple[int, int] | None:
 
 
 def ago(entry: InstalledModel, now: float | None = None) -> float:
-    """Returns the seconds since an installed model was last used. now: the current time in seconds since
-    1970; None: it is read from the clock.
-    """
+    """Returns the seconds since an installed model was last used, at least 0. Raises OSError if it was
+    removed meanwhile. now: the current time in seconds since 1970; None: it is read from the clock."""
     return max(0.0, (time.time() if now is None else now) - entry.used)

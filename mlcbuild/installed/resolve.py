@@ -71,7 +71,8 @@ def _by_name(name: str, options: InstallOptions) -> Path:
 def _installed(source: str, options: InstallOptions) -> Path:
     """Returns the directory of the bundle of a model; builds or downloads the bundle if it is not installed,
     and records that it is used now. source: an oci:// or hf:// address, or the absolute path of a checkpoint.
-    """
+    Raises SetupError if this machine's processor is unknown, UsageError for a scheme that is wrong or named
+    for a published bundle, and the error of a build or download that fails."""
     words = machine_words()
     entry = _kept(source, options, words)
     if entry is None:
