@@ -45,9 +45,8 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def quantization(values: object) -> object:
-    """Returns the part of a config.json that describes how weights are stored, such as quantization_config;
-    None for unquantized weights. values: the decoded JSON document.
-    """
+    """Returns the part of a config.json that describes how weights are stored, such as quantization_config,
+    or of its text_config; None for unquantized weights. values: the decoded JSON document."""
     if not isinstance(values, Mapping):
         return None
     stored = [values[name] for name in QUANTIZATION if values.get(name) is not None]

@@ -131,7 +131,8 @@ def _count(config: ModelConfig) -> int:
 
 def cached_bytes(config: ModelConfig, kv_cache: str, item_bytes: int) -> int:
     """Returns the number of bytes that the KV caches of all layers take for each token of context. kv_cache:
-    "auto" for values of `item_bytes` bytes, "int8" for 8-bit integers with a float32 scale for each head."""
+    "auto" for values of `item_bytes` bytes, "int8" for 8-bit integers, with one float32 scale for each head's
+    key and one for its value."""
     shapes = [shape for layer in config.layers for shape in cached_shape(layer)]
     if kv_cache == "auto":
         return sum(map(math.prod, shapes)) * item_bytes
@@ -149,8 +150,8 @@ def int8_cache_fault(config: ModelConfig) -> str | None:
 
 
 LARGEST_DEFAULT = 4096
-"""Maximum context window in tokens of a recipe that states none, because the KV cache is allocated in
-full."""
+"""Context window, in tokens, for a recipe that states none, unless the model's maximum is smaller. It is
+limited because the KV cache is allocated in full."""
 
 
 def context_window(config: ModelConfig, requested: int | None) -> int:

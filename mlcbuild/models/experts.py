@@ -92,9 +92,10 @@ class Experts:
 
 
 def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of a mixture of experts, of which each matrix kind is one tensor [experts, rows,
-    columns]. The router's weights are never quantized, since a small error would choose other experts.
-    hidden: size of the residual stream."""
+    """Yields the parameters of a mixture of experts: those of the router, the experts and the feed-forward
+    that all tokens share. One tensor [experts, rows, columns] holds a matrix, such as gate_up, of all
+    experts. The router's weights are never quantized, since a small error would choose other experts. hidden:
+    size of the residual stream."""
     router = block.router
     yield Param("mlp.router.weight", (block.count, hidden), stored="plain")
     if router.bias:
@@ -117,9 +118,8 @@ def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
 
 
 def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
-    """Yields an error message for each contradiction between the fields of a mixture of experts, such as
-    more chosen experts than there are.
-    """
+    """Yields error messages for contradictions between the fields of a mixture of experts, such as more
+    chosen experts than there are; of several contradictions between its numbers, only one."""
     router = block.router
     if min(block.count, block.chosen, block.size, router.groups, router.groups_kept) < 1:
         yield "the numbers of experts, of chosen ones and of groups and an expert's size must be at least 1"

@@ -132,9 +132,9 @@ class Common:
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
-        """Returns one copy of `layer` for each layer of the model. window: attention window in tokens, or
-        None. Adds a problem to `fields`, the reader of config.json, if layer_types there contradicts this
-        window."""
+        """Returns one copy of `layer` for each layer of the model. window: attention window in tokens; None:
+        no window. Adds a problem to `fields`, the reader of config.json, if layer_types there contradicts
+        this window."""
         return windowed(layer, same_window(fields, self.count, window))
 
     def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
@@ -195,7 +195,7 @@ class TensorRules:
     unused: str = ""
     """Regular expression for names of checkpoint tensors that no model of the family reads. {layers} stands
     for the number of layers, which is also the index of an additional layer for drafts that some checkpoints
-    have. Empty: all tensors are read."""
+    have. Empty: there are no such tensors."""
 
     def own_names(self, config: ModelConfig) -> Names:
         """Returns parameter name -> names of a checkpoint's tensors, where these differ from Llama's, for a
@@ -351,10 +351,10 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Returns the attention window of each layer, in tokens; None for a layer without one. fields: the reader
-    of config.json, in which layer_types lists the kinds of layers; a wrong list adds an error message, and no
-    layer gets a window; so does a missing window. kinds: the kind of each layer, "full_attention" or
-    "sliding_attention", that applies if layer_types is absent. window: tokens of the window; None if it is
-    off."""
+    of config.json, in which layer_types lists the kinds of layers; a wrong list adds an error message, and so
+    does a window that is missing although a layer has the kind "sliding_attention"; no layer has a window
+    then. kinds: the kind of each layer, "full_attention" or "sliding_attention", that applies if layer_types
+    is absent. window: tokens of the window; None if it is off."""
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):

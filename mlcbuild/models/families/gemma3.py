@@ -1,4 +1,4 @@
-"""The model family Gemma 3 with a vision tower, which text does not need."""
+"""The model family Gemma 3 with a vision tower; only the text model is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model family Ministral: Mistral, with an attention window in some layers only."""
+"""The model family Ministral: Mistral, with an attention window in the layers that layer_types in config.json
+lists, or in all."""
 
 from __future__ import annotations
 

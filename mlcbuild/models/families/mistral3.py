@@ -1,4 +1,5 @@
-"""The model family Mistral Small 3.1 and later: a text model beside a vision tower."""
+"""The model family Mistral Small 3.1 and later: a text model beside a vision tower; only the text model is
+built."""
 
 from __future__ import annotations
 
