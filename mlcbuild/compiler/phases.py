@@ -101,8 +101,7 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 def _groups(mod: IRModule) -> tuple[list[list[GlobalVar]], list[GlobalVar]]:
     """Returns the kernels of a module in alphabetical order, as (groups of KERNELS_PER_OBJECT kernels each,
-    the rest, which has at least one kernel).
-    """
+    the last 1 to KERNELS_PER_OBJECT kernels). The module must have a kernel."""
     names = [name for name, function in mod.functions.items() if isinstance(function, tirx.PrimFunc)]
     names.sort(key=lambda name: str(name.name_hint))
     groups = [names[start : start + KERNELS_PER_OBJECT] for start in range(0, len(names), KERNELS_PER_OBJECT)]

@@ -52,8 +52,7 @@ class CpuOps(Parts):
     @cached_property
     def room(self) -> dict[str, int]:
         """Returns scratch tensor name -> number of its float32 columns, the maximum that any layer of the
-        model needs.
-        """
+        model needs. "attended" is left out if every layer can store the results of attention in "pair"."""
         room: dict[str, int] = {}
         for layer in dict.fromkeys(self.config.layers):
             for name, columns in self._columns(layer).items():

@@ -335,9 +335,8 @@ class Parts:
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
         """Emits the kernel that sets the logits of excluded tokens to minus infinity, in place, and returns
-        the logits [q, vocab]. masks: int32 [m, 1 + w], each row the index of a row of logits, then one bit
-        per token, 0 if excluded.
-        """
+        the logits [q, vocab]. masks: int32 [m, 1 + w], each row the index of a row of logits, then w words
+        with one bit per token, 0 if excluded."""
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:

@@ -129,8 +129,8 @@ def _linker(target: Target) -> Linker:
 
 
 def _candidates(target: Target) -> Iterator[Linker]:
-    """Yields the linkers for a target that are installed on this machine, best first: small linkers before
-    compiler drivers, and those on PATH before the one in the Python package ziglang."""
+    """Yields the linkers for a target that are installed on this machine, best first: programs on PATH before
+    the one in the Python package ziglang, and for macOS, on a Mac, clang before ld64.lld."""
     if target.system == "macos":
         yield from _macho_candidates(target)
         return
@@ -175,8 +175,7 @@ def _zig() -> tuple[str, ...] | None:
 
 def _works(linker: Linker, target: Target) -> bool:
     """Returns True if a linker supports a target's processor. Only GNU ld is run to find out, since it is
-    built for some architectures only.
-    """
+    built for some architectures only; the others are assumed to support it."""
     if linker.name != "ld":
         return True
     emulation = _GNU_EMULATION.get(target.architecture)

@@ -119,9 +119,9 @@ def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
 
 
 def _held(statement: Stmt, analyzer: Analyzer) -> int:
-    """Returns the maximum number of bytes that the arrays allocated inside a statement take at one time.
-    Arrays live to the end of their scope, so those of a sequence add up, with the largest inner scope.
-    """
+    """Returns the maximum number of bytes that the arrays allocated inside a statement take at one time: the
+    sum of those that it allocates itself, which live to the end of their scope, plus the maximum over the
+    scopes inside it."""
     allocated = inner = 0
     for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:
         if isinstance(part, AllocBuffer):

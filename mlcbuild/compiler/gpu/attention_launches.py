@@ -26,9 +26,9 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Number of tokens of context for which decoding attention uses one workgroup more, up to 8, for each row and
-group of heads. The workgroups divide the keys of the context window among them, or those of the layer's
-attention window if that is smaller."""
+"""In decoding, attention divides the keys of each row and group of heads among several workgroups: one for
+this number of tokens of the context window, or of the layer's attention window if that is smaller, rounded
+up, and at most 8."""
 _MAX_SPLITS = 8
 
 

@@ -152,8 +152,8 @@ class _Mixture:
 
         make: function that builds the kernel; product: (name of the stack, such as gate_up; fields of its
         ProductSpec by name; further arguments of `make`); sizes: name of a scalar in the kernel -> value;
-        buffers: name of a buffer in the kernel -> buffer of the program. All of the launches receive the same
-        sizes and buffers.
+        buffers: name of a buffer in the kernel -> buffer of the program. The launches differ only in the part
+        of the stack that they bind, and in the number of its first expert.
         """
         part, fields, more = product
         name, launches = f"{self._base}.experts.{part}.weight", []

@@ -18,8 +18,7 @@ def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out:
     """Compiles a GPU program and writes program.json, kernels/*.wgsl and library.json into the directory
     `out`. params: scheme, target and limits as JSON; inputs["config"]: directory with the converted
     config.json. Raises CompileError if a limit, the target or the compiler prevents it, CheckpointError for
-    an invalid config.
-    """
+    an invalid config, SetupError if the installed TVM has another version than expected."""
     action.compile_library(params, inputs, out, action.Toolchain(gpu_child.__name__, _needs_nothing, _place))
 
 
@@ -35,9 +34,8 @@ def _needs_nothing(target: Target) -> None:
 
 def _place(files: Sequence[Path], library: Path, target: Target) -> None:
     """Copies program.json and the kernels' source files into the output directory of a build step. files: the
-    files to copy; library: a path in the output directory (for CPUs it is the library's; a GPU program has
-    none); target: unused.
-    """
+    files to copy; library: a path in the output directory, of which only the directory is used; target:
+    unused."""
     base = next(path.parent for path in files if path.name == PROGRAM)
     for path in files:
         destination = library.parent / path.relative_to(base)

@@ -181,9 +181,9 @@ class GpuDecoder:
         return launches
 
     def emit_choice(self) -> None:
-        """Adds the functions of the GPU program that choose tokens from logits, and the one that makes the
-        chosen tokens the inputs of the next step.
-        """
+        """Adds functions to the GPU program: `mask`, which excludes tokens, `greedy`, which chooses the token
+        of each row's largest logit, `top`, which selects a row's 64 largest logits, and `advance`, which
+        makes the chosen tokens the inputs of the next step."""
         build = self.build
         vocab, most = build.config.vocab_size, {"q": build.calls.logit_rows}
         greedy = [

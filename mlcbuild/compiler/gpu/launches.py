@@ -57,8 +57,8 @@ class LaunchBuilder:
     ) -> Launch:
         """Returns a launch of the GPU kernel that `make(name, *arguments)` builds. scalars: name in the
         kernel -> value; buffers: name in the kernel -> name of a buffer of the program, or BoundBuffer for a
-        part of one.
-        """
+        part of one. Raises CompileError if the kernel cannot be compiled, if it has a scalar that is not
+        passed, or if it has other buffers than those passed."""
         return self.emitter.launch(self.emitter.kernel(make, *arguments), scalars, buffers)
 
     def is_half(self, name: str) -> bool:

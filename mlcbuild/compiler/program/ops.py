@@ -207,9 +207,8 @@ class Ops(Protocol):
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
         """Emits code that sets the logits of excluded tokens to minus infinity, in place, and returns the
-        logits. masks: int32 [m, w], each row the index of a row of logits and one bit per token, 0 if
-        excluded.
-        """
+        logits. masks: int32 [m, 1 + w], each row the index of a row of logits, then w words with one bit per
+        token, 0 if excluded."""
         ...
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
@@ -221,9 +220,9 @@ class Ops(Protocol):
 
     def next_inputs(self, arguments: Variables) -> None:
         """Emits code that changes the arguments of a decode step, in place, into those of the next step: it
-        advances positions and lengths by one token and replaces the random numbers. arguments: name of an
-        argument of the library function `step_on`, which computes one of several decode steps -> variable.
-        """
+        records the sampled tokens, advances positions, cache slots and lengths by one token, replaces the
+        random numbers, and sets whether another step follows. arguments: name of an argument of the library
+        function `step_on`, which computes one of several decode steps -> variable."""
         ...
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:

@@ -63,7 +63,8 @@ def i64(value: int) -> Expr:
 
 
 def intrinsic(dtype: str, name: str, *arguments: Expr) -> Expr:
-    """Returns a call of an LLVM intrinsic without side effects."""
+    """Returns a call of the LLVM intrinsic `name`, which must have no side effects. dtype: type of the
+    result."""
     return T.call_llvm_pure_intrin(dtype, name, *arguments)
 
 

@@ -127,8 +127,7 @@ def append_latent(
 
 def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
     """Returns the kernel y[vector] = x[vector] W^T for few rows: x is float32 [n * heads, inputs], y [n *
-    heads, outputs], and W the matrix of head vector % heads in a stack.
-    """
+    heads, outputs], and W the matrix number vector % heads of a stack with one matrix for each head."""
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
         vectors = k.size("vectors")
@@ -146,9 +145,8 @@ def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
 
 def head_gemm(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
     """Returns the kernel y[vector] = x[vector] W^T for many rows: x is float32 [n * heads, inputs], y [n *
-    heads, outputs], and W the matrix of head vector % heads in a stack. It computes tiles of 64 rows of one
-    head.
-    """
+    heads, outputs], and W the matrix number vector % heads of a stack with one matrix for each head. It
+    computes tiles of 64 rows of one head."""
     with kernel(name) as k:
         n, vectors = k.scalar("n"), k.size("vectors")
         x = k.buffer("x", (vectors, spec.inputs))

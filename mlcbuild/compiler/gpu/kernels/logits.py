@@ -65,8 +65,8 @@ def add_positions(
     name: str, form: StoredAs, shape: tuple[int, int], offset: int, inputs: InputPlaces
 ) -> KernelBuilder:
     """Returns the kernel x[row] += table[position of the row + offset], which adds learned position
-    embeddings in place. shape: (rows, columns) of the table.
-    """
+    embeddings in place; a place beyond the table's end reads its last row. shape: (rows, columns) of the
+    table."""
     rows, columns = shape
     with kernel(name) as k:
         block, x = inputs.declare(k), k.buffer("x", (k.size("n"), columns))
@@ -81,8 +81,8 @@ def add_positions(
 
 def mask(name: str, vocab: int) -> KernelBuilder:
     """Returns the kernel that sets the logits [q, vocab] of excluded tokens to minus infinity, in place. A
-    row of `masks` is the index of a row of logits, followed by one bit for each token, 0 if it is excluded.
-    """
+    row of `masks`, int32, is the index of a row of logits, followed by words with one bit for each token, 0
+    if it is excluded; the lowest bit of a word comes first."""
     words = -(-vocab // abi.MASK_WORD)
     with kernel(name) as k:
         logits = k.buffer("logits", (k.size("q"), vocab), "uint32")

@@ -131,9 +131,8 @@ class InputPlaces:
 
 def fork(name: str, spec: CacheSpec, inputs: InputPlaces) -> KernelBuilder:
     """Returns the kernel that copies the first tokens of pages of the KV cache to other pages, as the forks
-    (source page, destination page, tokens) among the inputs list them. Each thread copies one position of all
-    pages, so the copies of a position stay in order.
-    """
+    (source page, destination page, tokens) among the inputs list them. A thread copies the same word of a
+    page for all forks, in their order, so a fork may read what an earlier one wrote."""
     with kernel(name) as k:
         block, pages = inputs.declare(k), spec.declare(k)
         count = k.scalar("count")
