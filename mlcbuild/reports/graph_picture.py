@@ -1,9 +1,9 @@
-"""Draws a plan as Mermaid, Graphviz, or self-contained SVG or HTML.
+"""Draws a graph of build steps as Mermaid, Graphviz, or self-contained SVG or HTML.
 
-The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node is one layer after
-its last dependency, repeated barycentre sweeps order the layers to avoid crossings, and positions are then
-pulled towards neighbours without overlaps. Layers are columns, read from left to right. Each model has rows
-of its own, below those of the steps that models share. Edges pass between the boxes.
+The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node is in a later
+layer than all its dependencies, repeated barycentre sweeps order the layers to avoid crossings, and positions
+are then pulled towards neighbours without overlaps. Layers are columns, read from left to right. Each model
+has rows of its own, below those of the steps that models share. Edges pass between the boxes.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _dot_text(name: str) -> str:
 
 
 def svg(graph: Graph, plan: Plan | None = None) -> str:
-    """Returns an SVG document that shows a graph of steps. plan: adds the states of the steps; None: they
-    are not shown.
+    """Returns an SVG document that shows a graph of steps. plan: adds the states of the steps as colours with
+    a legend, and the reasons for them as tooltips; None: neither is shown.
     """
     reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
     return drawing(graph, _states(graph, plan), reasons, legend=plan is not None)
@@ -104,8 +104,9 @@ def svg(graph: Graph, plan: Plan | None = None) -> str:
 def drawing(
     graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
 ) -> str:
-    """Returns an SVG document that shows a graph of steps. states, reasons: name of a step -> its state,
-    and the reason for the state, in words.
+    """Returns an SVG document that shows a graph of steps. states: name of every step and source -> its
+    state, "" for none; reasons: name of a step -> the reason for its state, in words; legend: shows the
+    colour of each state.
 
     Edges that follow from others are left out, for example fetch -> bundle if there is fetch -> weights ->
     bundle.
@@ -249,9 +250,9 @@ def _untangle(layers: list[list[str]], near: Mapping[str, list[str]]) -> None:
 
 
 def _straighten(layers: list[list[str]], near: Mapping[str, list[str]]) -> dict[str, float]:
-    """Returns name of a node -> its vertical position in the picture, in pixels. Each node is placed near the
-    mean position of its neighbours, and nodes of a layer keep their order. layers: names of nodes; near: node
-    -> its neighbours.
+    """Returns name of a node -> the vertical position of its top, in pixels below that of the topmost node.
+    Each node is placed near the mean position of its neighbours, and nodes of a layer keep their order.
+    layers: names of nodes; near: node -> its neighbours.
     """
     pitch = HEIGHT + GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)

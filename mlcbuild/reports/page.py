@@ -57,7 +57,7 @@ overflow-wrap:anywhere;margin:6px 0}
 
 def html(log: RunLog, before: RunLog | None) -> str:
     """Returns an HTML page about the run whose log is `log`. before: log of the run with which it is
-    compared, or None."""
+    compared; None: the page shows no changes."""
     title = f"mlcbuild: {log.recipe}"
     parts = [
         f"<h1>{escape(title)}</h1>\n<div class=meta>{escape(_meta(log))}</div>",
@@ -104,7 +104,9 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns an HTML table. Cells hold HTML; a column whose title ends in "#" holds numbers."""
+    """Returns an HTML table. head: titles of the columns as plain text; one that ends in "#", which is not
+    shown, aligns numbers to the right. rows: cells as HTML. Raises ValueError if a row has more or fewer
+    cells than `head`."""
     kinds = [" class=n" if name.endswith("#") else "" for name in head]
     top = "".join(f"<th{kind}>{escape(n.rstrip('#'))}</th>" for n, kind in zip(head, kinds, strict=True))
     body = "".join(
@@ -173,8 +175,9 @@ def _figure(item: LoggedVariant, name: str, form: str = ".3g") -> str:
 
 
 def _moved(now: float | None, before: float | None) -> str:
-    """Returns HTML with the relative change of a number, such as "+3.0%", coloured as worse for an increase
-    and as better for a decrease; "" if it is below 0.05 %, or if a number is missing.
+    """Returns HTML with the relative change of a number, such as "+3.0%", or the ratio from elevenfold on,
+    such as "x 12", coloured as worse for an increase and as better for a decrease; "" if the change is below
+    0.05 %, or if a number is missing or `before` is 0.
     """
     if now is None or not before or abs(now / before - 1) < 0.0005:
         return ""
@@ -185,7 +188,9 @@ def _moved(now: float | None, before: float | None) -> str:
 
 def _plots(log: RunLog) -> str:
     """Returns HTML with a scatter plot for each model of a run whose variants were compared with it: mean KL
-    divergence (nats) over the size of the weights in bytes; "" if there is none."""
+    divergence (nats) over the size of the weights in bytes, for at most MOST_PLOTS models; "" if there is
+    none.
+    """
     models: dict[str, list[LoggedVariant]] = {}
     for item in log.variants:
         models.setdefault(item.model, []).append(item)
@@ -199,8 +204,10 @@ def _plots(log: RunLog) -> str:
 
 
 def _budgets(log: RunLog) -> str:
-    """Returns HTML that shows, for each quantization of a run that has a budget (a limit of size, bits or
-    loss), which scheme it chose for each matrix of the model; "" without budgets."""
+    """Returns HTML that shows, for each model and quantization of a run with a budget (a limit of size, bits
+    or loss), which scheme was chosen for each matrix of the model; at most MOST_PLOTS of them, "" without
+    budgets.
+    """
     drawn: dict[str, str] = {}
     for item in log.variants:
         if item.budget:
@@ -223,7 +230,8 @@ def _points(variants: Sequence[LoggedVariant]) -> list[Point]:
 
 
 def _changes(log: RunLog, before: RunLog | None) -> str:
-    """Returns HTML with a list of the differences from the previous run."""
+    """Returns HTML with the differences from the previous run: the duration, and the steps that are new, are
+    gone or have another key, each with the reason why it ran; "" if there is no previous run."""
     if before is None:
         return ""
     old, new = {step.name: step for step in before.steps}, {step.name: step for step in log.steps}

@@ -51,9 +51,9 @@ two.
 
 @contextmanager
 def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter]:
-    """Returns a context that yields the reporter of a run's events for a stream: the live view on a
-    terminal, lines elsewhere and in CI. plain: True for lines, False for the live view; None: it is
-    detected."""
+    """Returns a context that yields the function which receives a run's events and shows them on a stream.
+    plain: True for lines, False for the live view; None: the live view on a terminal, lines elsewhere, in CI
+    (environment variable CI) and on terminals that cannot move the cursor (TERM=dumb)."""
     if plain is None:
         plain = not stream.isatty() or bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
     if plain:
@@ -70,10 +70,10 @@ def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter
 
 
 class Lines:
-    """Prints one line for each event of a run, for logs. Steps whose results were stored at the start are
-    only counted.
+    """Prints a line for each event of a run, for logs; progress is not printed, and the end of its log
+    follows the line of a failed step. Steps whose results were stored at the start are only counted.
 
-    Inside the context `beating`, a line about running steps is printed after PULSE seconds without output.
+    Inside the context `beating`, a line for each running step is printed after PULSE seconds without output.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -98,8 +98,8 @@ class Lines:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Returns a context in which a thread prints a line about running steps whenever nothing was printed
-        for PULSE seconds.
+        """Returns a context in which a thread prints a line for each running step whenever nothing was
+        printed for PULSE seconds. The thread ends with the context.
         """
         end = threading.Event()
         thread = threading.Thread(target=self._beat, args=(end,), daemon=True)
@@ -179,8 +179,8 @@ def _is_cut_off(event: StepFinished) -> bool:
 
 
 def finished(event: StepFinished, count: str = "") -> list[str]:
-    """Returns the lines of text that report a step's end, with the end of its log if the step failed.
-    count: text with the number of finished steps."""
+    """Returns the lines of text that report a step's end, with the end of its log and the log's path if the
+    step failed. count: text that is put in front of the step's name, such as "[3/12] "."""
     result = event.result
     head = f"{result.status:<7} {count}{result.name}"
     if result.status == "built":
@@ -196,15 +196,17 @@ def finished(event: StepFinished, count: str = "") -> list[str]:
 
 
 def counts(result: RunResult | RunLog) -> str:
-    """Returns the numbers of a run's steps by outcome, such as "4 built, 2 reused, 1 failed"."""
+    """Returns the numbers of a run's steps by outcome, such as "4 built, 2 reused, 1 failed". Failed and
+    skipped steps are mentioned only if there are some."""
     parts = [f"{result.count('built')} built", f"{result.count('reused')} reused"]
     parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := result.count(status))]
     return ", ".join(parts)
 
 
 def summary(result: RunResult) -> str:
-    """Returns the last line of a run's output: numbers of built, reused and other steps, the time, and the
-    reason for an early end.
+    """Returns the last line of a run's output: numbers of built, reused and other steps, the number of
+    results that were not uploaded, the time, and for an interrupted run what interrupted it and which steps
+    it stopped.
     """
     waiting = f", {len(result.not_uploaded)} not uploaded" if result.not_uploaded else ""
     text = f"{counts(result)}{waiting} in {duration(result.seconds)}"
@@ -272,7 +274,8 @@ class View:
         yield "bold", f"{tally.done} of {tally.total} steps", f"{len(tally.running)} running", path, left
 
     def _cells(self, name: str) -> tuple[str, str, str]:
-        """Returns (elapsed time, progress, remaining time) of a running step as texts."""
+        """Returns (elapsed time, progress, remaining time) of a running step as texts, "" for each that is
+        unknown; three times "" if the step has ended meanwhile."""
         tally = self._tally
         started = tally.started.get(name)
         if started is None:  # The step ended while the view's thread draws it.
@@ -285,8 +288,9 @@ class View:
 
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
-    """Returns the JSON document that `mlcbuild run --json` prints. variants: JSON objects that describe the
-    variants of the run, which the document repeats."""
+    """Returns the JSON document that `mlcbuild run --json` prints: "variants" is a copy of `variants`, JSON
+    objects that describe the variants of the run; "steps" has name, key, status, seconds and reason of each
+    step; and "seconds" is the duration of the run."""
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],
@@ -305,7 +309,8 @@ def _step_json(step: StepResult) -> dict[str, object]:
 
 
 def amount(progress: StepProgress) -> str:
-    """Returns the progress of a step as text, such as "1.2 GB of 4.0 GB" or "3 of 12 layers"."""
+    """Returns the progress of a step as text, such as "1.2 GB of 4.0 GB" or "3 of 12 layers", or only the
+    first part, such as "1.2 GB", if the total is unknown (0)."""
     if progress.unit == "B":
         done, total, unit = sizes.show(progress.done), sizes.show(progress.total), ""
     else:

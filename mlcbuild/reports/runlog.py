@@ -1,8 +1,8 @@
 """Writes and reads logs of runs, which are kept in the store to be shown and compared later.
 
 Each run has two JSON files below the store's root: `runs/<recipe>/<time>.json`, and
-`runs/<recipe>/<digest>.rest` with the part that all runs without work share. The newest KEPT runs stay. No
-step depends on a log.
+`runs/<recipe>/<digest>.rest` with the part without times, which runs of the same outcome share. Only the
+newest KEPT logs of each recipe stay. No step depends on a log.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LoggedVariant:
     weights: int | None
     """Size of the bundle's weights in bytes; None if there is no bundle."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Name of a figure, such as "kl_mean" -> its value, from the comparison of the bundle with the model and,
-    if there was one, from a measurement of speed."""
+    """Name of a figure, such as "kl_mean" -> its value, from the comparison of the bundle with the model and
+    from a measurement of speed; {} if there was neither."""
     budget: Mapping[str, Any] = field(default_factory=dict)
     """The content of budget.json, the file of the step that chose a scheme for each matrix under the
     variant's budget: limit, sizes, losses and schemes. {} for a variant without a budget."""
@@ -107,8 +107,9 @@ class RunLog:
 
 
 class Clock:
-    """Records, from the events of a run, the time at which each step starts and the last lines of each step's
-    log, and passes every event on to another receiver."""
+    """Records, from the events of a run, when each step starts (in seconds since the run's start), the last
+    lines of each finished step's log, and if there was a warning. Passes every event on to another
+    receiver."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
@@ -169,8 +170,8 @@ def machine() -> str:
 
 
 def save(store: Store, recipe: Path, log: RunLog) -> None:
-    """Writes the log of a run to the store and removes the oldest logs of the recipe. Errors are ignored,
-    since no step depends on a log.
+    """Writes the log of a run to the store and removes all but the newest KEPT logs of the recipe. Errors
+    with files are ignored, since no step depends on a log.
     """
     # The last three come from damaged older logs.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
@@ -201,8 +202,8 @@ def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
 
 
 def latest(store: Store, recipe: Path, count: int = KEPT) -> list[RunLog]:
-    """Reads the logs of a recipe's last runs, and returns them, the newest first; unreadable ones are left
-    out.
+    """Reads the logs of a recipe's last runs, at most `count`, and returns them, the newest first. Unreadable
+    and damaged ones are left out and do not count; [] if there is none.
     """
     logs: list[RunLog] = []
     for path in sorted(_directory(store, recipe).glob("*.json"), reverse=True):
@@ -238,7 +239,8 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
     """Converts the two JSON objects that make up a run's log into a `RunLog`. head: the object with the
-    format and the run's start and duration; data: all other fields, from a file whose digest was checked.
+    format and the run's start and duration; data: all other fields, from a file whose digest was checked, of
+    which "steps" and "variants" are removed in place.
     Raises ValueError for another format, or a start or duration that is impossible; KeyError or TypeError for
     other fields."""
     if head["format"] != FORMAT:

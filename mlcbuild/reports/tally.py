@@ -64,13 +64,14 @@ class Tally:
     rates: dict[str, WorkRate] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
     chains: dict[str, float] = field(default_factory=dict)
-    """Name of an unfinished step -> seconds from the start of this step to the end of the longest chain of
-    steps that depend on it."""
+    """Name of an unfinished step -> expected seconds from the start of this step to the end of the longest
+    chain of steps that depend on it."""
     places: dict[str, str] = field(default_factory=dict)
     """Name of a running step -> name of the cluster worker that runs it."""
 
     def note(self, event: Event) -> None:
-        """Updates the counts of finished and running steps from one event of the run."""
+        """Updates the number of finished steps, and the state and progress of running and waiting ones, from
+        one event of the run."""
         match event:
             case RunStarted():
                 self.total, self.done = event.steps, event.reused
@@ -114,7 +115,8 @@ class Tally:
 
     def left(self, name: str) -> float | None:
         """Returns the estimated remaining seconds of a running step, from its progress, its last run, or the
-        usual duration of such a step. None if all of these are unknown.
+        usual duration of such a step. None if all of these are unknown, if the step is not running, takes
+        longer than estimated, or is expected to take at most ETA_FROM seconds in all.
         """
         step = self.running.get(name)
         if step is None:
