@@ -68,7 +68,8 @@ class Blobs:
         """Hard-links files of the store into `directory`, or copies them where links are impossible, and
         checks their bytes. files: path below the directory, digest and size of each.
 
-        Raises OSError, and StoreError for a blob with wrong bytes.
+        Raises OSError, and StoreError for a blob that is missing, or has wrong bytes and was removed
+        therefore.
         """
         directories = set()
         for entry in files:
@@ -87,15 +88,15 @@ class Blobs:
 
     def sound(self, entry: Entry) -> bool:
         """Reads a blob in full, and returns True if it has the digest and size that `entry`, the description
-        of the file, states."""
+        of the file, states; False also if it cannot be read."""
         try:
             return has_bytes(self.blob(entry.digest), entry.digest, entry.size)
         except OSError:
             return False
 
     def read_blob(self, entry: Entry) -> bytes:
-        """Returns the bytes of the small blob that `entry` describes. Raises StoreError if they are damaged
-        or missing."""
+        """Returns the bytes of the small blob that `entry` describes. Raises StoreError if they cannot be
+        read or are damaged; a damaged blob is removed."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -134,10 +135,10 @@ class Blobs:
 
     def put_blob(self, digest: str, part: Path, *, hashed: bool = False) -> None:
         """Moves the file `part`, which must be on the store's filesystem, into the store as the blob with
-        this digest.
+        this digest. If the store has the blob already, intact, `part` stays where it is.
 
         hashed: True if the caller has verified the file's bytes. Raises StoreError if they do not have the
-        digest.
+        digest, or the store cannot be written.
         """
         with self.writing():
             if not hashed and file_digest(part) != digest:
@@ -157,8 +158,8 @@ class Blobs:
         return is_held
 
     def holds(self, digest: str, size: int) -> bool:
-        """Returns True if a blob of this size in bytes is present and unchanged according to its stat. The
-        bytes are not read.
+        """Returns True if a blob of this size in bytes is present and unchanged according to its stat. Only
+        if its mtime is not the store's are the bytes read; if they are right, the mtime is restored.
         """
         try:
             stat_result = self.blob(digest).lstat()
@@ -193,8 +194,8 @@ def has_bytes(path: Path, digest: str, size: int) -> bool:
 
 
 def restamped(blob: Path, digest: str, size: int) -> bool:
-    """Returns True if the bytes of a blob match digest and size. Then also restores the blob's mtime, which
-    plain copies of a store lose.
+    """Reads a blob, and returns True if its bytes match digest and size. Then also restores the blob's mtime,
+    which plain copies of a store lose, if the store can be written. Returns False if it cannot be read.
     """
     try:
         if not has_bytes(blob, digest, size):

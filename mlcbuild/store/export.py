@@ -32,9 +32,9 @@ def materialise(
     store lists, and the files `texts` (path -> bytes).
 
     Returns False if it already was. The record's files become read-only hard links to blobs, or clones or
-    copies on another filesystem, and every byte is checked. The store is only read. The directory appears, or
-    replaces an older one, by rename. An older one is replaced only if mlcbuild wrote each file in it:
-    `.NAME.mlcbuild.json` beside it lists them with digests, and files that are not listed or have changed
+    copies on another filesystem, and every byte is checked. The store may be read-only. The directory
+    appears, or replaces an older one, by rename. An older one is replaced only if mlcbuild wrote each file in
+    it: `.NAME.mlcbuild.json` beside it lists them with digests, and files that are not listed or have changed
     belong to the user. Raises UsageError for such files, StoreError when the store is damaged, MlcbuildError
     when the destination cannot be written.
     """

@@ -224,9 +224,10 @@ def remove_oldest(paths: Iterable[str]) -> None:
 
 
 def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
-    """Writes the log of a run and removes the oldest logs. began: start of the run, in seconds since 1970;
-    seconds: its duration; rest: JSON text of all other fields, with the brace that closes the object. Returns
-    the file's path. Raises OSError if the file cannot be written."""
+    """Writes the log of a run to `directory`, which is created, and removes all but the newest KEPT_LOGS
+    there. began: start of the run, in seconds since 1970; seconds: its duration; rest: JSON text of all other
+    fields, with the brace that closes the object. Returns the file's path. Raises OSError if it cannot be
+    written."""
     # Sorting by name is sorting by time.
     path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"
     own_directory(os.path.dirname(directory))

@@ -31,7 +31,7 @@ _NO_RANGE = {
 
 def link_or_copy(source: Path, destination: Path) -> None:
     """Makes `destination` a hard link of `source`, or a clone, or else a copy. Raises OSError if the file
-    cannot be created.
+    exists already or cannot be created.
 
     Actions use it to pass an input through to their output: the hard link is recognised when the output is
     published, and is not hashed again.
@@ -45,8 +45,8 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copies a file's bytes to `destination`, sharing blocks on filesystems that can (XFS, btrfs). Raises
-    OSError if a file cannot be read or written.
+    """Copies a file's bytes to a new file `destination`, sharing blocks on filesystems that can (XFS, btrfs).
+    Raises OSError if a file cannot be read or written, or `destination` exists.
 
     A copy of a file with the mtime STAMP is read-only and gets the same mtime.
     """

@@ -119,8 +119,9 @@ def check(arguments: Sequence[str]) -> str | None:
 
 
 def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
-    """Writes a receipt, the list of everything that a finished run depended on, to the path `path`. Errors
-    are ignored, since a receipt only saves time.
+    """Writes a receipt, the list of everything that a finished run depended on, to the path `path`, and
+    removes all but the newest KEPT receipts in its directory. Errors are ignored, since a receipt only saves
+    time.
 
     texts, numbers: name of a section -> its entries, of any number:
 
@@ -166,8 +167,8 @@ def stats(paths: Iterable[str | bytes]) -> list[int]:
 
 
 def inodes(directory: str) -> list[str]:
-    """Returns the names and inodes of a directory's entries in one list: name, inode, name, inode ...,
-    sorted by name. Raises OSError if the directory cannot be read.
+    """Returns the names and inodes (in decimal) of a directory's entries in one list: name, inode, name,
+    inode ..., sorted by name. Raises OSError if the directory cannot be read.
     """
     entries = sorted((entry.name, str(entry.inode())) for entry in os.scandir(directory))
     return [text for pair in entries for text in pair]

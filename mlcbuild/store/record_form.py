@@ -1,6 +1,7 @@
 """Defines the syntax of step records: strict JSON, and a check for each kind of field.
 
-Every function raises ValueError with a message that completes a sentence beginning with "the record".
+Functions that parse or check raise ValueError with a message that completes a sentence beginning with "the
+record".
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def _no_float(text: str) -> NoReturn:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parses bytes as a strict JSON object. Raises ValueError for floats, duplicate keys and text that is
-    not UTF-8.
+    """Parses bytes as a strict JSON object. Raises ValueError for anything else, also for floats, duplicate
+    keys, lone surrogates and text that is not UTF-8.
     """
     try:
         value = _decode(line.decode())
@@ -146,8 +147,8 @@ def is_count(value: object) -> bool:
 
 
 def read_rows(listed: object) -> tuple[Row, ...]:
-    """Checks a JSON list of files, and returns (path, digest, size in bytes) of each. Raises ValueError if
-    a field is malformed.
+    """Checks a JSON list of files, and returns (path, digest, size in bytes) of each. Raises ValueError if a
+    digest or a size is malformed or a path is not a text or empty; `check_tree` checks the paths further.
 
     The checks are inlined, because a short run checks thousands of files.
     """
@@ -169,8 +170,9 @@ def read_rows(listed: object) -> tuple[Row, ...]:
 
 
 def check_tree(rows: Iterable[Row]) -> None:
-    """Raises ValueError unless these files (path, digest, size) form a tree that can exist on every
-    operating system.
+    """Raises ValueError unless these files (path, digest, size) can form a tree: every path is relative, has
+    no "..", backslash or control character and no name that is too long, stands only once, and is not the
+    directory of another file.
     """
     files: set[str] = set()
     directories: set[str] = set()

@@ -25,8 +25,9 @@ class StagingArea:
 
     @classmethod
     def start(cls, root: Path) -> StagingArea:
-        """Creates and returns a working directory for this process below `root`, the store's tmp/, and
-        removes those of killed processes.
+        """Creates and returns a working directory for this process in tmp/ of the store `root`, and removes
+        those of killed processes, and their locks. Raises OSError if the store lacks tmp/ or locks/, or
+        cannot be written.
         """
         tmp = root / "tmp"
         while True:
@@ -83,7 +84,8 @@ def remove(path: Path) -> None:
 
 
 def living(root: Path) -> bool:
-    """Returns True if any process is working in the store `root`: a run, a worker, or an import."""
+    """Returns True if any process, which may be this one, is working in the store `root`: a run, a worker, or
+    an import. Removes working directories of killed processes on the way."""
     for path in (root / "tmp").glob("*.lock"):
         try:
             lock = try_lock(path)

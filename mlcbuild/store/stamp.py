@@ -23,8 +23,8 @@ file's times: 2 s, the resolution of the coarsest clock in use (FAT), or the ske
 
 
 def is_racy(changed_ns: int, read_ns: int) -> bool:
-    """Returns True if a file was changed less than RACY_NS before it was read, so that a later write may
-    leave its times as they are (git's racy-timestamp rule).
+    """Returns True if a file was changed at most RACY_NS before it was read, or after, so that a later write
+    may leave its times as they are (git's racy-timestamp rule).
 
     changed_ns: the later one of its mtime and ctime; read_ns: time of reading; both in nanoseconds since
     1970.

@@ -143,8 +143,8 @@ class StatCache:
                 latest_keys[name] = self._new_keys[name] = [key, *(k for k in old if k != key)][:KEPT_KEYS]
 
     def save(self) -> None:
-        """Writes all changes to the cache's file. Errors are ignored, because a lost cache costs only
-        re-hashing.
+        """Writes all changes to the cache's file, and then removes digests and imports that were written more
+        than 180 days ago. Errors are ignored, because a lost cache costs only re-hashing.
         """
         new_imports = (self._imports or {}).keys() - self._read_imports
         if not self._new_files and not self._new_keys and not new_imports:

@@ -75,7 +75,8 @@ class Published:
 class Store(Blobs):
     """A store of the results of build steps in a directory, which the first write creates: records, each with
     a step's inputs and the digests of its files, and blobs, the files' contents. Raises StoreError if the
-    directory has another format.
+    directory is a store of another format or its format cannot be read, or if its path is too long or not
+    UTF-8.
     """
 
     def __init__(self, root: Path) -> None:
@@ -144,7 +145,8 @@ class Store(Blobs):
 
     def lost(self, record: Record) -> str:
         """Returns a description of the first file of a step record that is missing or damaged in the store;
-        "" if all are intact.
+        "" if all are intact. Only files whose stat is not as the store wrote it are read; a damaged one is
+        also noted as a warning.
         """
         for path, digest, size in record.rows:
             name = f"{self._cas}{layout.shelved(digest)}"
@@ -197,7 +199,7 @@ class Store(Blobs):
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Returns a context during which no garbage collection of the store runs. It first waits for a
-        running one.
+        running one. If the store does not exist or its lock cannot be opened, the context does nothing.
 
         Used around operations that garbage collection must not split: looking up records and marking them
         as used, and placing blobs and their record.
@@ -232,11 +234,13 @@ class Store(Blobs):
         self, key: str, info: BuildInfo, out: Path, linked: Mapping[tuple[int, int], Entry]
     ) -> Published:
         """Moves all files below the directory `out` into the store as a step's result: the files first, then
-        the record that lists them. A record that the store already has for the key stays.
+        the record that lists them. Returns the record that the store then has for the key: an older one stays
+        if it and its files are intact.
 
         out: inside a working directory of the store. linked: (device, inode) of a file of the step's inputs
         -> its path, digest and size; an output that is a hard link of one is not hashed. Raises StoreError if
-        the store cannot be written, StepError when `out` holds anything but regular files.
+        the store cannot be written, StepError when `out` holds anything but regular files, or a file name
+        that records do not allow.
         """
         with self.writing(), self.settled():
             entries = [self._adopt(path, name, linked) for path, name in _walk(out, info.step)]
@@ -246,9 +250,10 @@ class Store(Blobs):
             return self._keep(record, part)
 
     def put_record(self, record: Record, part: Path) -> Published:
-        """Stores a step record that was built elsewhere. Its blobs must already be in the store. part:
-        temporary path, at which the record is written before it is moved to its place. Raises StoreError if a
-        blob is missing, or the record cannot be written."""
+        """Stores a step record that was built elsewhere, unless the store has an intact one for the key, and
+        returns the one that it then has. The record's blobs must already be in the store. part: temporary
+        path, at which the record is written before it is moved to its place. Raises StoreError if a blob is
+        missing, or the record cannot be written."""
         with self.writing(), self.settled():
             if missing := self.lost(record):
                 raise StoreError(f"a record cannot be stored before its files: {missing}")
@@ -293,8 +298,9 @@ class Store(Blobs):
 
 
 def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
-    """Yields (absolute path, path relative to `out`) of each file below `out`, sorted. Raises StepError for
-    anything but regular files. step: name of the step, for the error.
+    """Returns an iterator of (absolute path, path relative to `out`) of the files below `out`, sorted. Raises
+    StepError for anything but regular files, and for names that records do not allow. step: name of the step,
+    for the error.
     """
     outputs = []
     for directory, names, files in os.walk(out):
@@ -312,8 +318,8 @@ def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes `data` to a new file without fsync. If a power failure truncates a step record, it does not
-    parse and is ignored.
+    """Writes `data` to a new, read-only file without fsync. If a power failure truncates a step record, it
+    does not parse and is ignored.
     """
     with path.open("xb") as file:
         file.write(data)

@@ -84,7 +84,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Collected:
-    """The number of step records, blobs and bytes that garbage collection (gc) removed."""
+    """The number of step records and of blobs that garbage collection (gc) removed, and the total size of
+    these blobs in bytes."""
 
     records: int
     blobs: int
@@ -191,10 +192,12 @@ def status(store: Store) -> Status:
 
 
 def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
-    """Removes old records, then every blob that no step record names, and old logs.
+    """Removes old and damaged records, then every blob that no step record names, and old logs. Returns how
+    many records and blobs it removed.
 
-    Records not used for `unused_days` go first, then the least recently used ones until the rest fits into
-    `max_bytes`. It is safe while builds run: then, whatever the limits, records used within KEPT_RECORDS stay
+    Records not used for `unused_days` go first, then the least recently used ones until the blobs of the rest
+    fit into `max_bytes`; None: no such limit. Logs go if they are older than `unused_days`.
+    It is safe while builds run: then, whatever the limits, records used within KEPT_RECORDS stay
     (a run marks its records when it plans and repeatedly until it ends), and so do blobs without a record
     that are younger than KEPT_BLOBS (their record may be about to be written). Planning and publishing wait
     for gc, and gc waits for them. Raises StoreError if the store cannot be read or written.
@@ -211,8 +214,10 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
 def _collect(
     store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
 ) -> Collected:
-    """Removes step records that were not used for `unused_days`, then the least recently used ones until the
-    blobs of the rest take at most `max_bytes`, then every blob that no record names. None: no limit.
+    """Removes damaged step records and those that were not used for `unused_days`, then the least recently
+    used ones until the blobs of the rest take at most `max_bytes`, then every blob that no record names,
+    partial downloads, and logs older than `unused_days`. None: no limit. Returns the numbers of records and
+    blobs.
 
     young: (time, time) in seconds since 1970: records used, and blobs created, after these times stay in any
     case; None: no such limit.
@@ -254,7 +259,8 @@ def _collect(
 
 def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
     """Returns a list of (step name, step record) for every intact record of a store, and the number of all
-    records, damaged ones included. To save memory, the records are without the inputs that they list.
+    records, damaged ones included. To save memory, the records are without the inputs that they list. The
+    store's pending warnings are discarded.
 
     damaged: list to which a message about each damaged record is appended, and these are then removed; None:
     they stay.
