@@ -16,8 +16,8 @@ print(sum(adapter.info["backend_type"] != "OpenGL" for adapter in wgpu.gpu.enume
 
 @lru_cache(maxsize=1)
 def why_not() -> str | None:
-    """Returns the reason why this machine cannot run GPU bundles; None if it can. The test runs in a child
-    process, which a driver may crash.
+    """Returns the reason why this machine cannot run GPU bundles; None if it can. The first call tests it,
+    for up to a minute, in a child process, which a driver may crash; later calls return the same.
     """
     if find_spec("wgpu") is None:
         return "GPU bundles run with the package wgpu: pip install 'mlcbuild-runtime[gpu]'"

@@ -34,7 +34,7 @@ def host() -> tuple[str, str, tuple[str, ...]]:
 
 def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
     """Parses the text of /proc/cpuinfo, and returns (psABI level such as x86-64-v3, LLVM features beyond it
-    that can be checked).
+    that can be checked, such as "+aes", sorted).
     """
     present = processors.x86_features(cpuinfo)
     level, covered = "x86-64", set[str]()
@@ -51,14 +51,14 @@ def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
 
 def arm_features(cpuinfo: str) -> tuple[str, ...]:
     """Parses the text of Linux's /proc/cpuinfo, and returns the LLVM features of a 64-bit Arm machine that
-    can be checked.
+    can be checked, such as "+dotprod", sorted.
     """
     return _signed(processors.arm_features(cpuinfo))
 
 
 def apple_features(sysctl: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the LLVM features of an Apple machine that can be checked. sysctl: function from the name of a
-    system value to its text."""
+    """Returns the LLVM features of an Apple machine that can be checked, such as "+dotprod", sorted. sysctl:
+    function from the name of a system value to its text."""
     return _signed(processors.apple_features(sysctl))
 
 

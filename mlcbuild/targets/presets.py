@@ -41,7 +41,8 @@ def directory() -> Path:
 
 def resolve(name: str) -> Target:
     """Returns the target preset with this name, or this machine as a target for the name `host`. Raises
-    UsageError for other names.
+    UsageError for other names, SetupError if mlcbuild cannot describe this machine or lacks its presets,
+    InputError for an invalid preset.
     """
     if name == HOST:
         return Target(HOST, *this_machine.host())

@@ -17,12 +17,14 @@ def missing_features(target: Target, host: Target) -> tuple[str, ...]:
 
 
 def labels(target: Target) -> tuple[str, ...]:
-    """Returns the labels, such as "avx2", that a cluster worker needs to run code for a target."""
+    """Returns the labels that a cluster worker needs to run code for a target: system and architecture, such
+    as "linux x86_64", and each needed CPU feature that can be checked, such as "avx2"."""
     return (f"{target.system} {target.family}", *sorted(_checkable(target)))
 
 
 def why_not(target: Target, host: Target) -> str | None:
-    """Returns the reason why the machine `host` cannot run code for `target`; None if it can."""
+    """Returns the reason why the machine `host` cannot run code for `target`, as part of an error message;
+    None if it can. Object files can never be run."""
     if target.output == "object":
         return "an object file must be linked into a program before it can run"
     theirs, ours = (f"{item.system} {item.family}" for item in (target, host))

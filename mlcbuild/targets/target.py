@@ -57,7 +57,8 @@ class Target:
 
 
 def to_json(target: Target) -> dict[str, Json]:
-    """Returns a target as JSON, in the form that enters keys and bundles, without the target's name."""
+    """Returns a target as JSON, in the form that enters keys and bundles: its triple, cpu, features, device
+    and output, without its name."""
     return {
         "triple": target.triple,
         "cpu": target.cpu,
@@ -68,8 +69,8 @@ def to_json(target: Target) -> dict[str, Json]:
 
 
 def from_json(data: Mapping[str, Json], name: str = "") -> Target:
-    """Parses the JSON object of a target that `to_json` returned. name: the target's name for display.
-    Raises KeyError or TypeError for anything else.
+    """Parses the JSON object of a target that `to_json` returned. name: the target's name for display. Raises
+    KeyError if a field is missing, TypeError if the features are not a list; other values are not checked.
     """
     features = data["features"]
     if not isinstance(features, list):
