@@ -21,7 +21,7 @@ listed_parameters = lru_cache(maxsize=256)(parameters)
 def scheme_faults(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> tuple[str, ...]:
     """Returns an error message for each override of a quantization scheme that applies to no parameter of the
     model, and one if the model is too large for the scheme's budget of size even in the smallest candidate
-    schemes."""
+    schemes, which is not checked if the device lacks kernels for the scheme; () if there is no fault."""
     params = listed_parameters(config)
     faults = quant.check_overrides(scheme, params)
     if scheme.budget is not None and storage_fault(scheme, device) is None:
@@ -56,7 +56,8 @@ def storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
 @lru_cache(maxsize=1024)
 def most_stored_bytes(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> int:
     """Returns the number of bytes that a model's weights take under a quantization scheme on a device; for a
-    scheme with a budget of size or loss, an upper bound."""
+    scheme with a budget (a limit of size, bits or loss), an upper bound. Raises UsageError for a format for
+    which the device has no kernels."""
     params = listed_parameters(config)
     size = quant.stored_bytes(params, device.storage(scheme))
     if scheme.budget is None:

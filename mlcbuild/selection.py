@@ -22,7 +22,7 @@ class Selection:
     """
     affected_by: str | None = None
     """A range of Git commits, such as "main...HEAD", which selects the variants with an input that changed in
-    it; None: no such limit.
+    it, or one commit, with which the working tree is compared; None: no such limit.
     """
     shard: str | None = None
     """A shard such as "2/3", the second of three; None: no such limit. If each shard runs on another machine,
@@ -49,8 +49,8 @@ class Selected:
     share of the steps) can have two: first those of its steps that need few results of other shards, then all
     of its steps."""
     outputs: tuple[str, ...]
-    """Names of the steps whose files must be on this machine after a run: parts of bundles, and steps that
-    the user named.
+    """Names of the steps whose files must be on this machine after a run: those that build, verify and
+    measure the bundles of `products`, and, unless a shard is selected, those that the user named.
     """
 
 
@@ -58,8 +58,9 @@ def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent
     """Applies a selection to a recipe, and returns the selected steps and variants.
 
     on_event: receives a message (`Noted`) for each variant that is selected because its inputs changed in
-    Git, and one for the selected shard. Raises UsageError for unknown names, and for a range of commits that
-    Git does not know.
+    Git, and one for the selected shard. Raises UsageError for unknown names, a malformed shard, and a range
+    of commits that Git does not know; SetupError if Git is missing; InputError for a malformed file of
+    durations.
     """
     only = _only(pipeline, selection, on_event)
     products = [item for item in pipeline.products if only is None or item.last in only]
@@ -112,8 +113,9 @@ def _shard(
 ) -> tuple[list[tuple[str, ...] | None], list[Product]]:
     """Returns (the phases of one shard, the variants whose bundles it completes). A shard is one machine's
     share of the steps; a phase is a list of names of steps, and phases run one after the other. text: number
-    of the shard, such as "2/3"; only: names of the selected steps; products: the selected variants. Raises
-    UsageError if the text is not of this form."""
+    of the shard, such as "2/3"; only: names of the selected steps, () for all; products: the selected
+    variants. Raises UsageError if the text is not of this form, InputError for a malformed file of
+    durations."""
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph

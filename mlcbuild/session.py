@@ -143,7 +143,7 @@ class Session:
         """Computes what a run would do, and why. It writes nothing but cached digests of sources.
 
         on_event: receives warnings about the store and remotes. Raises UsageError for names that match
-        nothing, SourceError for an unreadable source, StoreError for the store.
+        nothing or an unreadable signing key, SourceError for an unreadable source, StoreError for the store.
         """
         selected, store = (
             select(self.pipeline, replace(selection, shard=None), on_event),
@@ -214,9 +214,9 @@ class Session:
         return splits.split(self.pipeline.graph, only or (), count, splits.read(durations(self.pipeline)))
 
     def record_durations(self) -> None:
-        """Writes the durations of steps, according to the records of this store, to the file beside the
-        recipe by which later calls divide the steps among machines (shards). Raises UsageError when no step
-        of the recipe was built in this store."""
+        """Updates the file of durations beside the recipe, by which later calls divide the steps among
+        machines (shards), with those in the records of this store; others stay. Raises UsageError when no
+        step of the recipe was built in this store, InputError when the file is malformed."""
         from mlcbuild.ci import split as splits
 
         graph, path = self.pipeline.graph, durations(self.pipeline)
@@ -243,9 +243,9 @@ class Session:
         from another thread, or from on_event. Steps that were built are kept in every case.
 
         A failed or cancelled run is a result, not an exception: see `Result.check`. Raises UsageError for
-        names that match nothing, SourceError for a source that cannot be read, SetupError for a step that no
-        worker can run or, without `keep_going`, that this machine cannot run, StoreError when the store
-        cannot be used.
+        names that match nothing or an unreadable signing key, SourceError for an unreadable source,
+        SetupError for a step that no worker can run or, without `keep_going`, that this machine cannot run,
+        StoreError when the store cannot be used.
         """
         from mlcbuild.ci import shard_phases
 
@@ -351,7 +351,7 @@ class Session:
         return replication.pull(Store(self.store.root), plan, over.recipe.remotes, warnings)
 
     def verify_store(self) -> CheckedStore:
-        """Checks all bytes of this store, removes damaged files, and downloads damaged and missing files.
+        """Checks all bytes of this store, downloads damaged and missing files, and returns what was damaged.
         Raises UsageError when no remote cache is read, StoreError when the store cannot be read."""
         from mlcbuild import replication
 

@@ -105,8 +105,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def caught(interrupt: Callable[[str], None], inline: bool) -> Iterator[None]:
-    """Returns a context in which SIGINT and SIGTERM call `interrupt` with the signal's name, if this is the
-    main thread.
+    """Returns a context in which SIGINT and SIGTERM call `interrupt` with the signal's name, in place of
+    their earlier handlers, which it restores at its end. In any thread but the main one it changes nothing.
 
     inline: True if build steps run in this thread; KeyboardInterrupt is then raised too, which ends them.
     """

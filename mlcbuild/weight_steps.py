@@ -26,7 +26,7 @@ budget: the report on the choice, and the choice as text to copy into a recipe."
 
 def storage_of(variant: Variant) -> quant.Storage:
     """Returns the quantization scheme of a variant with the layout in which the device of its target stores
-    weights.
+    weights. Raises UsageError for a format for which the device has no kernels.
     """
     return _stored_on(variant.target, variant.scheme)
 
@@ -121,8 +121,8 @@ def exact_step(
 ) -> Step:
     """Returns a build step that evaluates a model on prompts with its exact weights, as they are before
     quantization. name, action: name of the step, and of its function as "module:function"; inputs: name of an
-    argument of the action -> `Input`, except for the checkpoint's, which are added; prompts: file with the
-    prompts, or their texts."""
+    argument of the action -> `Input`, except for the checkpoint's, which are added; prompts: the texts of the
+    prompts, or the file with them, which must then be among `inputs`: only its name is a parameter."""
     return Step(
         name,
         action,
@@ -149,9 +149,9 @@ def sensitivity_step(variant: Variant, checkpoint: Checkpoint, config: str, refe
 def budget_step(
     variant: Variant, checkpoint: Checkpoint, config: str, reference: str, sensitivity: str
 ) -> Step:
-    """Returns the step that chooses a scheme for each matrix under the variant's budget. config, reference,
-    sensitivity: names of the steps with the model's config, the logits of its exact weights, and the loss of
-    each matrix in each scheme."""
+    """Returns the step that chooses a scheme for each matrix under the budget that the variant's scheme must
+    have. config, reference, sensitivity: names of the steps with the model's config, the logits of its exact
+    weights, and the loss of each matrix in each scheme."""
     name = f"budget/{checkpoint.name}/{variant.quantization}"
     budget, steps = variant.scheme.budget, {"config": config, "reference": reference}
     assert budget is not None
