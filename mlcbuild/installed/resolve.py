@@ -121,7 +121,9 @@ def _checkpoint(path: Path) -> Path:
     packed = sorted(path.glob("*.gguf"))
     if len(packed) == 1:
         return packed[0]
-    several = f"; it holds {len(packed)} GGUF files: name one, such as {packed[0]}" if packed else ""
+    hint = f"; it holds {len(packed)} GGUF files: name one, such as {packed[0]}" if packed else ""
+    if refused := sorted(path.glob(f".*.refused/{MANIFEST}")):
+        hint = f"; the bundle in {refused[0].parent} failed its verification"
     raise UsageError(
-        f"{path}: it holds neither {MANIFEST} nor {CONFIG}, so it is no bundle and no checkpoint{several}"
+        f"{path}: it holds neither {MANIFEST} nor {CONFIG}, so it is no bundle and no checkpoint{hint}"
     )

@@ -10,7 +10,9 @@ from mlcbuild_format.bundle import MANIFEST
 
 def directories(path: Path) -> tuple[Path, ...]:
     """Returns the directories of bundles at `path`: `path` itself if it is a bundle, otherwise the bundles
-    directly in it, sorted by name."""
+    directly in it, sorted by name. Hidden directories in it are left out: they hold bundles that failed their
+    verification, or that are being downloaded."""
     if os.path.lexists(path / MANIFEST):
         return (path,)
-    return tuple(sorted(item.parent for item in path.glob(f"*/{MANIFEST}")))
+    below = sorted(item.parent for item in path.glob(f"*/{MANIFEST}"))
+    return tuple(bundle for bundle in below if not bundle.name.startswith("."))

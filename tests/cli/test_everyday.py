@@ -175,6 +175,7 @@ def test_a_directory_of_bundles_is_served_and_asks_for_one_to_chat(
             "empty",
             "empty: it holds neither bundle.json nor config.json, so it is no bundle",
         ),
+        ("dist", "no bundle and no checkpoint; the bundle in dist/.tiny.refused failed its verification"),
         ("gpt", 'model_type: "gpt-17" is not a supported family'),
         ("tiny --scheme q3", "--scheme: 'q3' is not a scheme; known: as-is, q0f16, "),
     ],
@@ -186,6 +187,8 @@ def test_a_name_that_means_nothing_is_refused_in_a_sentence(
     monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
     (tmp_path / "recipe.yaml").write_text("version: 1\n")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "dist" / ".tiny.refused").mkdir(parents=True)
+    (tmp_path / "dist" / ".tiny.refused" / "bundle.json").touch()
     (tmp_path / "tiny").symlink_to(TINY)
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt-17"}')

@@ -62,10 +62,12 @@ def test_what_a_model_can_do_follows_from_its_template(tmp_path: Path) -> None:
 
 
 def test_bundles_are_found_one_level_below(tmp_path: Path) -> None:
-    for name in ("b", "a", "c/d"):
+    for name in ("b", "a", "c/d", ".b.refused"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "bundle.json").touch()
     assert locations.directories(tmp_path) == (tmp_path / "a", tmp_path / "b")
+    refused = tmp_path / ".b.refused"
+    assert locations.directories(refused) == (refused,), "a user may still name it"
     assert locations.directories(tmp_path / "a") == (tmp_path / "a",)
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "bundle.json").symlink_to("nowhere")
