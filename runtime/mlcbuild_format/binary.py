@@ -22,7 +22,8 @@ MACHO_CPUS = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 
 def check(path: Path) -> tuple[str, str]:
     """Returns (operating system, architecture) of a shared library after checking its headers, for example
-    ("linux", "x86_64") or ("macos", "aarch64"). Raises BundleError for a damaged file."""
+    ("linux", "x86_64") or ("macos", "aarch64"); an architecture that it does not know is named by its number.
+    Raises BundleError for a damaged file."""
     return _check(path, model=False)
 
 

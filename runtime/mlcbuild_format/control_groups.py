@@ -13,7 +13,8 @@ ROOT = Path("/")
 
 def directories(controller: str, root: Path = ROOT) -> list[Path]:
     """Returns the directories of the process's control groups and of their parents, whose limits apply, too;
-    some may be absent. controller: its name in version 1, such as "memory"; version 2 has one group for all.
+    some may be absent; [] on other systems than Linux. controller: its name in version 1, such as "memory";
+    version 2 has one group for all.
 
     root: where /proc and /sys are.
     """

@@ -188,8 +188,10 @@ class Image:
         raise ImageError("points outside of what is loaded")
 
     def exports(self) -> frozenset[bytes]:
-        """Returns the names of all symbols that the ELF library defines. Raises ImageError if its symbols or
-        relocations are damaged."""
+        """Returns the names of all symbols that the ELF library defines, except absolute and thread-local
+        ones. Raises ImageError if its symbols or relocations are damaged, or it has a part that no model's
+        library has.
+        """
         self._check_model()
         names = self._names()
         table = self._at(self._values[_SYMTAB], _SYMBOL * len(names))

@@ -31,8 +31,9 @@ class FieldError(ValueError):
 def parse_json(data: bytes) -> Json:
     """Returns the value of a JSON document in UTF-8. Raises ValueError with a reason of one line.
 
-    Besides invalid JSON it refuses duplicate keys in an object, numbers of more than 100 digits or outside
-    the range of a float, unpaired surrogates, and more than MAX_DEPTH nested lists and objects.
+    Besides invalid JSON it refuses a byte order mark, NaN, duplicate keys in an object, integers of more than
+    100 digits, numbers outside the range of a float, unpaired surrogates, and more than MAX_DEPTH nested
+    lists and objects.
     """
     try:
         text = data.decode()
@@ -188,7 +189,8 @@ def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
     """Returns `text` as one line that is safe in a terminal, a log and a UTF-8 file.
 
     Line breaks, control characters (and so all escape sequences of terminals), directional overrides and
-    unpaired surrogates are written as Python escapes. A text of more than `longest` characters is cut.
+    unpaired surrogates are written as Python escapes. Before that, a text of more than `longest` characters
+    is cut to this length, its end replaced by "...".
     """
     line = str(text)
     if len(line) > longest:
@@ -234,8 +236,8 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def plain(value: object) -> Json:
-    """Returns a deep copy of a JSON value in which Mappings are dicts and tuples are lists. Raises TypeError
-    for values JSON cannot hold."""
+    """Returns a deep copy of a JSON value in which Mappings are dicts with keys made text, and tuples are
+    lists. Raises TypeError for values JSON cannot hold."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

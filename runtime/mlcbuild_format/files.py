@@ -86,7 +86,8 @@ def digest(path: Path) -> str:
 
 
 def check_listing(root: Path, names: Collection[str]) -> None:
-    """Raises BundleError if there are files below `root` that are not among `names`, or symbolic links.
+    """Raises BundleError if there are files below `root` that are not among `names`, symbolic links, or
+    anything but regular files and directories. Files of `names` that are missing are not reported.
 
     `names` are relative paths. A directory that holds none of them is refused without being listed, so that
     the time of the walk depends on the number of names only.

@@ -74,8 +74,8 @@ def _param(row: Json) -> Tensor:
 
 
 def _agree(top: Fields, manifest: Manifest) -> None:
-    """Raises BundleError if a bundle's manifest and the metadata of its library differ in model, scheme,
-    target or limits.
+    """Raises BundleError if a bundle's manifest and the metadata of its library differ in the model's config,
+    the scheme, the target or the limits, their names aside; FieldError if the metadata lack one of these.
     """
     sides = {
         "config": plain(manifest.model.config),
@@ -100,7 +100,8 @@ def _shown(value: Json) -> str:
 
 def find_runtime(path: Path, manifest: Manifest) -> Path:
     """Returns the path of the TVM runtime library: the bundle's, else the one that the environment variable
-    MLCBUILD_TVM_RUNTIME names, else that of an installed tvm package. Raises SetupError if there is none."""
+    MLCBUILD_TVM_RUNTIME names, else that of an installed tvm package. Raises SetupError if there is none, or
+    if the variable names no file. path: directory of the bundle."""
     name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
     if f"lib/{name}" in manifest.files:
         return path / "lib" / name

@@ -328,8 +328,8 @@ def _files(fields: Fields) -> dict[str, File]:
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns True if a path may stand in a manifest: names separated by `/`, at most MAX_NESTING, of ASCII
-    letters, digits and `_ . + -`, that begin with none of `. + -` and are valid on every system."""
+    """Returns True if a path may stand in a manifest: at most 16 names, separated by `/`, each of at most 200
+    ASCII letters, digits and `_ . + -`, that begin with none of `. + -` and are valid on every system."""
     parts = path.split("/")
     return (
         len(parts) <= MAX_NESTING
@@ -378,7 +378,8 @@ def _check_config(manifest: Manifest) -> None:
 
 def _windows(config: Mapping[str, Json]) -> list[int | None]:
     """Returns, for each kind of layer in a model's config, the attention window in tokens, or None if its
-    layers attend to all tokens. Raises FieldError for a description of layers that has another form."""
+    layers attend to all tokens; [] if the config lists no kinds of layers. Raises FieldError for a
+    description of layers that has another form."""
     specs = plain(config.get("layer_specs", []))
     if not isinstance(specs, list):
         raise FieldError(f"'model.config.layer_specs' must be a list of layers, found {describe(specs)}")

@@ -140,7 +140,7 @@ def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[
     those that the runtime checks.
 
     cpu, features: as for LLVM, each feature with its sign (+avx2, -sse3). For a `cpu` that is not in LLVM's
-    table, only the features with a + count.
+    table, only the features with a + count. The result is empty for an architecture without a table.
     """
     table = names().get(family(architecture))
     if table is None:
@@ -208,7 +208,7 @@ def present() -> frozenset[str] | None:
 
 def sysctl(name: str) -> str:
     """Returns the value of a macOS sysctl name, or "" if there is no such name. Raises OSError if sysctl
-    cannot run."""
+    cannot run, subprocess.TimeoutExpired if it takes 10 seconds."""
     process = subprocess.run(
         ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False
     )

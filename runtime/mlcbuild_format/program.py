@@ -221,8 +221,8 @@ class Program:
 
     def variant(self, function: str, sizes: Sizes) -> CallVariant:
         """Returns the first variant of one function of a GPU program that can compute a call. sizes: name of
-        a size, such as the number of rows -> its value in the call. Raises ValueError if all variants are too
-        small."""
+        a size, such as the number of rows -> its value in the call; an absent size counts as 0. Raises
+        ValueError if all variants are too small, KeyError if there is no such function."""
         for variant in self.functions[function]:
             if all(sizes.get(name, 0) <= largest for name, largest in variant.sizes.items()):
                 return variant
@@ -245,7 +245,8 @@ class Program:
 
 
 def rounded(size: int) -> int:
-    """Returns the size in bytes of a GPU buffer that holds `size` bytes: the next multiple of 4."""
+    """Returns the size in bytes of a GPU buffer that holds `size` bytes: the next multiple of 4, at least
+    4."""
     return max(WORD, -(-size // WORD) * WORD)
 
 

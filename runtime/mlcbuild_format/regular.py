@@ -20,16 +20,16 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
 
 
 def kind(path: Path) -> str:
-    """Returns in words what `path` is: "a regular file", "a directory" and so on. Raises OSError if nothing
-    is there."""
+    """Returns in words what `path` is, or the target of a link: "a regular file", "a directory" and so on.
+    Raises OSError if nothing is there."""
     return _kind(path.stat().st_mode)
 
 
 def open_file(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
-    """Returns a regular file, open for reading. With `follow_link`, a symbolic link to one is accepted.
+    """Returns a regular file, open for reading. With `follow_link`, a symbolic link to one is accepted, too.
 
-    Raises OSError, with errno EINVAL for anything that is not a regular file: opening a named pipe would wait
-    for a writer, and opening a device may act on it.
+    Raises OSError if it cannot be opened, with errno EINVAL for anything that is not a regular file: opening
+    a named pipe would wait for a writer, and opening a device may act on it.
     """
     return os.fdopen(_open(path, follow_link)[0], "rb")
 

@@ -172,7 +172,8 @@ class NewFile:
 def lay_out(tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> NewFile:
     """Lays out a new safetensors file, and returns its header, the offset of each tensor in the file, and the
     file's size. metadata: texts for the header's `__metadata__`. Tensor data begin at a multiple of 64 bytes;
-    tensors whose size is a multiple of 64 bytes come first, so that each of them is aligned, too."""
+    tensors whose size is a multiple of 64 bytes come first, so that each of them is aligned, too. Raises
+    KeyError for a dtype that weights files of bundles do not hold."""
     codes = {name: code for code, name in NUMPY.items()}
     document: dict[str, object] = {METADATA: dict(metadata)}
     starts: dict[str, int] = {}
