@@ -25,8 +25,9 @@ URLS = ("http://", "https://")
 
 
 def run(arguments: argparse.Namespace, resolve: Callable[[str], Path]) -> int:
-    """Runs a chat with the options of a parsed command line, and returns the exit code. resolve: function
-    that returns the directory of the bundle that a name means."""
+    """Runs a chat with the options of a parsed command line, and returns the exit code of `chat`. resolve:
+    function that returns the directory of the bundle that a name means; it is not called for a URL, and its
+    exceptions are passed on."""
     name: str = arguments.bundle
     path = name if name.startswith(URLS) else resolve(name)
     return chat(path, arguments.threads, chat_options.options(arguments))
@@ -36,7 +37,9 @@ def chat(path: Path | str, threads: int | None = None, options: ChatOptions | No
     """Chats with the bundle in directory `path`, or with the server at the URL `path`; returns the exit code.
 
     On a terminal there is a prompt; otherwise every line of input is a message or a command, and only answers
-    are written. The exit code is 1 if a message of such an input, or the only message, could not be answered.
+    are written. The exit code is 1 if a message of such an input could not be answered, and 130 after Ctrl-C.
+    If the model cannot be loaded, or cannot answer the only message, the error is printed and its exit code
+    returned.
     """
     from mlcbuild_runtime.chat.conversation import converse
 

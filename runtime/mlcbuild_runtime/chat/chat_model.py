@@ -75,8 +75,8 @@ class ChatModel(Protocol):
 
     @property
     def speed(self) -> Speed:
-        """Returns the numbers of tokens, and the seconds of computing, of the model's last complete answer
-        and of its prompt."""
+        """Returns the numbers of tokens, and the seconds of computing, of the model's latest answer and of
+        its prompt, as far as they are reported by now; zeros and None before the first answer."""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
         """Raises RequestError for settings, or messages, that the model refuses, as far as this can be

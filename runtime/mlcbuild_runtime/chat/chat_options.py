@@ -51,7 +51,8 @@ def add(parser: argparse.ArgumentParser, names: str) -> None:
 
 
 def options(arguments: argparse.Namespace) -> ChatOptions:
-    """Returns the settings of a chat from parsed command-line arguments."""
+    """Returns the settings of a chat from parsed command-line arguments; without an API key among them, that
+    of $MLCBUILD_API_KEY is used."""
     return ChatOptions(
         arguments.prompt,
         arguments.system,

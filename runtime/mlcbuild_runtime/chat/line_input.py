@@ -25,9 +25,10 @@ returns None to drop the message that was begun, and raises EOFError at the end 
 
 
 def messages(read: ReadLine) -> Iterator[str]:
-    """Yields the user's chat messages without surrounding spaces. Lines that end with a backslash, or that
-    stand between two lines of three quotation marks, are joined to one message. read: function that returns
-    the next line."""
+    """Yields the user's chat messages without surrounding spaces, until `read`, the function that returns the
+    next line, raises EOFError. A line that ends with a backslash is joined with the next, and so are the
+    lines from three quotation marks at the start of a line to the next ones at the end of a line. An empty
+    line is an empty message."""
     begun: list[str] = []
     in_block = False
     while True:
@@ -141,7 +142,8 @@ def _alarms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def piped() -> Iterator[ReadLine]:
-    """Returns a context that yields a function which returns the next line of standard input."""
+    """Returns a context that yields a function which returns the next line of standard input, and raises
+    EOFError at its end."""
     lines = _piped_lines()
 
     def read(_continued: bool) -> str:
@@ -154,7 +156,8 @@ def piped() -> Iterator[ReadLine]:
 
 
 def _piped_lines() -> Generator[str, None, None]:
-    """Yields the lines of standard input.
+    """Yields the lines of standard input. A line that cannot be decoded is left out, with a message on
+    stderr.
 
     A signal that arrives between Python's last check and a blocking call would be noticed only after the
     call. Here it also makes a pipe readable, for which the call waits, too.
@@ -179,7 +182,8 @@ def _piped_lines() -> Generator[str, None, None]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """Returns a context that yields a file descriptor which becomes readable with every signal."""
+    """Returns a context that yields a file descriptor which becomes readable with every signal that Python
+    handles; outside of the main thread it never does."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     before = None

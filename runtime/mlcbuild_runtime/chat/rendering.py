@@ -36,7 +36,8 @@ def visible(text: str) -> str:
 
 def plain_printer(out: TextIO, escape: bool) -> Printer:
     """Returns a printer that writes the answers of a chat as plain text. escape: True for a terminal, where
-    control characters are replaced by visible escapes, and the reasoning before an answer is written, too.
+    control characters are replaced by visible escapes, and the reasoning before an answer is written, too;
+    False: only the answers are written, unchanged.
     """
 
     @contextmanager
@@ -65,7 +66,8 @@ def plain_printer(out: TextIO, escape: bool) -> Printer:
 
 
 def printer(out: TextIO) -> Printer:
-    """Returns a printer of a chat's answers for a terminal, which renders Markdown if rich is installed."""
+    """Returns a printer of a chat's answers for a terminal, which renders Markdown if rich is installed, and
+    else writes plain text with control characters replaced by visible escapes."""
     try:
         from rich.console import Console
     except ImportError:

@@ -51,8 +51,8 @@ class ServerModel:
     def connect(cls, url: str, key: str | None = None, name: str | None = None) -> Self:
         """Returns an object through which a chat uses a model of the server at `url`. key: the API key, or
         None; name: the name of the model, or None for the first model that the server lists. Without a name,
-        the list is requested: raises SetupError if the server cannot be reached, RequestError if it refuses
-        or lists no model."""
+        the list is requested: raises SetupError if the server cannot be reached or sends no JSON object,
+        RequestError if it refuses or lists no model, or `url` is malformed."""
         url = url.rstrip("/").removesuffix("/v1")
         if name is not None:
             return cls(url, key, name)
@@ -94,7 +94,8 @@ class ServerModel:
 
     def _pieces(self, response: HTTPResponse) -> Generator[AnswerPart, None, None]:
         """Yields the reasoning and the text of an answer in parts, as they arrive in a server's response, a
-        stream of server-sent events. Raises SetupError if the response is no such stream."""
+        stream of server-sent events. Raises SetupError if the response is no such stream, RequestError if an
+        event states an error."""
         has_event = False
         while line := response.readline(_LARGEST + 1):
             if len(line) > _LARGEST:
@@ -140,7 +141,7 @@ class ServerModel:
 
     def _document(self, path: str) -> Mapping[str, Json]:
         """Returns the JSON object that the server sends for a GET request of the URL path `path`. Raises
-        SetupError if the server cannot be reached, RequestError if it refuses."""
+        SetupError if the server cannot be reached or sends anything else, RequestError if it refuses."""
         connection = self._connection()
         with closing(connection):
             response = self._send(connection, "GET", path, None)
