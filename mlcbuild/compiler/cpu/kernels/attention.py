@@ -74,7 +74,7 @@ def attention(spec: AttentionKernel) -> PrimFunc:
     `prompt` is not 0, AMX computes all rows, and stores them as bfloat16 tiles if `out` is wider than heads *
     value_dim."""
     heads = spec.heads
-    with kernel("paged_attention") as function:
+    with kernel("paged_attention", simplified=False) as function:
         rows, batch, table = size_var("n"), size_var("b"), size_var("p")
         tensors = (
             function.tensor("qkv", (rows, heads.width)),

@@ -132,7 +132,7 @@ def kernel(
                 else:
                     _gather(stack, plan, part, second, by_pair)
 
-    return prim_func(name, body)
+    return prim_func(name, body, simplified=False)
 
 
 def _weights(stack: ExpertMatrices) -> tuple[Buffer, ...]:

@@ -57,16 +57,17 @@ class Kernel:
 
 
 @contextmanager
-def kernel(name: str) -> Iterator[Kernel]:
+def kernel(name: str, *, simplified: bool = True) -> Iterator[Kernel]:
     """Returns a context manager that yields a Kernel, inside which one TensorIR function is built. Its loops
-    are final: no later pass of TVM schedules it.
+    are final: no later pass of TVM schedules it. simplified: False if TVM must not simplify its statements.
     """
+    attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, vectors.UNSIMPLIFIED: int(not simplified)}
     building = Kernel()
     with IRBuilder() as builder:
         # Private, because a module may hold several kernels of one name for other types and renames them.
         with T.prim_func(is_private=True, s_tir=True):
             T.func_name(name)
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, NAME: name})
+            T.func_attr({**attributes, NAME: name})
             yield building
         building.func = builder.get()
 

@@ -12,15 +12,20 @@ from tvm.tirx import Buffer, Expr, PrimFunc, Shuffle
 
 from mlcbuild.compiler.cpu.isa import ISA
 
+UNSIMPLIFIED = "mlcbuild.unsimplified"
+"""Name of the attribute that is 1 for a kernel whose statements TVM must not simplify, and 0 for others; see
+`lowering.KERNELS`.
+"""
 
-def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
+
+def prim_func(name: str, body: Callable[[], None], *, simplified: bool = True) -> PrimFunc:
     """Returns a finished TensorIR kernel. body: function that declares the kernel's arguments and emits its
-    statements, called inside one block.
+    statements, called inside one block; simplified: False if TVM must not simplify the statements.
     """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name(name)
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, UNSIMPLIFIED: int(not simplified)})
             body()
         return builder.get()
 
