@@ -47,7 +47,8 @@ are computed. One byte hardly ever determines a token, because longer tokens may
 
 class Matcher:
     """The state of one answer that must match a constraint (JSON schema, regular expression or grammar):
-    decides which tokens may come next."""
+    decides which tokens may come next. Its methods and properties raise RequestError, which must end the
+    answer, if the constraint is too costly to follow."""
 
     def __init__(self, of: Compiled, matcher: LLMatcher) -> None:
         # Attribute order matters: the matcher must be freed before the one that it was copied from.
@@ -128,8 +129,8 @@ class Matcher:
         return np.frombuffer(bits, np.int32)
 
     def take(self, token: int) -> None:
-        """Appends the sampled token to the answer. Raises RequestError if the constraint is too costly to
-        follow."""
+        """Appends the sampled token to the answer: after a successful call of `tries`, the token that it
+        tried. Raises RequestError if the constraint is too costly to follow."""
         self._count += 1
         if self._tried is None:
             self._mask = self._spelled = None
@@ -141,7 +142,7 @@ class Matcher:
 
     @property
     def forces(self) -> bool:
-        """Returns True if the constraint allows only one continuation for the next few bytes of the
+        """Returns True if the constraint allows only one continuation for at least the next two bytes of the
         answer.
         """
         return self._bytes_ahead >= _WORTH
@@ -220,7 +221,8 @@ class Grammars:
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
         """Returns the compiled constraint, waiting for it if another thread compiles the same one already.
 
-        Raises RequestError, with the reason, if it cannot be compiled. `message` is true if the answer is a
+        Raises RequestError, with the reason, if it cannot be compiled, or too many others wait (status 503),
+        and SetupError if no child process can be started to try it. `message` is true if the answer is a
         whole message: where the tokenizer puts a space before a text, such an answer may begin with one,
         which is not part of the text.
         """

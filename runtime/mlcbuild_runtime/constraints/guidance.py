@@ -153,8 +153,8 @@ def reason(message: str) -> str:
 
 
 def _line(message: str) -> str:
-    """Returns the first line of an error message of llguidance; the other lines quote a grammar that the
-    client did not write."""
+    """Returns the first line of an error message of llguidance, cut to 300 characters, with the first line
+    that begins with "error:", if any; the other lines quote a grammar that the client did not write."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), "")
     first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"

@@ -118,7 +118,7 @@ class Trials(Generic[T]):
         use: function from the outcome of the trial, which states the bytes of memory used, to the compiled
         constraint or an error message. For a constraint that exceeds the first limit it runs in a thread of
         low priority, for one constraint at a time in each stage. Raises CrowdedError if too many constraints
-        wait, and SetupError if no child process can be started.
+        wait in a stage or this one has waited too long, and SetupError if no child process can be started.
         """
         decided, outcome = self._cached(key)
         delay = DELAY if looks_costly(grammar) else 0.0
