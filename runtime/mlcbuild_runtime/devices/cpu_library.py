@@ -90,8 +90,10 @@ another package had loaded the runtime already."""
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     """Loads the TVM runtime, unless this process has loaded it already, and returns the number of its
-    threads. threads: requested number, None for the default. Raises SetupError if the runtime is missing, or
-    if TVM_NUM_THREADS is not a number of threads."""
+    threads, which the first call fixes: `threads`, or if that is None $TVM_NUM_THREADS, or else the default,
+    with which the calling thread and its later threads stay on one socket. Raises SetupError if the runtime
+    is missing or cannot be loaded, or if TVM_NUM_THREADS is not a number of threads; BundleError if its file
+    is damaged."""
     if not _loaded:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
         os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
@@ -111,7 +113,8 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
 
 def try_out(path: Path, manifest: Manifest) -> None:
     """Loads the library of a bundle, without weights, to see whether it can be loaded: damaged code may end
-    the process. Raises BundleError if it cannot be loaded, SetupError if the TVM runtime is missing."""
+    the process. The TVM runtime of this process then has one thread. Raises BundleError if the library cannot
+    be loaded or is for another machine, SetupError if the TVM runtime is missing."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")

@@ -167,9 +167,9 @@ class StepInputs:
     def loop(
         self, step: ModelStep, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
-        """Returns the data and the arguments of a loop of up to `count` decode steps: (its random numbers,
-        tokens and state, as arrays and tensors; name of an argument -> value, for the library functions that
-        compute such a loop).
+        """Returns the data and the arguments of a loop of up to `count` decode steps, at most BURST: (its
+        random numbers, tokens and state, as arrays and tensors; name of an argument -> value, for the library
+        functions that compute such a loop). Both are valid until the next call.
 
         step: the first step; params: sampling parameters of each sequence; following: random numbers of the
         later steps, and the tokens that end a sequence.
@@ -204,6 +204,6 @@ def rows_of(logits: tvm_ffi.Tensor) -> Floats:
 
 
 def rows_tensor(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
-    """Returns lists of equal length, one for each row, as an int32 tensor [rows, length]. one: an example of
-    such a list, from which the length is read if `rows` is empty."""
+    """Returns lists of equal length, one for each row, as an int32 tensor [rows, length], or integers as a
+    tensor [rows]. one: an example of such a list or integer, which decides the shape if `rows` is empty."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])

@@ -199,8 +199,9 @@ class GpuExecutor:
         self, calls: list[tuple[str, dict[str, int]]], params: Sequence[SamplingRow], masks: Masks
     ) -> list[int]:
         """Executes calls of the GPU program, applies masks to the logits that these compute, and returns a
-        token sampled from each row of logits. calls: (function, name of a size -> value) each; params:
-        sampling parameters of each row; masks: (index of a row, mask with one bit per token) each."""
+        token sampled from each row of logits, NO_TOKEN for a row whose parameters request none. calls:
+        (function, name of a size -> value) each; params: sampling parameters of each row; masks: (index of a
+        row, mask with one bit per token) each."""
         count = len(params)
         if masks:
             self._masked(calls, masks)
@@ -266,7 +267,8 @@ class GpuExecutor:
 
     def _greedy_steps(self, step: ModelStep, following: FollowingSteps) -> list[list[int]]:
         """Executes decode steps in which the most likely token is sampled. Returns one list for each executed
-        step, with the token of each sequence. Tokens stay on the GPU until a submit, a group of steps, ends.
+        step, with the token of each sequence; the last step is one in which a sequence ends, if any. Tokens
+        stay on the GPU until a submit, a group of steps, ends.
         """
         rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
         calls = self._prepare(step, (0, rows), list(range(rows)), again=False)

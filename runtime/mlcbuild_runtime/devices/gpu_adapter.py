@@ -38,8 +38,8 @@ _PREFERRED = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "CPU": 3}
 
 
 def adapters() -> list[Any]:
-    """Returns wgpu's adapters for the GPUs of this machine, the fastest kind first. Raises SetupError if wgpu
-    is not installed."""
+    """Returns wgpu's adapters for the GPUs of this machine, those for OpenGL left out, the fastest kind
+    first; [] if there is none. Raises SetupError if wgpu is not installed."""
     try:
         import wgpu
     except ImportError:
@@ -58,8 +58,10 @@ def describe(adapter: Any) -> str:
 
 
 def choose(name: str | None = None) -> Any:
-    """Returns the GPU adapter whose number or part of whose name is `name`; the first one where neither
-    `name` nor the environment variable MLCBUILD_DEVICE states one. Raises SetupError if there is none."""
+    """Returns the first GPU adapter of which `name` is the number in the list of `adapters`, from 0, or a
+    part of the name, in any case; None: the environment variable MLCBUILD_DEVICE is used instead, and if that
+    is not set, the first adapter is returned. Raises SetupError if there is none, or wgpu is not
+    installed."""
     name = name if name is not None else os.environ.get(DEVICE_VARIABLE, "")
     present = adapters()
     if not present:

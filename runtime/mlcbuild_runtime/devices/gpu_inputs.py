@@ -33,7 +33,8 @@ class InputBlock:
     def fill(self, step: ModelStep, first: int, last: int, rows: Sequence[int]) -> NDArray[np.int32]:
         """Returns the int32 words to upload to the GPU program's buffer of inputs (tokens, positions, KV
         cache slots, page table ...) so that it computes the new tokens `first` to `last` - 1 of a step. rows:
-        indices of the tokens whose logits are computed, counted from `first` on."""
+        indices of the tokens whose logits are computed, counted from `first` on. The words are a view of this
+        block, which the next call overwrites."""
         positions, slots = step.places(self._page_size)
         first_page = [
             step.page_indptr[sequence]
@@ -55,7 +56,8 @@ class InputBlock:
     def rows(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """Returns the int32 words to upload to a GPU program's buffer of inputs, so that it computes the
         logits of more of the tokens that it has computed last, from the hidden states that are still on the
-        GPU. rows: indices of these tokens, counted from the first token computed last."""
+        GPU. rows: indices of these tokens, counted from the first token computed last. The words are a view
+        of this block, which the next call overwrites."""
         self._set("rows", rows)
         return self._words[: self._starts["rows"] + len(rows)]
 

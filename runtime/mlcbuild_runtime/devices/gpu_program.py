@@ -78,7 +78,8 @@ class _Prepared:
 
 class DeviceProgram:
     """A GPU program on a device, with its buffers, its pipelines and the weights. Creating it raises
-    BundleError for a program that the device cannot run."""
+    BundleError for a program that the device cannot run or weights that do not fit it, SetupError if the
+    driver refuses the device."""
 
     def __init__(self, path: Path, manifest: Manifest, adapter: Any, program: Program, pages: int) -> None:
         import wgpu
@@ -142,18 +143,19 @@ class DeviceProgram:
 
     def write(self, name: str, data: NDArray[np.int32]) -> None:
         """Writes int32 words to the start of the GPU buffer `name`; calls of the program that are executed
-        later read them."""
+        later read them. Raises EngineError if the GPU fails."""
         self._guarded(lambda: self.queue.write_buffer(self._buffers[name], 0, data))
 
     def read(self, name: str, first: int, count: int) -> NDArray[np.int32]:
         """Returns `count` int32 words of the GPU buffer `name`, from word `first` on, after all earlier calls
-        have been computed."""
+        have been computed. Raises EngineError if the GPU fails."""
         data = self._guarded(lambda: self.queue.read_buffer(self._buffers[name], 4 * first, 4 * count))
         return np.frombuffer(data, np.int32)
 
     def run(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
-        """Executes calls of the GPU program's functions in one submit. calls: (function, name of a size ->
-        value) each."""
+        """Submits calls of the GPU program's functions together, and does not wait for them. calls:
+        (function, name of a size -> value) each. Raises EngineError if the GPU fails, ValueError for a call
+        larger than the function allows."""
         self._guarded(lambda: self._submit(calls))
 
     def _submit(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
@@ -261,7 +263,7 @@ def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: s
 
 def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
     """Returns the number of pages, at most `most`, that each layer's KV cache can have on a device, whose
-    buffers are limited in size."""
+    buffers are limited in size; 0 if not even one page fits."""
     each = [
         evaluate(buffer.size, {**program.sizes, "pages": 1})
         for buffer in program.buffers.values()

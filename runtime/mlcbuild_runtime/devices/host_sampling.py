@@ -27,7 +27,7 @@ def apply_masks(logits: Floats, masks: Masks) -> None:
 def draw(logits: Floats, row: SamplingRow) -> int:
     """Returns a token sampled in float64 from one row of logits, float32 [vocabulary]. row: its sampling
     parameters, whose filters apply in the order top_k, min_p, top_p. Returns NO_TOKEN (-2) if they ask for no
-    token, INVALID_TOKEN (-1) if the largest logit is NaN."""
+    token, INVALID_TOKEN (-1) if a logit is NaN or all are minus infinity."""
     params = abi.SamplingParams(*row)
     if params.inverse_temperature < 0:
         return abi.NO_TOKEN
@@ -59,10 +59,11 @@ def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float 
 
 def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
     """Returns the token that sampling from a whole row of logits would return, or None if the row's 64
-    largest logits do not determine it.
+    largest logits do not determine it; INVALID_TOKEN (-1) if the largest is NaN or minus infinity.
 
-    top: int32 words that hold the bits of the largest logit and of the sum of exp(logit - largest), then of
-    each of the 64 largest logits its bits and its token.
+    row: sampling parameters with a temperature above 0. top: int32 words that hold the bits of the largest
+    logit and of the sum of exp(logit - largest), then of each of the 64 largest logits its bits and its
+    token.
     """
     params = abi.SamplingParams(*row)
     largest, total = top[:2].view(np.float32)

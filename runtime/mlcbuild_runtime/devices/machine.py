@@ -31,7 +31,7 @@ operation ARCH_REQ_XCOMP_PERM, and the state component of AMX tiles.
 
 def refusal(target: Machine) -> str | None:
     """Returns the reason why this machine cannot run a bundle for `target`, as an error message; None if it
-    can."""
+    can, as far as the system reports the processor's features."""
     if target.device != "cpu":
         return f"the bundle is for the device '{target.device}', but this runtime runs CPUs only"
     if target.output != "shared":
@@ -127,7 +127,7 @@ class FreeCores:
 
     def _most_others(self) -> int:
         """Returns an upper bound of the number of processors on which other processes without a nice value
-        compute, from their CPU times since the last call."""
+        compute, from their CPU times since the last call; 2**30 if these do not tell."""
         unknown, before, after = 1 << 30, self._last, self._times()
         if before is None or after is None or after[0] - before[0] < _SHORTEST:
             return unknown

@@ -63,9 +63,9 @@ def prefer_large_pages(address: int, size: int) -> None:
 
 
 def back(tensor: Array, first: int, last: int) -> Iterator[int]:
-    """Allocates memory for the entries `first` to `last` - 1 of the second dimension of an array by writing
-    zeros, since page faults are slow in virtual machines. Yields after each part with the index up to which
-    the array has memory."""
+    """Allocates memory for the entries `first` to `last` - 1 of the second dimension of an array by
+    overwriting them with zeros, since page faults are slow in virtual machines. Yields after each part, with
+    the index up to which all of the array has memory."""
     for start in range(first, last, BACKED):
         end = min(start + BACKED, last)
         for row in tensor:
@@ -77,8 +77,8 @@ def back(tensor: Array, first: int, last: int) -> Iterator[int]:
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
     """Returns the tensors that `params` lists, (name, shape, dtype, layout) each, in this order as NumPy
     arrays that are mapped from the weights files `names` in the directory `path`. Tensors that are not
-    aligned, which are few, are copied. Raises BundleError if a tensor is missing or has another dtype or
-    shape."""
+    aligned, which are few, are copied. Layouts are not compared. Raises BundleError if a file is damaged, or
+    a tensor is missing or has another dtype or shape."""
     maps: list[mmap.mmap] = []
     stored: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:
