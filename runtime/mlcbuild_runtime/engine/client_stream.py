@@ -61,9 +61,10 @@ class ClientStream:
         self.ticket.deliver(self._sink, event)
 
     def text(self, token: int, position: int, done: bool) -> tuple[str, Finish | None]:
-        """Adds a token to the answer. Returns (text that the token adds; "stop" or "length", the reason, if
-        the answer ends with it, else None). position: the token's index in the answer, counted from 0; done:
-        True if the constraint allows nothing after the token."""
+        """Adds a token to the answer. Returns (the text that can now be delivered, which may be "" or include
+        text of earlier tokens that was held back; "stop" or "length", the reason, if the answer ends with the
+        token, else None). position: the token's index in the answer, counted from 0; done: True if the
+        constraint allows nothing after the token."""
         if self.is_end(token):
             return self._text.finish(), "stop"
         finish: Finish | None = None

@@ -29,8 +29,8 @@ class Delivery:
         self.trace: Trace | None = None
 
     def announce(self, number: int, sequence: Sequence) -> None:
-        """Records the arrival of request `number` in the trace. Called by the thread that submits the
-        request."""
+        """Records the arrival of request `number` in the trace, if one is kept. Called by the thread that
+        submits the request."""
         if self.trace is not None:
             self.trace.request(number, "b", {"prompt_tokens": len(sequence.request.prompt)})
 
@@ -51,7 +51,8 @@ class Delivery:
         sequence.client.deliver(event)
 
     def fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """Ends the requests of a step that failed with `error`: each client gets an error event."""
+        """Logs `error`, with which a step failed, and ends the requests of the step: each client gets an
+        error event. Their pages of the KV cache are not kept for other requests."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
@@ -62,9 +63,10 @@ class Delivery:
         self._trace_end(sequence, "cancelled")
 
     def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
-        """Records a step in the trace. kind: what the step computed, such as "decode"; parts: (sequence,
-        number of its tokens in the step); moments: times, in seconds, of the step's beginning, of the model's
-        result and of the end of delivery."""
+        """Records a step, and the numbers of running and waiting requests and of free pages, in the trace, if
+        one is kept. kind: what the step computed, such as "decode"; parts: (sequence, number of its tokens in
+        the step); moments: times, in seconds, of the step's beginning, of the model's result and of the end
+        of delivery."""
         if self.trace is not None and parts:
             self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)
             schedule = self._schedule
