@@ -4,8 +4,8 @@
 
 A blob is hashed whenever its bytes are used: as an input of a step, in a bundle, in an archive, or in an
 upload (`link_out`, `read_blob`, `sound`). A damaged blob is removed (`condemn`), so that the next run builds
-it again, and a correct copy replaces it (`put_blob`). `holds` checks the stat only, which is enough to decide
-whether there is work to do: see `mlcbuild.store.store`.
+it again, and a correct copy replaces it (`put_blob`). `holds` hashes only a blob whose mtime has changed,
+which is enough to decide whether there is work to do: see `mlcbuild.store.store`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class Blobs:
         """Hard-links files of the store into `directory`, or copies them where links are impossible, and
         checks their bytes. files: path below the directory, digest and size of each.
 
-        Raises OSError, and StoreError for a blob that is missing, or has wrong bytes and was removed
-        therefore.
+        Raises OSError, and StoreError for a blob that is missing or has wrong bytes; the latter is removed.
         """
         directories = set()
         for entry in files:
@@ -148,8 +147,8 @@ class Blobs:
             self._place(part, digest)
 
     def hold(self, digest: str, size: int) -> bool:
-        """Returns True if a blob of `size` bytes is present and unchanged, and protects it from garbage
-        collection even if no step's result contains it yet.
+        """Returns True if a blob of `size` bytes is present and unchanged, and renews its ctime, by which
+        garbage collection during a build keeps it for a day even if no step's result contains it yet.
         """
         is_held = self.holds(digest, size)
         if is_held:

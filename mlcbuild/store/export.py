@@ -198,7 +198,8 @@ def _is_ours(path: Path, name: str, listed: list[Row]) -> bool:
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields (path, relative name) of everything below `root` except non-empty directories, sorted."""
+    """Yields (path, path relative to `root`) of each file, link and empty directory below `root`, in a fixed
+    order."""
     for directory, names, files in os.walk(root):
         names.sort()
         place = Path(directory)

@@ -206,7 +206,7 @@ def create(path: str) -> int:
 
 def write(path: str, parts: Iterable[bytes]) -> None:
     """Writes a file of the store: first under a temporary name, then renamed to `path`. parts: its bytes,
-    in pieces. Raises OSError.
+    in pieces. Raises OSError if the file cannot be written.
     """
     part = f"{path}.{os.getpid()}.part"
     with open(create(part), "wb") as file:

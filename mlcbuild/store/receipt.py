@@ -260,7 +260,7 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 
 def _log(directory: str, rest: str, seconds: float) -> None:
     """Writes the log of a run that found nothing to do: the log of the earlier run whose receipt (the list of
-    everything that it depended on) showed this, with another start and duration."""
+    everything that it depended on) showed this, with another start and duration. Errors are ignored."""
     try:
         layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:

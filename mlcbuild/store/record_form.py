@@ -18,8 +18,8 @@ from mlcbuild_format.strict_json import JsonError
 from mlcbuild.canon import canonical, salt
 
 _MOST = 1 << 62
-"""Upper bound of the integers that a step's record may state: sizes of files and peak memory in bytes, times
-in milliseconds."""
+"""Upper bound, itself excluded, of the integers that a step's record may state: sizes of files and peak
+memory in bytes, times in milliseconds."""
 _LONGEST_NAME, _LONGEST_PATH, _DEEPEST = 255, 4096, 100
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Matches control characters, line separators and bidirectional marks, which must not occur in names of files

@@ -47,8 +47,8 @@ KEPT_KEYS = 8
 say what has changed."""
 
 LOCK_SECONDS = 2
-"""Maximum seconds to wait while another process locks the cache's file, once for each process. Transactions
-take milliseconds, and Ctrl-C has no effect while SQLite waits.
+"""Maximum seconds to wait while another process locks the cache's file. A process that has waited so long
+goes on without the cache. Transactions take milliseconds, and Ctrl-C has no effect while SQLite waits.
 """
 _UNUSED_DAYS = 180
 _TABLES = """

@@ -262,7 +262,7 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
     records, damaged ones included. To save memory, the records are without the inputs that they list. The
     store's pending warnings are discarded.
 
-    damaged: list to which a message about each damaged record is appended, and these are then removed; None:
+    damaged: list to which a message about each damaged record is appended; these records are removed. None:
     they stay.
     """
     records = []
