@@ -203,8 +203,9 @@ def _bands(boxes: Mapping[str, Box], lane_of: Mapping[str, str], width: float) -
 
 
 def _layers(graph: Graph) -> list[list[str]]:
-    """Returns the names of a graph's nodes in layers from left to right. A node that others read stands as
-    far right as they allow, and a node that none reads as far left as the nodes that it reads allow."""
+    """Returns the names of a graph's nodes in layers from left to right, each node to the right of all on
+    which it depends. A node on which others depend is in the layer just before the first of these, and any
+    other in the first layer that is possible."""
     depth: dict[str, int] = {}
     for step in graph.nodes.values():
         needs = [] if isinstance(step, Source) else graph.needs(step)

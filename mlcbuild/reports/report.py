@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 _STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
 PULSE = 15.0
-"""Seconds without output after which a line says which steps are running."""
+"""Seconds without output after which a line is printed for each running step."""
 _WIDE = 100
-"""Number of columns of a terminal from which on a running step is one row of the live view; with fewer it is
+"""Minimum number of columns of a terminal with which the live view shows a running step in one row instead of
 two.
 """
 
