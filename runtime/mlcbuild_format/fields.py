@@ -19,7 +19,7 @@ in every JSON reader."""
 MAX_TEXT = 1000
 """Maximum number of characters of a text in a bundle's JSON files that is printed or compared."""
 _DIGITS = 100
-"""Maximum digits of a number in a JSON document: `model_max_length` of many tokenizers has 31."""
+"""Maximum digits of an integer in a JSON document: `model_max_length` of many tokenizers has 31."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -23,7 +23,7 @@ DEVICE_VARIABLE = "MLCBUILD_DEVICE"
 """Environment variable that chooses the GPU adapter to use, by a part of its name or by its number."""
 FEATURES_VARIABLE = "MLCBUILD_DEVICE_FEATURES"
 """Environment variable with the names, separated by commas, of the optional features of a GPU that may be
-used."""
+used; all may if it is not set."""
 PROGRAM = "program.json"
 """Name of the file in a bundle that holds its GPU program."""
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"

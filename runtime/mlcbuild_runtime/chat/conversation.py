@@ -85,8 +85,9 @@ class Conversation:
         self.history = [*asked, {"role": "assistant", "content": text}]
 
     def command(self, line: str) -> bool:
-        """Executes a command of the chat, a line that begins with a slash. Returns False if the chat should
-        end. Raises ServingError if the command is for the model and the model fails."""
+        """Executes a command of the chat, a line that begins with a slash, and prints its result, or a
+        message for an unknown command. Returns False if the chat should end. Raises ServingError if the
+        command is for the model and the model fails."""
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[], str]] = {
             "/help": lambda: HELP,

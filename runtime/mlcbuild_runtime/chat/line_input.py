@@ -27,8 +27,8 @@ returns None to drop the message that was begun, and raises EOFError at the end 
 def messages(read: ReadLine) -> Iterator[str]:
     """Yields the user's chat messages without surrounding spaces, until `read`, the function that returns the
     next line, raises EOFError. A line that ends with a backslash is joined with the next, and so are the
-    lines from three quotation marks at the start of a line to the next ones at the end of a line. An empty
-    line is an empty message."""
+    lines from three quotation marks at the start of a line to the next ones at the end of a line; the
+    backslash and the quotation marks are removed, line breaks stay. An empty line is an empty message."""
     begun: list[str] = []
     in_block = False
     while True:
