@@ -21,7 +21,7 @@ listed_parameters = lru_cache(maxsize=256)(parameters)
 def scheme_faults(scheme: quant.Scheme, device: Backend, config: ModelConfig) -> tuple[str, ...]:
     """Returns an error message for each override of a quantization scheme that applies to no parameter of the
     model, and one if the model is too large for the scheme's budget of size even in the smallest candidate
-    schemes, which is not checked if the device lacks kernels for the scheme; () if there is no fault."""
+    schemes; () if there is no fault. The budget is checked only if the device has kernels for the scheme."""
     params = listed_parameters(config)
     faults = quant.check_overrides(scheme, params)
     if scheme.budget is not None and storage_fault(scheme, device) is None:

@@ -358,7 +358,7 @@ class Session:
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the recipe's remote caches that runs read, or fill ("write"). Raises UsageError if none."""
+        """Returns the remote caches that runs read ("read") or fill ("write"). Raises UsageError if none."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]

@@ -11,8 +11,8 @@ from types import FrameType
 
 
 class Bell:
-    """A pipe that wakes a loop which waits for a file descriptor. Any thread may ring it, even after it was
-    closed.
+    """A pipe that wakes a loop which waits for its file descriptor to become readable. Any thread may wake
+    the loop with `ring`, which does nothing after the pipe was closed.
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ def weights_step(
     """Returns the build step that quantizes a checkpoint's weights and writes them. config: name of the step
     with the model's config; chosen: {"budget": input from the step that chose a format for each matrix}, or
     {} without a budget; calibrated: name of the step that measured the importance of matrix columns, or None.
-    The key of the weights covers the importance, not the other files of that last step."""
+    The key of the weights covers the importance, not the other files of the step `calibrated`."""
     measured = {}
     if calibrated is not None:
         measured[importance.INPUT] = Input(calibrated, (importance.IMPORTANCE,))
@@ -90,8 +90,8 @@ def weights_step(
 
 def choice_input(budget: str) -> dict[str, Input]:
     """Returns {name of an action's argument: `Input`} for a step that reads choice.json, the formats that the
-    step called `budget` chose for a model's matrices. The key of the reading step covers no other file of
-    that step."""
+    step called `budget` chose for a model's matrices. The key of the reading step covers no other file of the
+    step `budget`."""
     return {choice.INPUT: Input(budget, (choice.CHOICE,))}
 
 
