@@ -204,7 +204,7 @@ class Session:
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
         """Divides the selected steps into `count` shards, one for each machine, so that each step runs once.
         Returns each shard's steps, and a digest by which machines see that they divided alike. Raises
-        UsageError for a count below 1 and for unknown names."""
+        UsageError for a count below 1 and for unknown names, InputError for a malformed file of durations."""
         from mlcbuild.ci import split as splits
 
         if count < 1:
