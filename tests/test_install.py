@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,19 @@ every = pytest.mark.skipif(
 def test_every_tool_has_a_line() -> None:
     assert [line.split()[0] for line in LINES] == ["pip", "pip", "uv", "pipx"]
     assert all("./runtime ." in line or "--find-links wheels" in line for line in LINES)
+
+
+@pytest.mark.parametrize("project", [".", "runtime"])
+def test_wheels_say_what_they_are(project: str) -> None:
+    """Checks the metadata and the files that an index and type checkers read."""
+    root = ROOT / project
+    described = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert described["license"] == "Apache-2.0" and described["license-files"] == ["LICENSE"]
+    assert (root / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= {*described["classifiers"]}
+    assert described["keywords"] and (root / described["readme"]).is_file()
+    packages = {entry.partition(".")[0] for entry in described["scripts"].values()}
+    assert all((root / package / "py.typed").is_file() for package in packages)
 
 
 @every
