@@ -46,6 +46,15 @@ GLM45 = (
     "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
     '<arg_key>b</arg_key>\n<arg_value>y{"}</arg_value>\n</tool_call>'
 )
+SEED = (
+    "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n"
+    '<parameter=b>y{"}</parameter>\n</function>\n</seed:tool_call>'
+)
+INVOKED = (
+    '<invoke name="add">\n<parameter name="a">1</parameter>\n'
+    '<parameter name="b">y{"}</parameter>\n</invoke>\n'
+)
+MINIMAX = "<minimax:tool_call>\n" + INVOKED * 2 + "</minimax:tool_call>"
 V3 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 V3_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
 V31_CALL = f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
@@ -65,6 +74,9 @@ STYLES = [
     ("mistral", f"{LOOK}[TOOL_CALLS][{ONE}]", [CallPiece("text", LOOK), *CALLED]),
     ("mistral", LOOK, [CallPiece("text", LOOK)]),
     ("mistral, as text", f"{LOOK}[TOOL_CALLS] [{ONE}]", [CallPiece("text", LOOK), *CALLED]),
+    ("granite", f"<|tool_call|>[{ONE}, {ONE}]", [*CALLED, *CALLED]),
+    ("granite, as text", f"<|tool_call|>[{ONE}]", CALLED),
+    ("granite", LOOK, [CallPiece("text", LOOK)]),
     ("mistral, newer", f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}" * 2, [*CALLED, *CALLED]),
     ("mistral, newer", f"{LOOK}[TOOL_CALLS]add[ARGS]{ARGUMENTS}", [CallPiece("text", LOOK), *CALLED]),
     ("llama, tagged", f"<|python_tag|>{OTHER}", CALLED),
@@ -74,6 +86,11 @@ STYLES = [
     ("llama", OTHER, CALLED),
     ("qwen coder", f"{LOOK}{QWEN}\n{QWEN}", [CallPiece("text", LOOK), *CALLED, *CALLED]),
     ("qwen coder", LOOK, [CallPiece("text", LOOK)]),
+    ("seed", f"{LOOK}\n{SEED}\n{SEED}", [CallPiece("text", f"{LOOK}\n"), *CALLED, *CALLED]),
+    ("seed, as text", SEED, CALLED),
+    ("minimax", f"{LOOK}\n{MINIMAX}", [CallPiece("text", f"{LOOK}\n"), *CALLED, *CALLED]),
+    ("minimax, as text", MINIMAX, [*CALLED, *CALLED]),
+    ("minimax", LOOK, [CallPiece("text", LOOK)]),
     ("glm 4.5", f"{LOOK}\n{GLM45}\n{GLM45}", [CallPiece("text", f"{LOOK}\n"), *CALLED, *CALLED]),
     ("glm 4.5, as text", f"{LOOK}\n{GLM45}", [CallPiece("text", f"{LOOK}\n"), *CALLED]),
     ("glm 4.7", GLM45.replace("\n", "") * 2, [*CALLED, *CALLED]),
@@ -137,6 +154,10 @@ EDIT = Tool(
 CODE = 'if a < b:\n\tprint("<x>")\n'
 TYPED = (
     "qwen coder",
+    "seed",
+    "seed, as text",
+    "minimax",
+    "minimax, as text",
     "glm 4.5",
     "glm 4.5, as text",
     "glm 4.7",

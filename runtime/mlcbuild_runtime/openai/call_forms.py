@@ -166,6 +166,27 @@ SYNTAXES = (
             end="</function>\n</tool_call>",
         ),
     ),
+    CallSyntax(  # Seed-OSS
+        ("<seed:tool_call>",),
+        Form(
+            lead="<seed:tool_call>",
+            by_name=NamedCall(">\n", before="\n<function=", tags=Tags("<parameter=", ">", "</parameter>\n")),
+            end="</function>\n</seed:tool_call>",
+        ),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    CallSyntax(  # MiniMax M2
+        ("<minimax:tool_call>",),
+        Form(
+            first="<minimax:tool_call>",
+            lead='\n<invoke name="',
+            by_name=NamedCall('">\n', tags=Tags('<parameter name="', '">', "</parameter>\n")),
+            end="</invoke>",
+            between="",
+            last="\n</minimax:tool_call>",
+        ),
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
     CallSyntax(  # GLM 4.7
         ("<tool_call>", "</arg_key><arg_value>"),
         Form(
@@ -197,6 +218,11 @@ SYNTAXES = (
         ("[TOOL_CALLS]",),
         Form(first="[TOOL_CALLS]", opening="[", between=", ", last="]", short_ids=True),
         ("[TOOL_CALLS]", "[ARGS]"),
+    ),
+    CallSyntax(  # Granite 3
+        ("<|tool_call|>",),
+        Form(first="<|tool_call|>", opening="[", between=", ", last="]"),
+        ("<|tool_call|>",),
     ),
     CallSyntax(  # DeepSeek V3 and R1
         ("<｜tool▁sep｜>", "```json"),
