@@ -84,8 +84,12 @@ def create(path: Path) -> Signer:
         if os.path.lexists(path):
             raise UsageError(f"{path}: there is a key already; it was not changed") from None
         raise UsageError(f"{path}: the key cannot be written: {error.strerror}") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(text)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+    except OSError as error:
+        path.unlink()
+        raise UsageError(f"{path}: the key cannot be written: {error.strerror}") from None
     return _signer(private)
 
 

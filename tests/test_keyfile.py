@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -80,3 +81,14 @@ def test_where_a_key_lies() -> None:
         assert keyfile.default_path({"XDG_CONFIG_HOME": "/c"}) == Path("/c/mlcbuild/key.pem")
         home = Path("~/.config/mlcbuild/key.pem").expanduser()
         assert keyfile.default_path({}) == keyfile.default_path({"XDG_CONFIG_HOME": "relative"}) == home
+
+
+def test_a_disk_that_is_full_leaves_no_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(UsageError, match=r"key\.pem: the key cannot be written: File too large"):
+            keyfile.create(tmp_path / "key.pem")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert keyfile.create(tmp_path / "key.pem").public

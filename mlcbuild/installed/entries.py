@@ -129,11 +129,12 @@ def read(root: Path) -> tuple[InstalledModel, ...]:
     """Reads the descriptions of all models that are installed in the store at `root`, and returns them, the
     last used first. Damaged ones are left out.
     """
-    entries = list(_read_all(root / DIRECTORY))
-    return tuple(sorted(entries, key=lambda entry: -entry.used))
+    entries = sorted(_read_all(root / DIRECTORY), key=lambda item: -item[0])
+    return tuple(entry for _, entry in entries)
 
 
-def _read_all(directory: Path) -> Iterator[InstalledModel]:
+def _read_all(directory: Path) -> Iterator[tuple[float, InstalledModel]]:
+    """Yields each installed model below `directory` with the time of its last use, in seconds since 1970."""
     for path in directory.glob(f"*/{_ENTRY}"):
         # A number such as 1e999 is infinite, and no integer: OverflowError.
         with suppress(
@@ -144,7 +145,8 @@ def _read_all(directory: Path) -> Iterator[InstalledModel]:
                 continue
             files = {name: (int(size), int(mtime)) for name, (size, mtime) in fields.pop("files").items()}
             if all(isinstance(value, str) for value in fields.values()):
-                yield InstalledModel(path.parent, **fields, files=files)
+                entry = InstalledModel(path.parent, **fields, files=files)
+                yield entry.used, entry
 
 
 def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:

@@ -196,7 +196,7 @@ def present() -> frozenset[str] | None:
         if kind[0] == "darwin":
             return _intel_mac_features(sysctl)
         text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     if kind[1] == "x86_64":
         return x86_features(text)

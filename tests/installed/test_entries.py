@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlcbuild_format import regular
 
 from mlcbuild.errors import UsageError
 from mlcbuild.installed import entries
@@ -107,3 +108,17 @@ def test_models_are_named_by_name_or_source(tmp_path: Path) -> None:
 def test_a_name_starts_and_ends_with_a_letter_or_digit() -> None:
     assert entries.slug("/models/mein modell é/") == "mein-modell"
     assert entries.slug("hf://org/.hidden@main") == "hidden" and entries.slug("/é") == "model"
+
+
+def test_a_model_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = install(tmp_path, "kept"), install(tmp_path, "gone")
+    read = regular.read
+
+    def removed(path: Path, most: int) -> bytes:
+        text = read(path, most)
+        if path.parent == gone.directory:
+            entries.remove(gone)
+        return text
+
+    monkeypatch.setattr(regular, "read", removed)
+    assert entries.read(tmp_path) == (kept,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import sys
 
 import pytest
@@ -56,3 +57,14 @@ def test_features_of_this_processor() -> None:
     actual, family = processors.present(), processors.family(platform.machine())
     assert actual is not None and actual <= processors.CHECKABLE[family]
     assert family != "x86_64" or "sse4.2" in actual
+
+
+@pytest.mark.parametrize("architecture", ["arm64", "x86_64"])
+def test_a_system_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    def sysctl(name: str) -> str:
+        raise subprocess.TimeoutExpired(name, 10)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: architecture)
+    monkeypatch.setattr(processors, "sysctl", sysctl)
+    assert processors.present() is None

@@ -94,3 +94,9 @@ def test_whatever_a_server_sends_is_a_sentence(
     with sending(answer, more) as url, pytest.raises(ServingError, match=message) as caught:
         answered(url)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("url", ["http://[x", "http://[::1", "http://a:b", "http://a:99999"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(ServingError, match="is not the address of a server"):
+        answered(url)

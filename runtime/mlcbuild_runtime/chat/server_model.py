@@ -152,8 +152,8 @@ class ServerModel:
                 raise SetupError(f"{self.url}: the answer broke off: {_reason(error)}") from None
 
     def _connection(self) -> HTTPConnection:
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             host, port = parts.hostname or "", parts.port
         except ValueError:
             raise RequestError(f"'{self.url}' is not the address of a server") from None
