@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from . import parrot, shared, toy
@@ -367,3 +369,16 @@ def test_nothing_overlaps_on_a_phone(browser: Browser, server: Server) -> None:
         ".filter((box) => box.height).map((box) => [box.top, box.bottom])"
     )
     assert all(below[0] >= above[1] for above, below in itertools.pairwise(boxes)), boxes
+
+
+def test_a_model_is_chosen(browser: Browser, toy_bundle: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(toy_bundle, tmp_path / "other")
+    with shared.serving(toy_bundle, f"second={other}") as server:
+        browser.call("Page.navigate", url=server.url)
+        browser.until("!!document.body && typeof models === 'function' && !$('model').hidden")
+        assert browser.run("[...$('model').options].map((option) => option.value)")[1:] == ["second"]
+        browser.run("$('model').value = 'second'; $('max_tokens').value = 4")
+        browser.send("hi")
+        browser.until(f"{IDLE} && {ANSWERS}.length === 1 && history.length === 2")
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert re.search(r'model="second"', metrics) and not re.search(rf'model="{toy_bundle.name}"', metrics)
