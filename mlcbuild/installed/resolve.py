@@ -33,7 +33,9 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     if not name:
         raise UsageError(f"the name is empty: {_NAMES}")
     if name.startswith(ADDRESSES):
-        return (_installed(name, options),)
+        # An address without a branch means the same branch, and so the same installed model.
+        source = name.removesuffix("@main") if name.startswith("hf://") else name
+        return (_installed(source, options),)
     if "://" in name:
         raise UsageError(f"'{name}': an address starts with {' or '.join(ADDRESSES)}")
     if not path.exists():

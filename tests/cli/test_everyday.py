@@ -130,6 +130,7 @@ def test_a_published_bundle_is_fetched_and_kept(
         hub.add("org/bundle", contents)
         variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
         assert ask("hf://org/bundle", store, **variables)[0] == "5"
+        assert ask("hf://org/bundle@main", store, **variables) == ("5", ""), "it is here already"
         result = mlcbuild(
             "chat", "hf://org/bundle", "hi", "--scheme", "q8a8_1", store=store, variables=variables
         )
