@@ -34,8 +34,9 @@ _encode = json.JSONEncoder(
 def canonical(value: object) -> bytes:
     """Returns the unique byte string of a JSON value: keys sorted by code point, no spaces, UTF-8.
 
-    Raises TypeError on a float, because its text differs between writers; identities hold floats as strings.
-    Raises ValueError on text without a UTF-8 form (a lone surrogate).
+    Raises TypeError on a float, because its text differs between writers (identities hold floats as strings),
+    on a key that is not a string, and on any other type that JSON lacks; tuples count as lists. Raises
+    ValueError on text without a UTF-8 form (a lone surrogate).
     """
     return canonical_plain(_plain(value))
 
@@ -67,7 +68,10 @@ def _plain(value: object) -> Json:
 
 
 def digest(tag: str, value: object) -> str:
-    """Returns the BLAKE3 digest of a JSON value, hashed as `tag NUL canonical-JSON`, as 64 hex digits."""
+    """Returns the BLAKE3 digest of a JSON value, hashed as `tag NUL canonical-JSON`, as 64 hex digits. Raises
+    TypeError for a float, a key that is not a string or a type that JSON lacks, and ValueError for text
+    that UTF-8 cannot hold.
+    """
     return blake3(tag.encode() + b"\0" + canonical(value)).hexdigest()
 
 
@@ -132,15 +136,15 @@ class Entry:
 
 
 def tree_digest(entries: Iterable[Entry]) -> str:
-    """Returns the BLAKE3 digest, in hex, of a tree of files: of their paths and contents, without modes and
-    times.
+    """Returns the BLAKE3 digest, in hex, of a tree of files: of their paths, sizes and contents, without
+    modes and times. The order of the entries has no effect.
     """
     return rows_digest(map(_row, entries))
 
 
 def rows_digest(rows: Iterable[tuple[str, str, int]]) -> str:
-    """Returns the BLAKE3 digest, in hex, of a tree of files. rows: (path, digest, size in bytes) of each
-    file.
+    """Returns the BLAKE3 digest, in hex, of a tree of files. rows: (path, digest in hex, size in bytes) of
+    each file, in any order.
     """
     return blake3(b"tree/1\0" + canonical_plain(sorted(rows))).hexdigest()
 
@@ -198,9 +202,11 @@ def code_files(
     *modules: str, files: SourceFiles | None = None, imports: ImportTable | None = None
 ) -> dict[str, str]:
     """Returns portable name -> BLAKE3 digest of each source file that the modules import, directly or
-    indirectly, and of the modules' own files.
+    indirectly, of the modules' own files, and of the `__init__.py` of every package that contains one of
+    them.
 
-    Only modules inside PACKAGES and the packages of `modules` count. Imports are read from the syntax tree,
+    Only modules inside PACKAGES and the top-level packages of `modules` count; names without a source file
+    are left out. Imports are read from the syntax tree,
     including those inside functions, so that a lazy import counts. The names are paths such as
     `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that computes
     many closures passes, so that every file is read once. imports: cached imports of files; a file in it is
@@ -290,8 +296,8 @@ SystemError.
 
 @cache
 def import_reader() -> str:
-    """Returns an identifier of the version of the code that reads imports from source files. Results cached
-    by other versions are not reused.
+    """Returns an identifier of the code that reads imports from source files and of the Python version that
+    runs it. Cached imports with another identifier must not be reused.
     """
     return bytes_digest(Path(__file__).read_bytes() + sys.version.encode())[:16]
 
@@ -306,7 +312,8 @@ def _checks_types(node: ast.stmt) -> bool:
 
 def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
     """Yields the names of the modules that Python statements import, including imports in functions. package:
-    the package in which relative imports start.
+    the package in which relative imports start. `from a import b` yields both `a` and `a.b`, since b may be a
+    module.
 
     Expressions, which are most of a syntax tree, contain no imports and are not visited; neither is the body
     of `if TYPE_CHECKING:`, which never runs.
