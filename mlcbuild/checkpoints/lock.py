@@ -200,8 +200,8 @@ class _Reader:
 
 
 def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
-    """Raises UsageError that names every source of a recipe that the lock file does not pin. path: the lock
-    file, for the message.
+    """Raises UsageError that names every source of a recipe that the lock file does not pin; does nothing if
+    all are pinned. path: the lock file, for the message.
 
     Sources that the lock file pins needlessly are harmless; `mlcbuild lock` removes them.
     """
@@ -219,9 +219,10 @@ def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
 
 def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
     """Queries the hub for the present commit and files of each source, and returns them as a Lock. A source
-    that `keep` already pins keeps its commit and files.
+    that `keep` already pins keeps its commit and files, and is not queried.
 
-    Raises SourceError with one line for each source that failed.
+    If any source fails, raises SourceError with a message for each that failed, and returns nothing for the
+    others.
     """
     pins: dict[HubSource, Locked] = {}
     problems = []
@@ -240,9 +241,10 @@ def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
 
 def moved(lock: Lock) -> dict[HubSource, str]:
     """Returns source -> current commit for the pinned branches and tags that have moved since they were
-    pinned.
+    pinned; {} if none has. Sources that the recipe gives as a commit are not queried.
 
-    Raises SourceError with one line for each source that cannot be queried.
+    If any source cannot be queried, raises SourceError with a message for each of these, and returns nothing
+    for the others.
     """
     commits: dict[HubSource, str] = {}
     problems = []
@@ -288,8 +290,8 @@ def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pin
     """Downloads a file of a source whose SHA-256 the hub does not state, such as one kept in git; returns its
     bytes, and its size and SHA-256.
 
-    The bytes are checked against the size and the git object id that the hub states. Raises SourceError if
-    the hub refuses or sends other bytes.
+    The bytes are checked against the size and the git object id that the hub states; other bytes are
+    downloaded once more. Raises SourceError if the hub refuses or sends other bytes both times.
     """
     data = b""
     for again in (False, True):

@@ -29,13 +29,16 @@ def methods() -> tuple[str, ...]:
 
 
 def module_of(method: str) -> str:
-    """Returns the dotted name of the module that reads weights of a quantization method."""
+    """Returns the dotted name of the module that reads weights of a quantization method, without
+    a check that the module exists.
+    """
     return f"{quantized.__name__}.{method}{_ENDING}"
 
 
 def method_of(settings: object, place: str) -> str:
-    """Returns the name of the quantization method that a quantization_config states. place: the beginning
-    of error messages. Raises CheckpointError if it states none that is supported.
+    """Returns the name of the quantization method that a quantization_config states, in lower case with `_`
+    for `-`; "mlx" if it has no method but bits and group_size. place: the beginning of error messages. Raises
+    CheckpointError if it is not an object or states no supported method.
     """
     if not isinstance(settings, Mapping):
         raise CheckpointError(f"{place}: quantization_config: must be an object, found {_shown(settings)}")
