@@ -26,8 +26,8 @@ def _files(site: Site, kind: str) -> list[Path]:
 
 
 def _rewrite(path: Path, data: bytes, keep_time: bool) -> None:
-    """Changes a file in place. keep_time: True if its mtime stays, as with failing hardware; False for a
-    change by another program."""
+    """Overwrites a file with `data` in place; its permissions stay. keep_time: True if its mtime stays too,
+    as with failing hardware; False for a change by another program."""
     status = path.stat()
     path.chmod(0o644)
     path.write_bytes(data)

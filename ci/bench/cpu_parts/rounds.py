@@ -190,8 +190,9 @@ def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
 
 def logits(actual: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields (name of an engine with its model, figures) for each compared engine. The figures compare its
-    logits for one prompt with those of the float32 reference: KL divergence in nats, share of equal most
-    likely tokens, and relative error.
+    logits for one prompt with those of the float32 reference: "kl", the KL divergence in nats,
+    "agree", the share of equal most likely tokens, and "error", the relative root mean square error. Raises
+    CalledProcessError if the comparison fails.
     """
     vocabulary = actual.config["vocab_size"]
     variables = environment(OURS)
