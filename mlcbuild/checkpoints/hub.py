@@ -69,10 +69,10 @@ def is_commit(text: str) -> bool:
 
 def parse_source(text: str) -> HubSource | None:
     """Returns the repository, or the GGUF file in it, that the `source:` of a recipe names; None if it names
-    a directory.
+    a directory, which is any text without `://`. The revision is "main" if the text has none.
 
-    Raises UsageError for a text with a scheme that is not `hf://organisation/name`, with or without
-    `/path/file.gguf` and `@revision` behind it.
+    Raises UsageError for a text with `://` that is not `hf://organisation/name` or `hf://name`, with or
+    without `/path/file.gguf` and `@revision` behind it, or whose parts are no valid names.
     """
     scheme, mark, rest = text.partition("://")
     if not mark:
@@ -99,7 +99,10 @@ def parse_source(text: str) -> HubSource | None:
 
 
 def check_name(name: str) -> None:
-    """Raises SourceError (without naming the source) for a file name that is not a safe relative path."""
+    """Raises SourceError (without naming the source) for a file name that is not a safe relative path: one
+    with an empty, `.` or `..` component, a backslash, colon or unprintable character, or a component of more
+    than 255 bytes.
+    """
     shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
     if (
         any(part in ("", ".", "..") for part in name.split("/"))
@@ -133,7 +136,9 @@ def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
 
 
 def current_commit(source: HubSource) -> str:
-    """Returns the current commit of a branch or tag. Raises SourceError if the hub has none."""
+    """Returns the current commit of a branch or tag. Raises SourceError if the hub has none, refuses or
+    cannot be reached.
+    """
     from huggingface_hub import HfApi
 
     return _patiently(
@@ -142,12 +147,12 @@ def current_commit(source: HubSource) -> str:
 
 
 def reach(source: HubSource, names: Iterable[str]) -> None:
-    """Checks that the hub can be reached, by querying the first of the files `names` that is not in its
-    cache.
+    """Checks that the hub can be reached, by querying the first of the files `names` that is not in the
+    cache on this machine; does nothing if all of them are.
 
     `source` must be at a commit. Without this check, an unreachable hub would be retried for half a minute
-    for every file. In offline mode, all missing files are named at once. Raises SourceError if the hub cannot
-    be reached, or files are missing in offline mode.
+    for every file. In offline mode, all missing files are named at once. Raises SourceError if the hub
+    refuses or cannot be reached, or files are missing in offline mode.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -239,7 +244,8 @@ def _counting(count: Callable[[int], None] | None) -> type:
 
 def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -> Result:
     """Calls `ask`, a query of the hub, up to ATTEMPTS times while the hub cannot be reached, and returns its
-    result. name: the file that an error names, or None. Raises what `ask` raises.
+    result. name: the file that an error names, or None. Raises SourceError in place of failures of the hub,
+    the network or the disk; other exceptions of `ask` pass unchanged.
     """
     for _ in range(ATTEMPTS - 1):
         try:

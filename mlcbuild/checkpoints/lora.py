@@ -92,7 +92,8 @@ class _Change:
 def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint, by transformers' names, with LoRA adapters merged into them one
     after the other when rows are read. directories: pairs (directory of an adapter, factor of its change).
-    Raises CheckpointError for an adapter that does not fit the checkpoint.
+    Raises CheckpointError for an adapter that is damaged or unsupported, does not fit the checkpoint, or
+    replaces a tensor that an adapter before it has changed.
     """
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -118,8 +119,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
 
 def read_adapter(directory: Path, weight: float) -> Adapter:
     """Reads the config of a LoRA adapter in a directory and the header of its weights file, and returns an
-    Adapter, whose weights are read later. weight: factor of the adapter's change of the base model. Raises
-    CheckpointError for a damaged or unsupported adapter.
+    Adapter, whose weights are read later. weight: factor of the adapter's change of the base model, which
+    must be 1 if the adapter replaces whole tensors. Raises CheckpointError for an adapter that breaks this,
+    or is damaged or unsupported.
     """
     config = read_adapter_config(directory)
     path = next((directory / name for name in ADAPTER_WEIGHTS if (directory / name).is_file()), None)
