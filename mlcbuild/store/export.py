@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,6 +26,17 @@ from mlcbuild.store.store import Store
 _SHOWN = 3
 
 
+@dataclass(frozen=True)
+class _Listing:
+    """The files that mlcbuild wrote to an output directory, as the list beside it states them."""
+
+    rows: Sequence[Row] = ()
+    """(path, digest, size in bytes) of each file."""
+    inodes: Mapping[str, int] = field(default_factory=dict)
+    """Path of a file -> its inode number. Files of the same size that were exchanged for each other differ in
+    nothing else."""
+
+
 def materialise(
     store: Store, record: Record, destination: Path, texts: Mapping[str, bytes] = MappingProxyType({})
 ) -> bool:
@@ -35,8 +47,9 @@ def materialise(
     copies on another filesystem, and every byte is checked. The store may be read-only. The directory
     appears, or replaces an older one, by rename. An older one is replaced only if mlcbuild wrote each file in
     it: `.NAME.mlcbuild.json` beside it lists them with digests, and files that are not listed or have changed
-    belong to the user. Raises UsageError for such files, StoreError when the store is damaged, MlcbuildError
-    when the destination cannot be written.
+    belong to the user. A file that was exchanged for another one of the same size and mtime is written again.
+    Raises UsageError for files of the user, StoreError when the store is damaged, MlcbuildError when the
+    destination cannot be written.
     """
     destination = destination.absolute()
     added = ((path, bytes_digest(data), len(data)) for path, data in texts.items())
@@ -48,7 +61,7 @@ def materialise(
     try:
         _make_directory(destination.parent)
         with wait_lock(_marker(destination).with_suffix(".lock")):
-            return _replace(destination, rows, lambda new: _fill(new, store, record, texts))
+            return _replace(store, destination, rows, lambda new: _fill(new, store, record, texts))
     except OSError as error:
         raise MlcbuildError(f"{destination} cannot be written: {error.strerror or error}") from error
 
@@ -66,7 +79,7 @@ def set_aside(destination: Path) -> Path | None:
         if not destination.is_dir():
             return None
         with wait_lock(marker.with_suffix(".lock")):
-            _check_ours(destination, _read(marker))
+            _check_ours(destination, _read(marker).rows)
             remove(place)
             destination.rename(place)
     except (OSError, UsageError):
@@ -76,8 +89,8 @@ def set_aside(destination: Path) -> Path | None:
 
 def _stands(rows: list[Row], destination: Path) -> bool:
     """Returns True if an output directory already holds exactly the files `rows`, (path, digest, size) each,
-    with the mtime of files from the store. Nothing is hashed, and no lock is held, since most of thousands of
-    outputs are complete.
+    with the mtime of files from the store and the inodes that mlcbuild noted. Nothing is hashed, and no lock
+    is held, since most of thousands of outputs are complete.
 
     While another process replaces the directory, the result is False: mlcbuild's list of the directory's
     files, which is read first, then lists other files or is absent.
@@ -86,7 +99,8 @@ def _stands(rows: list[Row], destination: Path) -> bool:
     directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}
     file_count, left = 0, [""]
     try:
-        if _read(_marker(destination)) != rows or destination.is_symlink():
+        listing = _read(_marker(destination))
+        if listing.rows != rows or destination.is_symlink():
             return False
         while left:
             below = left.pop()
@@ -100,7 +114,7 @@ def _stands(rows: list[Row], destination: Path) -> bool:
                 stat_result = entry.stat(follow_symlinks=False)
                 if sizes.get(name) != stat_result.st_size or stat_result.st_mtime_ns != STAMP_NS:
                     return False
-                if not stat.S_ISREG(stat_result.st_mode):
+                if not stat.S_ISREG(stat_result.st_mode) or listing.inodes.get(name) != stat_result.st_ino:
                     return False
                 file_count += 1
     except OSError:
@@ -130,18 +144,19 @@ def _fill(new: Path, store: Store, record: Record, texts: Mapping[str, bytes]) -
         stamp(new / path)
 
 
-def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -> bool:
+def _replace(store: Store, destination: Path, rows: list[Row], fill: Callable[[Path], None]) -> bool:
     marker = _marker(destination)
     new, old = marker.with_suffix(".new"), marker.with_suffix(".old")
-    listed = _read(marker)
-    _check_ours(destination, listed)
-    if _holds(destination, rows, listed):
+    listing = _read(marker)
+    _check_ours(destination, listing.rows)
+    if _holds(store, destination, rows, listing):
+        _write(marker, rows, destination)
         return False
     remove(new)
     remove(old)  # left by a killed run; it holds only files of mlcbuild
     try:
         fill(new)
-        _write(marker, [*listed, *rows])  # The list covers both states that a crash may leave.
+        _write(marker, [*listing.rows, *rows], None)  # It covers both states that a crash may leave.
         if destination.exists():
             destination.rename(old)
         new.rename(destination)
@@ -150,25 +165,33 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
         if old.exists() and not destination.exists():
             old.rename(destination)
         raise
-    _write(marker, rows)
+    _write(marker, rows, destination)
     remove(old)
     return True
 
 
-def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
+def _holds(store: Store, destination: Path, rows: list[Row], listing: _Listing) -> bool:
     """Returns True if the output directory `destination` holds exactly the files `rows`, (path, digest, size)
-    each, and they are unchanged: each is also in `listed`, the files that mlcbuild wrote there before, and
-    has this size and the mtime that mlcbuild gives to its files."""
-    present_files = {name: path.stat() for path, name in _files(destination)}
+    each, and they are unchanged: each is also in `listing`, the files that mlcbuild wrote there before, and
+    has this size and the mtime that mlcbuild gives to its files. Only files that have another inode than
+    listed, and are no link to the store, are hashed."""
+    present_files = {name: path for path, name in _files(destination)}
     return present_files.keys() == {path for path, _, _ in rows} and all(
-        row in listed
-        and present_files[row[0]].st_size == row[2]
-        and present_files[row[0]].st_mtime_ns == STAMP_NS
-        for row in rows
+        row in listing.rows and _is_whole(store, present_files[row[0]], row, listing) for row in rows
     )
 
 
-def _check_ours(destination: Path, listed: list[Row]) -> None:
+def _is_whole(store: Store, path: Path, row: Row, listing: _Listing) -> bool:
+    name, digest, size = row
+    stat_result = path.stat()
+    if (stat_result.st_size, stat_result.st_mtime_ns) != (size, STAMP_NS):
+        return False
+    blob = store.blob(digest)
+    is_known = listing.inodes.get(name) == stat_result.st_ino or (blob.exists() and path.samefile(blob))
+    return is_known or file_digest(path) == digest
+
+
+def _check_ours(destination: Path, listed: Sequence[Row]) -> None:
     """Raises UsageError if an output directory holds a file that mlcbuild did not write, or that was changed
     since. listed: (path, digest, size) of each file that mlcbuild wrote there."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
@@ -184,7 +207,7 @@ def _check_ours(destination: Path, listed: list[Row]) -> None:
         )
 
 
-def _is_ours(path: Path, name: str, listed: list[Row]) -> bool:
+def _is_ours(path: Path, name: str, listed: Sequence[Row]) -> bool:
     rows = [row for row in listed if row[0] == name]
     if not rows or path.is_symlink() or not path.is_file():
         return False
@@ -210,22 +233,27 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
             yield place, place.relative_to(root).as_posix()
 
 
-def _read(marker: Path) -> list[Row]:
-    """Reads the list of files that mlcbuild wrote to an output directory, and returns (path, digest, size)
-    of each; [] if the list is missing or damaged.
+def _read(marker: Path) -> _Listing:
+    """Reads the list of files that mlcbuild wrote to an output directory; returns an empty one if it is
+    missing or damaged, and no inodes if an earlier version of mlcbuild wrote it.
     """
     try:
-        listed = json.loads(regular.read(marker, LARGEST, follow_link=False))["files"]
-        return [(str(path), str(digest), int(size)) for path, digest, size in listed]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return []
+        document = json.loads(regular.read(marker, LARGEST, follow_link=False))
+        rows = [(str(path), str(digest), int(size)) for path, digest, size in document["files"]]
+        return _Listing(rows, {str(path): int(inode) for path, inode in document.get("inodes", {}).items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return _Listing()
 
 
-def _write(marker: Path, rows: list[Row]) -> None:
+def _write(marker: Path, rows: Sequence[Row], directory: Path | None) -> None:
+    """Writes the list of the files `rows`, (path, digest, size) each, with their inodes in `directory`, or
+    without inodes if it is None. Raises OSError if it cannot be written."""
     part = marker.with_suffix(".part")
     remove(part)
+    inodes = {} if directory is None else {path: (directory / path).stat().st_ino for path, _, _ in rows}
+    document = {"files": [list(row) for row in rows], "format": "export/1", "inodes": inodes}
     try:
-        part.write_bytes(canonical({"files": [list(row) for row in rows], "format": "export/1"}) + b"\n")
+        part.write_bytes(canonical(document) + b"\n")
         part.replace(marker)
     except OSError:
         remove(part)

@@ -3,6 +3,8 @@ replace a user's file."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import resource
 import shutil
@@ -188,6 +190,58 @@ def test_a_destination_that_cannot_be_made_is_told(store: Store, tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(MlcbuildError, match="file/out cannot be written: Not a directory"):
         materialise(store, made(store, {"a": "1"}), tmp_path / "file" / "out")
+
+
+def exchange(first: Path, second: Path) -> None:
+    first.rename(first.with_name("aside"))
+    second.rename(first)
+    first.with_name("aside").rename(second)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_exchanged_files_of_one_size_are_written_again(
+    store: Store, tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks files that differ in their bytes only, in two directories and in one."""
+    if not linked:
+        monkeypatch.setattr(os, "link", missing_links)
+    records = [made(store, {"a": "1", "b": "2"}), made(store, {"a": "3", "b": "4"})]
+    outs = [tmp_path / "first", tmp_path / "second"]
+
+    def write() -> list[bool]:
+        return [materialise(store, record, out) for record, out in zip(records, outs, strict=True)]
+
+    assert write() == [True, True]
+    for first, second in (
+        (outs[0] / "a", outs[1] / "a"),
+        (outs[0] / "a", outs[0] / "b"),
+        (outs[0], outs[1]),
+    ):
+        exchange(first, second)
+        assert True in write()
+        assert [tree(out) for out in outs] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+        assert write() == [False, False]
+
+
+def missing_links(*_: object) -> None:
+    raise OSError(errno.ENOTSUP, "no links here")
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_list_without_inodes_is_completed(
+    store: Store, tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not linked:
+        monkeypatch.setattr(os, "link", missing_links)
+    record, out = made(store, {"a": "1", "b": "2"}), tmp_path / "out"
+    materialise(store, record, out)
+    marker = out.with_name(".out.mlcbuild.json")
+    whole = marker.read_bytes()
+    document = json.loads(whole)
+    del document["inodes"]
+    marker.write_text(json.dumps(document))
+    assert materialise(store, record, out) is False
+    assert marker.read_bytes() == whole
 
 
 def link(path: Path) -> None:
