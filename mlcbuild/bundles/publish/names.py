@@ -13,7 +13,8 @@ from mlcbuild.remotes.transport import quoted
 
 def check_names(names: Iterable[str]) -> None:
     """Raises RemoteError unless all file names of a bundle are relative paths inside one directory, with `/`
-    between their components, and none is both a file and a directory.
+    between their components, and none is both a file and a directory. Names with a backslash, a colon, an
+    unprintable character or a component of more than 255 bytes are refused, too.
     """
     files, directories = set(names), set[str]()
     for name in files:
