@@ -68,8 +68,9 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
     """Returns the sorted names of those of a checkpoint's files that steps read: at the top level, the files
     with configuration, tokenizer, template and weights, and in a subdirectory the file that states how
     embeddings are pooled. names: all files of the checkpoint; shards: the weights files that the checkpoint's
-    index lists. PyTorch files count only without safetensors files. Raises SourceError, which does not name
-    the source, if the files are not a usable checkpoint.
+    index lists. PyTorch files count only without safetensors files. For a LoRA adapter without config.json,
+    returns the adapter's two files in place of these. Raises SourceError, which does not name the source, if
+    the files are not a usable checkpoint.
     """
     names = set(names)
     top = {name for name in names if "/" not in name}
@@ -103,8 +104,9 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
 
 
 def gguf_parts(names: Collection[str], file: str) -> tuple[str, ...]:
-    """Returns the names of all parts of a GGUF file of a repository. names: all files of the repository;
-    file: the path of one part. Raises SourceError (without naming the source) if a part is missing.
+    """Returns the sorted names of all parts of a GGUF file; `file` alone if it is not split. names: all
+    files of the repository; file: the path of one part. Raises SourceError (without naming the source)
+    if a part is missing.
     """
     split, parts = GGUF_PART.fullmatch(file), {file}
     if split is not None:
@@ -127,7 +129,9 @@ def _safetensors(names: Iterable[str]) -> set[str]:
 
 
 def index_of(names: Collection[str]) -> str | None:
-    """Returns the name of the index of weights files among `names`; None if there is none."""
+    """Returns the name of the index of weights files among `names`; None if there is none, or if weights
+    in a single file, or for a PyTorch index any safetensors files, come before it.
+    """
     if SINGLE in names:
         return None
     if INDEX in names:
@@ -137,8 +141,8 @@ def index_of(names: Collection[str]) -> str | None:
 
 
 def adapter_files(names: Container[str]) -> tuple[str, ...]:
-    """Returns the names of the files of a LoRA adapter that steps read. names: all files. Raises SourceError,
-    which does not name the source, if one is missing.
+    """Returns the names of the two files of a LoRA adapter that steps read: its config, then its weights.
+    names: all files. Raises SourceError, which does not name the source, if one is missing.
     """
     weights = next((name for name in ADAPTER_WEIGHTS if name in names), None)
     if weights is None or ADAPTER_CONFIG not in names:
@@ -166,7 +170,7 @@ def index_shards(data: bytes, index: str) -> frozenset[str]:
 def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
     """Returns the names of the files that steps read from a local directory: those that `needed_files`
     selects for a checkpoint, or `adapter_files` for an adapter. Raises SourceError if a file that steps need
-    is missing.
+    is missing or not a regular file, or the directory cannot be read.
     """
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
@@ -189,8 +193,8 @@ def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
 
 
 def _is_regular(path: Path) -> bool:
-    """Returns True if the path is a regular file, and False if nothing is there. Raises SourceError for a
-    directory or another kind of file.
+    """Returns True if the path is a regular file, else False. Raises SourceError instead of returning False
+    if the file name is one that a checkpoint's steps read.
     """
     try:
         kind = regular.kind(path)
@@ -209,8 +213,9 @@ def fetch(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
     """Action: downloads the pinned files of one hub repository to `out`, and verifies size and sha256.
 
     params: {"repo": str, "commit": 40 hex digits, "files": {name: {"size": int, "sha256": hex}}}; no
-    inputs. Files are hard links into the hub's cache where possible, otherwise copies. Raises SourceError
-    with one line for each file that failed.
+    inputs. Files are hard links into the hub's cache where possible, otherwise copies. After the
+    first failure no further download starts; those in progress finish. Raises SourceError with a line for
+    each file that failed.
     """
     source = HubSource(str(params["repo"]), str(params["commit"]))
     files = _pinned(params["files"])
