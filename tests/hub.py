@@ -28,9 +28,9 @@ class Fault:
 
     kind: str
     """The way in which the simulated hub fails. As status: unauthorized, gated (access not granted),
-    disabled, no_file, or status (the number in the field `status`). By its answer: slow, not_a_hub (a login
-    page), xet (points to Xet storage). In a download: wrong (one bit flipped), short, drop (connection closed
-    halfway), hold (pause halfway)."""
+    disabled, no_file, or status (the number in the field `status`). By its answer: slow, no_commit (the
+    answer states none), not_a_hub (a login page), xet (points to Xet storage). In a download: wrong (one bit
+    flipped), short, drop (connection closed halfway), hold (pause halfway)."""
     times: int = 1 << 30
     status: int = 503
 
@@ -283,17 +283,19 @@ class _Handler(BaseHTTPRequestHandler):
         if repo is None:
             return
         commit = repo.refs.get(revision, revision)
-        if commit not in repo.commits:
+        if repo.fault(None, "no_commit") is not None:
+            commit = ""
+        elif commit not in repo.commits:
             self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
             return
         siblings = []
-        for file, data in sorted(repo.commits[commit].items()):
+        for file, data in sorted(repo.commits.get(commit, {}).items()):
             entry: dict[str, object] = {"rfilename": file, "size": len(data), "blobId": git_oid(data)}
             if is_large(file):
                 sha256 = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
             siblings.append(entry)
-        answer = {"_id": "1", "id": name, "modelId": name, "sha": commit, "siblings": siblings}
+        answer = {"_id": "1", "id": name, "modelId": name, "sha": commit or None, "siblings": siblings}
         self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def file(self, repo: Repo, name: str, commit: str, file: str, storage: bool) -> None:

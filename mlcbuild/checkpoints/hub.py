@@ -121,8 +121,7 @@ def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
 
     def ask() -> tuple[str, dict[str, HubFile]]:
         info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True)
-        if info.sha is None or not is_commit(info.sha):
-            raise SourceError(f"{source}: the hub names no commit for this revision; is HF_ENDPOINT a hub?")
+        commit = _commit(source, info.sha)
         files = {}
         for item in info.siblings or ():
             if item.size is None or item.blob_id is None:
@@ -130,7 +129,7 @@ def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
                     f"{source}: {item.rfilename}: the hub states no size; is HF_ENDPOINT a hub?"
                 )
             files[item.rfilename] = HubFile(item.size, item.blob_id, item.lfs.sha256 if item.lfs else None)
-        return info.sha, files
+        return commit, files
 
     return _patiently(source, None, ask)
 
@@ -141,9 +140,17 @@ def current_commit(source: HubSource) -> str:
     """
     from huggingface_hub import HfApi
 
-    return _patiently(
-        source, None, lambda: str(HfApi().model_info(source.repo, revision=source.revision).sha)
-    )
+    def ask() -> str:
+        return _commit(source, HfApi().model_info(source.repo, revision=source.revision).sha)
+
+    return _patiently(source, None, ask)
+
+
+def _commit(source: HubSource, stated: str | None) -> str:
+    """Returns the commit that a hub has stated. Raises SourceError if it is none."""
+    if stated is None or not is_commit(stated):
+        raise SourceError(f"{source}: the hub names no commit for this revision; is HF_ENDPOINT a hub?")
+    return stated
 
 
 def reach(source: HubSource, names: Iterable[str]) -> None:

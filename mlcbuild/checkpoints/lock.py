@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,13 +83,15 @@ def write(path: Path, lock: Lock) -> bool:
     Raises UsageError if it cannot be written.
     """
     new = text(lock).encode()
+    partial = path.with_name(f".{path.name}.partial")
     try:
         if path.is_file() and path.read_bytes() == new:
             return False
-        partial = path.with_name(f".{path.name}.partial")
         partial.write_bytes(new)
         partial.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,27 @@ def test_a_pin_is_kept_until_it_is_renewed(hub: Hub, client: Client, tmp_path: P
     assert (tmp_path / "out" / "config.json").read_bytes() == FILES["config.json"]
     renewed = resolved(client, tmp_path / "c.lock", "hf://org/moves")
     assert renewed.sources[HubSource("org/moves")].commit == new
+
+
+def test_a_hub_that_names_no_commit(hub: Hub, client: Client, tmp_path: Path) -> None:
+    hub.add("org/moves", FILES)
+    path = tmp_path / lock.NAME
+    resolved(client, path, "hf://org/moves")
+    hub.repos["org/moves"].faults[None] = Fault("no_commit", times=1)
+    message = "hf://org/moves@main: the hub names no commit for this revision; is HF_ENDPOINT a hub?"
+    assert refusal(client, "moved", str(path)) == message
+
+
+def test_a_lock_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / lock.NAME
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(UsageError, match=r"recipe\.lock: cannot be written: File too large"):
+            lock.write(path, lock.Lock({}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_pinned_commit_never_moves(hub: Hub, client: Client, tmp_path: Path) -> None:
