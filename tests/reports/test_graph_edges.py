@@ -79,3 +79,19 @@ def test_lines_through_a_column_have_one_origin(boxes: dict[str, Box]) -> None:
 def test_an_edge_over_an_empty_row_is_straight() -> None:
     boxes = {"a": Box(0, 0, WIDTH), "b": Box(136, 100, WIDTH), "c": Box(272, 0, WIDTH)}
     assert {y for _, y in points(paths(boxes, [("a", "c")])["a", "c"])} == {17.0}
+
+
+def test_an_edge_takes_the_nearest_gap() -> None:
+    boxes = {
+        "a": Box(0, 0, WIDTH),
+        "b": Box(136, -10, WIDTH),
+        "c": Box(136, 60, WIDTH),
+        "d": Box(272, 0, WIDTH),
+    }
+    assert " 28.0 h80.0" in paths(boxes, [("a", "d")])["a", "d"], "4 pixels below the box b"
+
+
+def test_an_edge_over_two_columns_descends_evenly() -> None:
+    places = {"a": (0, 0), "b": (136, 1000), "c": (272, 1000), "d": (408, 300)}
+    boxes = {name: Box(x, y, WIDTH) for name, (x, y) in places.items()}
+    assert re.findall(r"([-\d.]+) h", paths(boxes, [("a", "d")])["a", "d"]) == ["117.0", "217.0"]
