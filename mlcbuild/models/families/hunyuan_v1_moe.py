@@ -22,8 +22,7 @@ _ALONE = {
     "norm_type": ("rms",),
     "routed_scaling_factor": (1.0,),
 }
-"""Field of a Hunyuan config.json that transformers ignores -> the values that describe what transformers
-computes; other values are errors."""
+"""Field of config.json that transformers ignores -> values that say what it computes; others are errors."""
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
