@@ -153,6 +153,18 @@ def copy_source(root: Path) -> None:
         shutil.copytree(ROOT / package, root / package, ignore=ignored, symlinks=True)
 
 
+def copy_store(store: Path, destination: Path, *without: str) -> None:
+    """Copies a store to which other test processes write meanwhile. Records are copied first: all files that
+    they list are in the store before them. without: names of further parts that are left out."""
+    shutil.copytree(store / "ac", destination / "ac")
+    busy = shutil.ignore_patterns("ac", "tmp", "locks", "index.sqlite*", *without)
+
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        return busy(directory, names) if Path(directory) == store else set()  # there is a cas/ac, too
+
+    shutil.copytree(store, destination, ignore=ignored, dirs_exist_ok=True)
+
+
 def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> Path:
     """Writes a recipe and copies of checkpoints, each in a directory of its name, and returns the recipe's
     path."""

@@ -15,7 +15,7 @@ import yaml
 
 from mlcbuild.ci import affected
 from mlcbuild.errors import UsageError
-from tests.conftest import QUICKSTART, ROOT, TINY, checked, mlcbuild, project
+from tests.conftest import QUICKSTART, ROOT, TINY, checked, copy_store, mlcbuild, project
 
 VARIANTS = ["tiny-q0f32-host", "tiny-q4f16_1-host", "tiny-q4a8_1-host"]
 
@@ -24,9 +24,7 @@ VARIANTS = ["tiny-q0f32-host", "tiny-q4f16_1-host", "tiny-q4a8_1-host"]
 def store(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> Path:
     """Returns the directory of a store that contains all results of the example recipe. It is a copy, from
     which a test may remove records."""
-    # Other tests write to it meanwhile.
-    busy = shutil.ignore_patterns("tmp", "locks", "index.sqlite*")
-    shutil.copytree(common_store, tmp_path / "store", ignore=busy)
+    copy_store(common_store, tmp_path / "store")
     return tmp_path / "store"
 
 

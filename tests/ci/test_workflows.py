@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.ci.test_ci import forget
-from tests.conftest import QUICKSTART, ROOT, project
+from tests.conftest import QUICKSTART, ROOT, copy_store, project
 from tests.runners import Runner, filled, run_job
 
 WORKFLOW = yaml.safe_load((ROOT / "ci" / "github-workflow.yml").read_text())
@@ -29,8 +29,7 @@ def runners(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> tuple[Run
     recipe = project(tmp_path / "project", QUICKSTART.replace("q0f32, ", ""))
     shutil.copy(tiny_bundles / "prompts.txt", recipe.parent)
     shared = tmp_path / "service"
-    busy = shutil.ignore_patterns("tmp", "locks", "index.sqlite*", "runs", "logs")
-    shutil.copytree(common_store, shared / "cache", ignore=busy)
+    copy_store(common_store, shared / "cache", "runs", "logs")
     forget(shared / "cache", "(weights|bundle|verify|reference)/.*")
     first, second = (Runner(tmp_path / name, recipe.parent, shared) for name in "ab")
     return first, second

@@ -19,7 +19,7 @@ import pytest
 from blake3 import blake3
 
 from mlcbuild.store.store import Store
-from tests.conftest import QUICKSTART, ROOT, TINY, checked, mlcbuild, project
+from tests.conftest import QUICKSTART, ROOT, TINY, checked, copy_store, mlcbuild, project
 from tests.hub import Hub
 from tests.libharness import EVERY
 from tests.runtime.shared import serving
@@ -203,8 +203,7 @@ def test_plan_and_explain_say_why(tmp_path: Path, tiny_bundles: Path, common_sto
 def test_a_copied_store_serves_another_place(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
     recipe = project(tmp_path / "a", QUICKSTART)
     shutil.copy(tiny_bundles / "prompts.txt", tmp_path / "a" / "prompts.txt")
-    # Other processes use the store: what its index writes beside itself comes and goes.
-    shutil.copytree(common_store, tmp_path / "store", ignore=shutil.ignore_patterns("index.sqlite*", "tmp"))
+    copy_store(common_store, tmp_path / "store")
     actual = run_json(recipe, tmp_path / "store")
     assert {step["status"] for name, step in actual.items() if name} == {"reused"}
     assert checked(mlcbuild("cache", "verify", store=tmp_path / "store"))
