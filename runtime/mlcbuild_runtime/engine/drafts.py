@@ -29,8 +29,8 @@ class Speculate:
     """The settings of speculative decoding."""
 
     draft: Path | None = None
-    """Directory of the draft bundle, which has the same vocabulary; None: draft tokens are looked up earlier
-    in the sequence."""
+    """Directory of the draft bundle, whose vocabulary must be the model's; None: draft tokens are looked up
+    earlier in the sequence."""
     tokens: int = TOKENS
     """Maximum number of tokens in a draft."""
     branches: bool = True
@@ -77,10 +77,10 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns alternatives to a draft, each a Branch: its tokens, and its start, the number of draft
-        tokens before it. One begins where another token than the draft's followed the same n-gram earlier in
-        the text. tokens: the text before the draft; count: maximum number of tokens on all branches together.
-        """
+        """Returns alternatives to a draft, each a Branch of one or two tokens; none if there are none. A
+        branch begins where another token than the draft's followed the same n-gram earlier in the text.
+        tokens: the whole text before the draft; each call must pass the same list, which may have grown.
+        count: maximum number of tokens on all branches together."""
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):
@@ -93,8 +93,9 @@ class Lookup:
         return branches
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` draft tokens: those that followed the last tokens of the text earlier in it,
-        or none. tokens: the whole text; each call must pass the same list, which may have grown."""
+        """Returns `count` draft tokens: those that followed the latest earlier occurrence of the text's last
+        4, 3 or 2 tokens, repeated if the text ends before there are enough; [] without such an occurrence.
+        tokens: the whole text; each call must pass the same list, which may have grown."""
         self._learn(tokens)
         for size in SIZES:
             place = self._places.get(tuple(tokens[-size:]))
@@ -152,17 +153,17 @@ class Credit:
         return min(self.length, most) if self.balance > 0 else 0
 
     def rest(self) -> None:
-        """Adds 0.02 tokens to the number of tokens that a sequence may spend on drafts, because a step has
-        computed a token without a draft."""
+        """Adds 0.02 tokens to the number of tokens that a sequence may spend on drafts (at most 6 in all),
+        because a step has computed a token without a draft."""
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
         """Updates the number of tokens that a sequence may still spend on drafts, after a draft was verified:
-        adds `accepted` - `drafted` * `price`. Also sets the length of the next draft: after full acceptance
-        twice the length, up to 16, else `accepted` + `gained` + 1. drafted, accepted: numbers of tokens of
-        the draft that were verified and accepted; price: cost of one draft token, in tokens computed without
-        drafts; gained: number of tokens accepted after them on a branch, an alternative to the rest of the
-        draft."""
+        adds `accepted` - `drafted` * `price`, up to 6 in all. Also sets the length of the next draft: after
+        full acceptance twice the length, up to 16, else `accepted` + `gained` + 1. drafted, accepted: numbers
+        of tokens of the draft that were verified and accepted; price: cost of one draft token, in tokens
+        computed without drafts; gained: number of tokens accepted after them on a branch, an alternative to
+        the rest of the draft."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 
@@ -185,7 +186,8 @@ class Odds:
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
         """Returns how many tokens to draft on branches (alternatives to the rest of a draft, verified in the
-        same decode step); 0 if verifying them would take more time than it saves.
+        same decode step): the number, at most len(shares), that is expected to save most time; 0 if none
+        saves any.
 
         pace: number of tokens that the step yields for all sequences; shares: shares[i] is the time that i +
         1 tokens on branches add, as a fraction of the step's time.
@@ -195,9 +197,10 @@ class Odds:
         return count if gain > 0 else 0
 
     def settle(self, branched: int, gained: int, added: int) -> None:
-        """Updates the estimated acceptance rate of draft tokens on branches (alternatives to the rest of a
-        draft) after a step. branched, gained: numbers of these tokens that the step verified and accepted;
-        added: number of all tokens that it added to the answer."""
+        """Updates, after a step, the estimated acceptance rate of draft tokens on branches (alternatives to
+        the rest of a draft) and the average number of tokens per step. branched, gained: numbers of tokens on
+        branches that the step verified and accepted; added: number of all tokens that it added to the answer.
+        """
         self.pace += (added - self.pace) * self._PACE
         self.rate += (gained - self.rate * branched) * self._WEIGHT
         if not branched:
@@ -211,8 +214,8 @@ class Prices:
     _GUESS = 0.2
     """Assumed fraction of a decode step's time that each draft token adds, before the first measurement."""
     _FORGET = 1.01
-    """Factor by which the shortest measured time of a step with a given number of rows grows with each step,
-    because steps become slower as texts become longer.
+    """Factor by which the remembered shortest time of a kind of step grows with each further measurement of
+    that kind, because steps become slower as texts become longer.
     """
 
     _TRIES = 2
@@ -238,8 +241,9 @@ class Prices:
 
     def price(self, batch: int, drafted: int) -> float:
         """Returns the cost of verifying one draft token, as the number of tokens that could be computed
-        without drafts in the same time. batch: number of tokens that the step computes besides the drafts;
-        drafted: number of draft tokens, at least 1."""
+        without drafts in the same time. If steps with and without these drafts were not both measured, each
+        draft token is assumed to add a fifth of the step's time. batch: number of tokens that the step
+        computes besides the drafts; drafted: number of draft tokens, at least 1."""
         undrafted_time, drafted_time = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
         extra = (
             drafted * self._GUESS
@@ -250,7 +254,8 @@ class Prices:
 
     def best(self, batch: int, most: int) -> int:
         """Returns the number of draft tokens, at most `most`, with which a step yields most tokens per second
-        if all are accepted. batch: number of tokens that the step computes besides draft tokens.
+        if all are accepted; `most` without measurements. batch: number of tokens that the step computes
+        besides draft tokens.
 
         Kernels compute the tokens of a step in groups, and the first token of a group costs as much as the
         whole group. A number of draft tokens without measurements is assumed to take as long as the next

@@ -33,8 +33,8 @@ class Engine:
         self, executor: Executor, tokenizer: Tokenizer, options: EngineOptions | None = None
     ) -> None:
         """Creates an engine for a loaded bundle, which does not run yet, and loads the draft bundle that
-        `options` names, if any. Raises BundleError if the draft bundle cannot be loaded or does not fit the
-        model."""
+        `options` names, if any. Raises BundleError if the draft bundle is damaged or does not fit the model,
+        SetupError if this machine cannot run it."""
         self.executor, self.tokenizer, self.options = executor, tokenizer, options or EngineOptions()
         manifest = executor.manifest
         self.grammars = Grammars(tokenizer.vocabulary, manifest.vocab_size, tokenizer.eos)
@@ -85,7 +85,8 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Returns True while the engine accepts new requests."""
+        """Returns True while the engine accepts new requests: from `start` on, until `drain` or `close` is
+        called or its thread has failed."""
         return self._thread.is_alive() and not self._intake.draining and not self._intake.closed
 
     def drain(self) -> None:
@@ -122,12 +123,12 @@ class Engine:
         )
 
     def submit(self, request: Request, sink: Sink, window: int | None = None) -> Ticket:
-        """Submits a request to the engine and returns its ticket; `sink` is called with each of the request's
-        events.
+        """Submits a request to the engine and returns its ticket; the engine's thread calls `sink` with each
+        of the request's events.
 
         window: maximum number of events that are delivered before the client marks them as read on the
         ticket; at that number the request pauses; None for no limit. Raises RequestError if the request
-        cannot be served, EngineError if the engine is stopped.
+        cannot be served, too many requests wait or the engine is draining, EngineError if it is stopped.
         """
         request = replace(request, max_tokens=answer_limit(request, self.executor))
         matcher = None if request.constraint is None else request.constraint.matcher()

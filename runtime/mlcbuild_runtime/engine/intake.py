@@ -50,8 +50,8 @@ class Intake:
             self._put(sequence)
 
     def wake(self) -> None:
-        """Makes the engine's thread read its queue, so that it notices changes by other threads, such as a
-        cancelled request."""
+        """Ends running decode steps early and makes the engine's thread read its queue, so that it notices
+        changes by other threads, such as a cancelled request."""
         self._put(None)
 
     def drain(self) -> None:
@@ -75,8 +75,8 @@ class Intake:
 
     def get(self, wait: bool, timeout: float | None) -> Sequence | None:
         """Returns the next request of the queue, with its order of arrival set; None if the engine was only
-        woken. wait: True to wait for a request, up to `timeout` seconds. Raises queue.Empty if there is none.
-        """
+        woken. wait: True to wait until the queue has an entry, up to `timeout` seconds or without limit for
+        None. Raises queue.Empty if it has none."""
         sequence = self._queue.get(wait, timeout)
         if sequence is not None:
             sequence.order = self._received

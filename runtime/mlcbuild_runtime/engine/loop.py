@@ -66,9 +66,8 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(EngineError("the server is stopping")))
 
     def _receive(self) -> None:
-        """Moves new requests from the intake to the schedule; blocks until one arrives when there is nothing
-        else to do.
-        """
+        """Moves new requests from the intake to the schedule. When there is nothing else to do, blocks until
+        one arrives or the intake is woken, at most 0.2 s if there are requests, which are all paused."""
         schedule, intake = self._schedule, self._intake
         idle = schedule.idle and not intake.closed
         if not idle and intake.empty:
@@ -146,7 +145,8 @@ class Loop:
 
     def _burst_length(self, sequences: List[Sequence]) -> int:
         """Returns the number of decode steps to execute in one burst, that is, without delivering tokens to
-        clients in between. It also allocates the KV cache pages for the tokens of these steps."""
+        clients in between; 1 or less for a single step without a burst. For a burst, it also allocates the KV
+        cache pages for the tokens of these steps."""
         if any(sequence.prefilling for sequence in self._schedule.active):
             return 1
         count = min((sequence.steps_ahead for sequence in sequences), default=1)

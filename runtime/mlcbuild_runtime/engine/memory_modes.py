@@ -53,7 +53,8 @@ class LimitOverrides:
 
     @property
     def budget(self) -> int:
-        """Returns the bytes of memory that all loaded bundles together may use."""
+        """Returns the bytes of memory that all loaded bundles together may use: those that the command line
+        states, else the memory mode's share of the machine's or container's memory."""
         return self.memory or machine_memory.available() * MODES[self.mode].memory // 100
 
 
@@ -72,8 +73,9 @@ class ChosenLimits:
 
 def choose(requested: LimitOverrides, manifest: Manifest) -> ChosenLimits:
     """Returns the limits with which a bundle is served. The KV cache gets the memory that weights and
-    workspace leave, at most a full context for each request of a batch and at least one full context. Raises
-    SetupError if the bundle does not fit a memory limit that the command line states."""
+    workspace leave, at most a full context for each request of a batch and at least one full context. Numbers
+    that the command line states replace these, and the library's limits bound them all. Raises SetupError if
+    the bundle does not fit a memory limit that the command line states."""
     share, limits, needs = MODES[requested.mode], manifest.limits, manifest.memory
     each = limits.sequence_pages
     max_batch = min(requested.max_batch or share.max_batch or limits.max_batch, limits.max_batch)

@@ -30,7 +30,9 @@ def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
 def guided(executor: Executor, sequences: List[Sequence], count: int, until: float) -> None:
     """Executes up to `count` decode steps of sequences, some of which have constraints, and appends the
     sampled tokens to the sequences. Between two steps the constraints compute masks for the next one. No step
-    begins after `until`, a time of time.perf_counter in seconds."""
+    begins after `until`, a time of time.perf_counter in seconds, after an interrupt of the executor, or once
+    a sequence has ended or failed. Each sequence must have KV cache pages for these steps, and exactly one
+    token that is not in the KV cache."""
     params = _params(sequences)
     masks = masks_of(sequences, [1] * len(sequences))
     steps = executor.guided_steps(_step(sequences), params, masks, count)

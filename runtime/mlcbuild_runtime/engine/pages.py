@@ -69,8 +69,9 @@ class Pages:
 
     def share(self, keys: Sequence[Key]) -> list[int]:
         """Returns the numbers of the KV cache pages in the prefix tree that hold the longest prefix of
-        `keys`, and counts one more user of each. keys: for each full page of a sequence, in order, a tuple
-        that identifies its content, mainly its tokens."""
+        `keys`, and counts one more user of each until `release` is called; [] if the tree lacks the first
+        one. keys: for each full page of a sequence, in order, a tuple that identifies its content, mainly its
+        tokens."""
         path = self._path(keys)
         for node in path:
             node.users += 1
@@ -79,7 +80,7 @@ class Pages:
 
     def take(self, count: int) -> list[int] | None:
         """Allocates `count` KV cache pages, evicting idle ones from the prefix tree if necessary, and returns
-        their numbers; None if there are too few."""
+        their numbers; None, with nothing evicted, if there are too few."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -93,7 +94,9 @@ class Pages:
         keys: for each of these pages, in order, a tuple that identifies its content, mainly its tokens;
         pages: numbers of the sequence's pages.
 
-        Where the tree already has a page for a key, that page replaces the sequence's own one in `pages`.
+        Where the tree already has a page for a key, that page replaces the sequence's own one in `pages`,
+        which is released. Keys from a page on that was released before (GONE) and has left the tree are
+        ignored.
         """
         node = self._root
         for i, key in enumerate(keys):
@@ -113,8 +116,8 @@ class Pages:
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
         """Ends one sequence's use of KV cache pages. pages: their numbers; GONE stands for a page that was
-        released before. Pages outside the prefix tree become free. forget: True if other sequences must not
-        share the pages' contents any more."""
+        released before. Pages outside the prefix tree become free. forget: True if pages that no sequence
+        uses any more also leave the tree, unless other pages continue them there."""
         for page in reversed(pages):
             if page == GONE:
                 continue

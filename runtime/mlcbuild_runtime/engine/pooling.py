@@ -32,7 +32,8 @@ class Pooler:
         self._count += len(states)
 
     def vector(self) -> Floats:
-        """Returns the pooled embedding, a float32 vector [hidden] of length 1."""
+        """Returns the pooled embedding of all hidden states that were passed to `add` (at least one), a
+        float32 vector [hidden] of length 1."""
         return unit(self._sum / self._count)
 
 

@@ -50,15 +50,16 @@ class TurnLength:
 
     def record(self, tokens: int, seconds: float) -> None:
         """Records that `tokens` prompt tokens have been computed in `seconds`, from which the next number of
-        prompt tokens follows. Fewer than 64 tokens are ignored: they wait for weights and do not show the
-        cost of a token."""
+        prompt tokens follows. Fewer than 64 tokens (or the maximum number, if that is smaller) are ignored:
+        they wait for weights and do not show the cost of a token."""
         if tokens >= min(SMALLEST, self._limit):
             self._token_seconds = seconds / tokens
 
 
 def allot(prompts: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Returns for each prompt how many of its tokens to compute before the next decode step, `room` together
-    at most.
+    """Returns for each prompt, in order, how many of its tokens to compute before the next decode step,
+    `room` together at most. The first prompt gets up to half of them; the rest goes by priority, then to the
+    prompts with the fewest remaining tokens, so that others may get 0.
 
     prompts: (priority, remaining tokens) of each prompt, sorted by priority (the lowest goes first) and then
     by age, the oldest first.

@@ -42,7 +42,8 @@ class Request:
     shown: tuple[tuple[int, str], ...] = ()
     """Special tokens that appear in the answer's text, as pairs (token, text)."""
     ignore_eos: bool = False
-    """True if end-of-sequence tokens do not end the answer; only `max_tokens`, the context and `stop` do."""
+    """True if end-of-sequence tokens do not end the answer, while `max_tokens`, the context, `stop` and
+    `stop_tokens` still do. Has no effect on an answer with a constraint."""
     speculate: bool = True
     """True if speculative decoding may be used for this request, if the engine has it. It does not change the
     answer."""
@@ -54,7 +55,7 @@ class Request:
     """How the prompt's hidden states are pooled into an embedding, which is the answer: "last" takes that of
     the last token, "mean" the average; None for answers of text."""
     timeout: float | None = None
-    """Seconds after submission at which the request ends with an error."""
+    """Seconds after submission at which the request ends with an error; None: it has no time limit."""
 
 
 class EngineTimes(NamedTuple):

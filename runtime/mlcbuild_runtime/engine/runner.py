@@ -45,7 +45,8 @@ class Runner:
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
         """Computes one step of the model and delivers an event to the client for each new token. Returns, for
         each sequence from which a token was sampled, how many draft tokens were verified and accepted;
-        sequences whose prompt is not computed completely yet are left out.
+        sequences whose prompt is not computed completely yet are left out. If the step raises an exception,
+        the requests end with an error, and [] is returned.
 
         parts: (sequence, number of its next tokens to compute, draft tokens included); prompt: True if the
         tokens belong to prompts.
@@ -110,8 +111,10 @@ class Runner:
                 self.delivery.deliver(sequence, [event])
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
-        """Executes up to `count` decode steps of `sequences`, then delivers all their tokens to the clients.
-        If a sequence has a constraint, no step begins later than `seconds` after the first one."""
+        """Executes up to `count` decode steps of `sequences`, fewer if another engine waits, then delivers
+        all their tokens to the clients. If a sequence has a constraint, no step begins later than `seconds`
+        after the first one. If a step raises an exception, the requests end with an error after the tokens
+        sampled so far."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:

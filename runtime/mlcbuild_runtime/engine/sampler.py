@@ -160,7 +160,8 @@ class Sampler:
 
     def forced(self, count: int) -> list[int]:
         """Returns up to `count` tokens that must follow in the answer, because the constraint allows no
-        others."""
+        others; [] without a constraint, or if the request needs log-probabilities, which the model computes.
+        """
         if (
             self._matcher is None or self._request.logprobs is not None
         ):  # Only the model has log-probabilities.
@@ -169,8 +170,7 @@ class Sampler:
 
     def allowed(self, draft: list[int]) -> list[int]:
         """Returns the longest prefix of a draft's tokens that the grammar of the request's constraint allows
-        next.
-        """
+        next; the whole draft without a constraint."""
         return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
 
     def _choose(

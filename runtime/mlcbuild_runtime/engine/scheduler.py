@@ -35,16 +35,15 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Returns True if every request is paused until its client reads events."""
+        """Returns True if every request is paused until its client reads events, or there is none."""
         return all(sequence.resting for sequence in [*self.active, *self.waiting])
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda other: other.rank)
 
     def remove(self, sequence: Sequence, forget: bool = False) -> None:
-        """Frees the batch slot and the KV cache pages of a request. forget: True if its pages must also leave
-        the prefix cache, so that no other request shares them.
-        """
+        """Removes a waiting or running request, and frees its batch slot and KV cache pages. forget: True if
+        its pages that no other request uses must also leave the prefix cache."""
         for listed in (self.active, self.waiting):
             if sequence in listed:
                 listed.remove(sequence)
@@ -54,7 +53,9 @@ class Schedule:
 
     def admit(self) -> None:
         """Admits waiting requests in the order of their rank, as long as there are places in the batch and
-        pages of the KV cache; a request that waits for pages is not overtaken."""
+        pages of the KV cache, for which paused running requests are preempted. Requests that are paused, or
+        whose prompt shares pages that a running request computes now, are skipped; a request that waits for
+        pages is not overtaken."""
         if len(self.active) >= self._max_batch and not any(s.resting for s in self.active):
             return
         for sequence in list(self.waiting):
@@ -70,7 +71,8 @@ class Schedule:
 
     def prefills(self, room: int) -> list[tuple[Sequence, int]]:
         """Returns (sequence, number of prompt tokens to compute now) for running sequences whose prompt is
-        not computed yet. room: maximum number of tokens together."""
+        not computed yet, except those with log-probabilities of the prompt, and those for which no tokens are
+        left of `room`, the maximum number of tokens together."""
         prompts = [s for s in self.active if s.prefilling and not s.request.prompt_logprobs]
         left = [(s.request.priority, len(s.request.prompt) - s.length) for s in prompts]
         counts = prompt_turns.allot(left, room)
@@ -78,7 +80,8 @@ class Schedule:
 
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
         """Returns [(sequence, number of prompt tokens to compute)] for the first running sequence whose
-        prompt needs log-probabilities; [] if there is none.
+        prompt needs log-probabilities and is not computed yet; [] if there is none. room: maximum number of
+        tokens.
 
         It gets a separate step: kernels may round many rows' logits differently, which must not change other
         answers.
@@ -90,7 +93,8 @@ class Schedule:
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
         """Returns (sequence, number of tokens to compute) for each sequence of the coming decode step, after
-        allocating pages for these tokens.
+        allocating pages for these tokens, for which other requests may be preempted. Sequences whose prompt
+        is not computed yet, and paused ones, are left out.
 
         A sequence that was preempted computes several of its old tokens again, as long as the step has at
         most `rows` rows.
@@ -154,8 +158,8 @@ class Schedule:
         del sequence.pages[needed:]
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """Records that `count` more tokens of a sequence are in the KV cache, and puts the full pages of its
-        prompt into the prefix cache."""
+        """Records that `count` more tokens of a sequence are in the KV cache, puts the full pages of its
+        prompt into the prefix cache, and frees pages that have left the attention window."""
         before = sequence.length
         sequence.length += count
         if before < len(sequence.request.prompt):

@@ -220,7 +220,8 @@ class Sequence:
 
     def consume(self, rows: SequenceRows) -> list[Event]:
         """Appends the tokens that a step has sampled for this sequence: one, and one more for each accepted
-        draft token. Returns an event for the client of each; an error is an event, too."""
+        draft token. Returns an event for the client of each; an error is an event, too. If max_tokens is 0,
+        nothing is appended, and the only event ends the answer."""
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -315,7 +316,7 @@ class Sequence:
     def propose(self, logits: Floats) -> bool:
         """Samples the next draft token of the sequence and appends it to the draft. logits: one row of the
         draft model's logits, for the position after the draft. Returns False if the draft must end there: the
-        token ends the text, or no token could be sampled."""
+        appended token ends the text, or no token could be sampled and nothing was appended."""
         draft = self.draft
         if not draft.tokens:
             draft.doubts = []

@@ -38,7 +38,7 @@ class ModelSource:
     @classmethod
     def of(cls, text: str) -> ModelSource:
         """Returns the directory and, if stated, the name of the bundle that a command-line argument DIRECTORY
-        or NAME=DIRECTORY describes."""
+        or NAME=DIRECTORY describes. A text that is an existing path is a DIRECTORY, even with `=` in it."""
         name, equals, path = text.partition("=")
         if equals and name and not Path(text).exists():
             return cls(Path(path), name)
@@ -95,7 +95,8 @@ class Models:
         trace: Trace | None = None,
     ) -> None:
         """Creates the list of a server's bundles; none is loaded yet. requested: limits that the command line
-        states; options: settings that all engines share; trace: file to which every step is written.
+        states; threads: number of computing threads, None for the default; options: settings that all engines
+        share; trace: file to which every step is written, None for no trace.
 
         Raises SetupError if two bundles have one name, and BundleError if the only bundle cannot be read. Of
         several bundles, one that cannot be read stays in the list, and requests for it are answered with its
@@ -155,16 +156,17 @@ class Models:
         self._load(self.entries[0])
 
     def at_once(self, name: Json) -> Use | None:
-        """Returns a reference to the engine of the model called `name` if it is loaded, else None. It never
-        waits."""
+        """Returns a reference to the engine of the model called `name` if it is loaded, else None, without
+        waiting for a load. None as the name stands for the first model. Raises RequestError (404) if there is
+        no model of that name."""
         entry = self.find(name)
         with self._door:
             return None if entry.engine is None else self._lend(entry, entry.engine)
 
     def use(self, name: Json) -> Use:
         """Returns a reference to the engine of the model called `name`, after loading it if necessary. None
-        stands for the first model. Raises RequestError if there is no model of that name (404), no memory for
-        it now (503), or an error in its bundle (500)."""
+        stands for the first model. Raises RequestError if there is no model of that name (404), the server is
+        stopping or has no memory for the model now (503), or the model cannot be loaded (500)."""
         entry = self.find(name)
         if self._draining:
             raise RequestError("the server is stopping: use another server", code="stopping", status=503)
@@ -233,8 +235,9 @@ class Models:
         entry.engine = engine.start(self._trace)
 
     def _make_room(self, needed: int) -> None:
-        """Unloads models without users, least recently used first, until `needed` bytes of memory are free.
-        Raises RequestError (503) if that is not enough."""
+        """Unloads models without users, least recently used first, until `needed` bytes of the memory for
+        bundles are free. Raises RequestError (503) if models in use leave less; without any loaded model, a
+        model may need more than the limit."""
         while self._loaded_bytes() + needed > self.requested.budget:
             with self._door:
                 idle = [entry for entry in self.entries if entry.engine is not None and not entry.users]
@@ -291,9 +294,8 @@ class Models:
             engine.drain()
 
     def close(self, timeout: float) -> bool:
-        """Ends every request of all models with an error and stops their engines. Returns False if a step
-        still runs after `timeout` seconds.
-        """
+        """Ends every request of all models with an error and stops their engines one after the other. Returns
+        False if a step of one still runs after `timeout` seconds, which count anew for each engine."""
         closed = [engine.close(timeout) for engine in self.engines]
         return all(closed)
 

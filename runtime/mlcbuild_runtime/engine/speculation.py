@@ -70,7 +70,8 @@ class Speculation:
     @classmethod
     def load(cls, how: Speculate | None, executor: Executor, tokenizer: Tokenizer) -> Speculation:
         """Returns the speculative decoding of an engine. how: its settings; None: only clients' predictions
-        are drafted. Raises BundleError if the draft bundle cannot be loaded or does not fit the model."""
+        are drafted. Raises BundleError if the draft bundle is damaged or does not fit the model, SetupError
+        if this machine cannot run it."""
         limits = executor.manifest.limits
         rows = min(executor.exact_rows, limits.prefill_chunk)
         if how is None:
@@ -105,8 +106,9 @@ class Speculation:
         return allotted
 
     def propose(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Drafts tokens for sequences and stores them in each sequence's draft state. parts: (sequence,
-        maximum number of draft tokens); the pages for these tokens are allocated.
+        """Drafts tokens for sequences and stores them in each sequence's draft state: those of the client's
+        prediction, else of the draft model or prompt lookup, as far as the constraint allows them, possibly
+        none. parts: (sequence, maximum number of draft tokens); the pages for these tokens must be allocated.
         """
         unpredicted = []
         for sequence, count in parts:
@@ -167,8 +169,8 @@ class Speculation:
 
     def prefilled(self, parts: List[tuple[Sequence, Part]]) -> None:
         """Makes the draft model, if there is one, compute the prompt tokens that the model has just computed,
-        since both use the same pages. parts: (sequence, (new tokens, length after them, KV cache pages)) of
-        each."""
+        since both use the same pages. A draft model that fails is not used any more. parts: (sequence, (new
+        tokens, length after them, KV cache pages)) of each."""
         if self._drafter is not None:
             try:
                 self._drafter.follow(parts)
@@ -201,7 +203,7 @@ def _predicted(sequence: Sequence, count: int) -> list[int]:
 
 def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
     """Returns the branches (alternatives to the rest) of a sequence's draft, each cut to the tokens that the
-    sequence's constraint allows."""
+    sequence's constraint allows; those of which nothing remains are left out."""
     fitting = []
     for branch in branches:
         before = sequence.draft.tokens[: branch.start]
@@ -231,8 +233,8 @@ class Drafter:
 
     @classmethod
     def load(cls, path: Path, model: Executor, tokenizer: Tokenizer) -> Drafter:
-        """Loads the draft bundle in directory `path` and returns its drafter. Raises BundleError if it cannot
-        be loaded, or does not fit `model` and its tokenizer."""
+        """Loads the draft bundle in directory `path` and returns its drafter. Raises BundleError if it is
+        damaged or does not fit `model` and its tokenizer, SetupError if this machine cannot run it."""
         draft, tokens = untrusted.load(path, pages=model.pages)
         refused = refusal(model, draft) or _other_tokens(model, tokenizer, draft, tokens)
         if refused is not None:
@@ -241,7 +243,8 @@ class Drafter:
 
     def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
         """Computes, with the draft model, the keys and values of tokens that the model has just computed.
-        parts: (sequence, (new tokens, length after them, KV cache pages)) of each."""
+        Sequences longer than the draft model's context are skipped. parts: (sequence, (new tokens, length
+        after them, KV cache pages)) of each."""
         fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
         if fitting:
             self._forward([part for _, part in fitting])
@@ -250,7 +253,9 @@ class Drafter:
 
     def draft(self, parts: List[tuple[Sequence, int]]) -> None:
         """Drafts tokens for sequences and adds them to each sequence's draft, one token at a time for all of
-        them together. parts: (sequence, maximum number of draft tokens)."""
+        them together. A sequence gets none if it would exceed the draft model's context, or has too many
+        tokens that the draft model has not computed yet. parts: (sequence, maximum number of draft tokens).
+        """
         going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
         while going:
             rows = self._forward([self._part(sequence) for sequence, _ in going])

@@ -59,7 +59,8 @@ class Turns:
 
 class Task:
     """A task: a function that runs once on a daemon thread, which does not keep the process alive. A thread
-    is used again for later tasks, because TVM keeps the workers of every thread that has ever used it."""
+    is used again for later tasks, because TVM keeps the workers of every thread that has ever used it. An
+    exception of the function is only logged."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work

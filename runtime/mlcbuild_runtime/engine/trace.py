@@ -26,10 +26,12 @@ Args = Mapping[str, object]
 
 class Trace:
     """An open trace file. If the process is killed, only the closing bracket of the JSON array is missing,
-    which viewers accept. Any thread may call its methods."""
+    which viewers accept. If a write fails, the trace ends there, with a line in the log. Any thread may call
+    its methods."""
 
     def __init__(self, path: Path | str) -> None:
-        """Opens the trace file for writing. Raises OSError if the file cannot be created."""
+        """Opens the trace file for writing, and replaces the content of an existing one. Raises OSError if it
+        cannot be opened."""
         self._out: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (open until close)
         self._start, self._lock, self._empty = time.perf_counter(), Lock(), True
         self._event("M", "process_name", args={"name": "mlcbuild-serve"})
