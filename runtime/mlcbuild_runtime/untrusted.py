@@ -64,7 +64,8 @@ def load(
 
 def check(path: Path, manifest: Manifest) -> None:
     """Loads, in a child process, those parts of a bundle (library, tokenizer) that no child process has
-    loaded successfully before. Raises BundleError if that fails."""
+    loaded successfully before. Raises BundleError if that fails, SetupError if this machine cannot run the
+    bundle or start a process."""
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
     new = [part for part, note in notes.items() if note is None or not note.exists()]
     if not new:
@@ -120,7 +121,7 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     """Loads parts of a bundle ("library", "tokenizer") in a child process. Returns (parts that could be
     loaded, error message for the first one that could not, or ""). Raises SetupError if no process can be
-    started."""
+    started, or this machine cannot run the bundle."""
     how, code = f"takes more than {SECONDS:g} s", None
     try:
         process = subprocess.run(

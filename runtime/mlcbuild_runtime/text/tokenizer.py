@@ -167,8 +167,8 @@ class TextStream:
         return self._take(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """Returns the text that was held back when the last token arrived. An unfinished character becomes
-        U+FFFD."""
+        """Returns the text that was held back when the last token arrived; "" after a stop string. An
+        unfinished character becomes U+FFFD."""
         text = self._take(self._decoder.decode(b"", final=True))
         if not self.stopped:
             text, self._held = text + self._held, ""

@@ -31,8 +31,8 @@ client: ContextVar[str] = ContextVar("client", default="")
 
 
 class CrowdedError(Exception):
-    """The error for a thread that cannot get a lock, because the queue is full or its time
-    limit has passed."""
+    """The error for a thread that cannot get a lock, because the queue is full, its time limit has passed, or
+    a thread of a client with fewer waiting threads has taken its place in the queue."""
 
 
 class FairLock:
@@ -59,7 +59,7 @@ class FairLock:
     def turn(self, seconds: float | None = None, delay: float = 0.0) -> Iterator[None]:
         """Waits for the lock, up to `seconds` or without limit for None, and holds it while the context is
         open. delay: seconds; threads of the same client that arrive within this time go first. Raises
-        CrowdedError if the queue is full, or the time passes."""
+        CrowdedError if the queue is full, the time passes, or another client's thread takes the place."""
         mine = self._enter(client.get(), time.monotonic() + delay)
         try:
             if mine is not None:
@@ -75,7 +75,8 @@ class FairLock:
     def _enter(self, name: str, arrival: float) -> Future[None] | None:
         """Acquires the lock and returns None if it is free. Otherwise puts the thread into the queue of the
         client `name`, and returns a future that is set when the thread holds the lock. arrival: time by which
-        the thread's place in the queue is chosen. Raises CrowdedError if the queue is full."""
+        the thread's place in the queue is chosen. Raises CrowdedError if the queue is full, and no other
+        client has two more threads in it, of which one could be removed."""
         with self._lock:
             if not self._taken:
                 self._taken = True
@@ -121,8 +122,8 @@ class FairLock:
 
 
 def in_nice_thread(niceness: int, work: Callable[[], T]) -> T:
-    """Calls `work` in a new thread with the given niceness, so that others get the cores first, and returns
-    its result. Exceptions of `work` are raised here."""
+    """Calls `work` in a new thread, on Linux with the given niceness, so that others get the cores first,
+    waits, and returns its result. Exceptions of `work` are raised here."""
     result = Future[T]()
 
     def run() -> None:
