@@ -36,7 +36,8 @@ from mlcbuild.models.rounding import f32
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: translates the GGUF file params["file"] in inputs["checkpoint"] to two files in
     `out`: `config.json`, the normalised config of the model, and `tensors.json`, the names of the tensors
-    that make up each parameter. Raises CheckpointError for an unsupported architecture or a damaged file.
+    that make up each parameter. Raises CheckpointError for an unsupported architecture, a damaged file, and
+    metadata that are missing, wrong or not understood.
     """
     path = checkpoint_path(params, inputs)
     config = read_config(path)
@@ -46,7 +47,8 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 def read_config(path: Path) -> ModelConfig:
     """Returns the config of the model in a GGUF file.
 
-    Raises CheckpointError with all problems, one a line: metadata that are missing, wrong or not understood.
+    Raises CheckpointError for a damaged file and an unsupported architecture, otherwise with all problems of
+    the metadata, one a line: those that are missing, wrong or not understood.
     """
     gguf = read_gguf(path)
     name, _ = architecture_of(gguf, str(path))

@@ -219,8 +219,9 @@ def _gpt_oss(keys: GgufKeys) -> Fields:
 
 
 def _ernie4_5_moe(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of ERNIE 4.5 with experts, from a GGUF file. The size of shared experts
-    is that of their tensors: converters write another number, the quotient of two unrelated ones.
+    """Returns the config.json fields of ERNIE 4.5 with experts, from a GGUF file. The number of shared
+    experts is computed from the size of their tensors, because converters write a wrong size. If the file
+    states another number of them, a problem is recorded in `keys`, the reader of the file's metadata.
     """
     size, dense = _size(keys), _dense_layers(keys)
     keys.get("expert_shared_feed_forward_length")
@@ -260,8 +261,9 @@ def _minimax_m2(keys: GgufKeys) -> Fields:
 
 
 def phi_lengths(keys: GgufKeys) -> Fields:
-    """Returns the config.json fields of Phi-3 models with the size of the attention window in tokens, and
-    with the context length before rope scaling extended it, from the metadata of a GGUF file.
+    """Returns the config.json fields of Phi-3 models with the size of the attention window in tokens (None
+    without windows) and, if the metadata of the GGUF file state it, with the context length before rope
+    scaling extended it.
     """
     fields: Fields = {"sliding_window": keys.count("attention.sliding_window") or None}
     if keys.get("rope.scaling.original_context_length") is not None:

@@ -71,8 +71,9 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Reads the header of a GGUF file, or the headers of all files if it is the first of a split model, and
-    returns metadata and tensors. Raises CheckpointError for a damaged file, or an unsupported version.
+    """Reads the header of a GGUF file, or the headers of all files if it is one of a split model, and returns
+    metadata and tensors. Raises CheckpointError for a damaged, unreadable or missing file, an unsupported
+    version or tensor type, and a tensor in two files.
     """
     paths = parts(path)
     metadata, tensors = _read_part(paths[0])
@@ -95,10 +96,10 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def parts(path: Path) -> tuple[Path, ...]:
-    """Returns the paths of all files of a GGUF model. path: any of them; "NAME-00001-of-00003.gguf" belongs
-    to three.
+    """Returns the paths of all files of a GGUF model, in order. path: any of them; "NAME-00001-of-00003.gguf"
+    belongs to three in the same directory, any other name to one.
 
-    Raises CheckpointError if one is missing.
+    Raises CheckpointError if one of several is missing, or the name states that there are none.
     """
     split = GGUF_PART.fullmatch(path.name)
     if split is None:
@@ -228,7 +229,8 @@ class _Reader:
 
     def _value(self, key: str) -> Value:
         """Reads and returns a metadata value. key: the name of the value in error messages. Raises
-        CheckpointError for a type that GGUF does not define, or a value beyond the end of the file.
+        CheckpointError for a type that GGUF does not define, a text that is not UTF-8, too many strings, or a
+        value beyond the end of the file.
         """
         kind = int(self._number("<u4", key))
         if kind == _ARRAY:

@@ -25,7 +25,7 @@ class GgufKeys:
 
     def get(self, name: str) -> str | float | list[str] | tuple[float, ...] | None:
         """Returns the value of the GGUF metadata key `<architecture>.<name>`, numbers of an array as a tuple;
-        None if the key is absent.
+        None if the key is absent. The key counts as read from now on.
         """
         self._read.add(self._prefix + name)
         value = self.gguf.metadata.get(self._prefix + name)
@@ -71,9 +71,10 @@ class GgufKeys:
         return bool(self._problem(name, "true or false", value))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns the number under the GGUF metadata key `name`, or `default` if the key is absent. A float32
-        is returned as the number with its shortest decimal text. If there is neither, or the value is no
-        number, returns 1 and records a problem, which the method `close` raises.
+        """Returns the number under the GGUF metadata key `name`, or `default` if the key is absent. The value
+        is rounded to float32 and then read from the shortest decimal text of this float32, such as 1e-6. If
+        there is neither, or the value is no number, returns 1 and records a problem, which the method `close`
+        raises.
         """
         value = self.get(name)
         if value is None and default is not None:
@@ -101,8 +102,9 @@ class GgufKeys:
             raise CheckpointError("\n".join(dict.fromkeys(self._problems)))
 
     def close(self) -> None:
-        """Raises CheckpointError with all problems of the metadata. A key that was never read is a problem
-        too, since it may change results.
+        """Raises CheckpointError with all problems of the metadata; does nothing if there are none. A key
+        that was never read is a problem, too, unless it is known to have no effect, since it may change
+        results.
         """
         for name in ("expert_count", "expert_used_count"):
             is_read = self._prefix + name in self._read

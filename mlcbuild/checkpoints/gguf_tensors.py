@@ -164,7 +164,8 @@ def read_tensors(path: Path) -> dict[str, PackedTensor | ComputedTensor]:
     tensor without a known translation has the name that it has in the file. Each expert has tensors of its
     own, since parameters join the rows of one expert's matrices.
 
-    Raises CheckpointError for a tensor whose rows do not fit the number of heads.
+    Raises CheckpointError for a damaged file, an unsupported architecture, and a tensor whose shape does not
+    fit the number of heads or of experts.
     """
     gguf = read_gguf(path)
     name, architecture = architecture_of(gguf, str(path))
@@ -233,7 +234,8 @@ def _experts(stack: PackedTensor, layer: str, kind: str) -> Iterator[PackedTenso
 
 def _joined_biases(biases: Mapping[str, PackedTensor]) -> dict[str, PackedTensor | ComputedTensor]:
     """Returns transformers' tensor name -> biases of experts, one row for each expert. The biases of gate and
-    up are joined side by side under the name of gate_up."""
+    up are joined side by side under the name of gate_up; they are left out if their shapes differ or one of
+    them is missing."""
     joined: dict[str, PackedTensor | ComputedTensor] = {}
     for name, gate in biases.items():
         up = biases.get(name.replace(".gate_proj.", ".up_proj."))
@@ -258,7 +260,7 @@ def _side_by_side(
 def _head_counts(gguf: Gguf, name: str, place: str) -> dict[str, int]:
     """Returns {"attn_q": number of query heads, "attn_k": number of key-value heads}, the kinds of tensors in
     which rows i and i + dim / 2 of a head are stored side by side. Raises CheckpointError if the GGUF
-    metadata lacks these numbers.
+    metadata lacks the first number or one is no positive integer. Without the second one, both are the same.
     """
     queries: Value | None = gguf.metadata.get(f"{name}.attention.head_count")
     keys = gguf.metadata.get(f"{name}.attention.head_count_kv", queries)

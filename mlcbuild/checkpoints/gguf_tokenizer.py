@@ -58,8 +58,8 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 
     metadata: GGUF key -> string, number, bool, or a list or NumPy array of these. place: the beginning of
     each error message. The files are tokenizer.json or tokenizer.model, tokenizer_config.json,
-    generation_config.json, and chat_template.jinja if there is a template. Raises CheckpointError with all
-    problems, one per line.
+    generation_config.json, and chat_template.jinja if there is a default template. Raises CheckpointError
+    with the problems, one per line (at most 60, then a count), and then writes nothing.
     """
     reader = MetadataReader(metadata)
     templates = _templates(metadata, reader)
@@ -81,7 +81,7 @@ def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
     """Returns name of a tokenizer file -> its bytes, for the vocabulary of a GGUF file; {} if the GGUF file
-    names an unknown pre-tokenizer or lacks a token that its kind of vocabulary needs. Problems are added to
+    names an unknown pre-tokenizer, or has a WordPiece vocabulary and any problem. Problems are added to
     `reader`, the reader of the file's metadata. templates: name -> chat template.
     """
     if vocabulary.model == "gpt2":
@@ -207,8 +207,8 @@ def _config(vocabulary: GgufVocabulary, templates: Mapping[str, str], adds_bos: 
 
 
 def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
-    """Returns the JSON document of generation_config.json, which lists the ids of all tokens that end a
-    message.
+    """Returns the JSON document of generation_config.json: the ids of the BOS and padding tokens, if there
+    are any, and under eos_token_id those of all tokens that end a message.
     """
     ends = {vocabulary.ids[role] for role in ("eos", "eot", "eom") if role in vocabulary.ids}
     named = {

@@ -113,8 +113,8 @@ class MetadataReader:
 
     def array(self, key: str, kinds: tuple[type, ...], limit: int = LARGEST_ARRAY) -> Sequence[object] | None:
         """Returns the array under a metadata key as a list, or None if the key is absent. Adds an error
-        message to the attribute `problems` and returns None if the array is longer than `limit` or an entry's
-        type is not one of `kinds`.
+        message to the attribute `problems` and returns None if the value is no array, has more than `limit`
+        entries, or has an entry whose type is not one of `kinds`.
         """
         value = self._metadata.get(key)
         if value is None:
@@ -214,7 +214,7 @@ def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]
 
 def shown(value: object) -> str:
     """Returns the beginning of a metadata value as text for an error message, with special characters
-    escaped; for an array, only its length.
+    escaped; for an array or bytes, only the length.
     """
     if (count := _count(value)) is not None:
         return f"an array of {count}"
@@ -291,8 +291,10 @@ def _ids(reader: MetadataReader, size: int, more: Sequence[str]) -> dict[str, in
 
 def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
     """Returns the type of each token by id, one of GGUF's integers 1 to 6 such as NORMAL, CONTROL or BYTE; []
-    for an invalid type, which becomes a problem of `reader`, the reader of the GGUF file's metadata. pieces:
-    True if the tokenizer is SentencePiece's, which has types for bytes and for the unknown token.
+    for an invalid type, which becomes a problem of `reader`, the reader of the GGUF file's metadata, as does
+    a wrong number of types. A file without types has NORMAL tokens and, if `pieces` is True for
+    SentencePiece's tokenizers, BYTE for texts such as "<0x0A>". BOS and the tokens that end a text are always
+    CONTROL.
     """
     key = "tokenizer.ggml.token_type"
     entries = reader.array(key, (int,))

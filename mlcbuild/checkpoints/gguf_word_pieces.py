@@ -31,9 +31,11 @@ longer word becomes the token for unknown words.
 def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVocabulary:
     """Returns the WordPiece vocabulary of a GGUF file with its tokens written as in BERT's vocabulary ("##"
     before a token that does not begin a word) and with the ids of special tokens that their names reveal.
-    Adds a problem to `reader`, the reader of the file's metadata, if [CLS], [SEP] or [UNK] is missing.
+    Adds a problem to `reader`, the reader of the file's metadata, if [CLS], [SEP] or [UNK] is missing, or two
+    tokens would have the same text.
 
-    Files without roles name their tokens as BERT does, and old ones have neither BOS nor EOS.
+    Files without roles name their tokens as BERT does, and old ones have neither BOS nor EOS: [CLS] becomes
+    BOS, and [SEP] EOS where there is none.
     """
     ids = dict(vocabulary.ids)
     for role, name in _NAMES.items():
@@ -64,7 +66,8 @@ def as_word_pieces(vocabulary: GgufVocabulary, reader: MetadataReader) -> GgufVo
 def word_piece_parts(vocabulary: GgufVocabulary) -> dict[str, Json]:
     """Returns those fields of a tokenizer.json that depend on the kind of tokenizer (normalizer,
     pre_tokenizer, post_processor, decoder, model), for WordPiece. vocabulary: a GGUF file's vocabulary with
-    its tokens written as in BERT's ("##" before a token that does not begin a word).
+    its tokens written as in BERT's ("##" before a token that does not begin a word) and with the ids of
+    [CLS], [SEP] and [UNK].
     """
     lowercase = vocabulary.flags.get("normalizer.lowercase", _is_uncased(vocabulary))
     first, last = (vocabulary.tokens[vocabulary.ids[role]] for role in ("cls", "sep"))

@@ -85,8 +85,8 @@ class GroupedMatrix:
         return rows
 
     def _spread(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Repeats a number of each group, such as its scale, for the group's columns: [rows, groups] ->
-        [rows, columns]."""
+        """Returns a number of each group, such as its scale, repeated for the group's columns: [rows, groups]
+        -> [rows, columns], or [rows, 1] unchanged if there is one group."""
         if self.places is not None:
             return numbers[:, self.places]
         if numbers.shape[1] == 1:
@@ -95,8 +95,8 @@ class GroupedMatrix:
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
         """Returns `count` rows of the matrix from row `first` on, not dequantized: integer codes, [count,
-        columns], and a scale and perhaps a minimum for every 32 columns. reader: reads the checkpoint's
-        files.
+        columns], and a scale and perhaps a minimum for every 32 columns. The attribute `kind` must not be
+        "F32". reader: reads the checkpoint's files.
         """
         codes, scale = self.codes(reader, first, count), self.scales(reader, first, count)
         minimum = None if self.minima is None else self.minima(reader, first, count)

@@ -21,8 +21,8 @@ to the end of the header.
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a safetensors file: the dtype, shape and position of each tensor. Raises
-    CheckpointError for a damaged or unreadable file.
+    """Reads and returns the header of a safetensors file: the dtype, shape and position of each tensor.
+    Raises CheckpointError for a damaged or unreadable file.
     """
     try:
         try:
@@ -34,7 +34,7 @@ def read_header(path: Path) -> Header:
 
 
 def check_complete(path: Path) -> None:
-    """Raises CheckpointError unless a safetensors file is as long as its header says.
+    """Raises CheckpointError if a safetensors file is shorter than its header says, or cannot be read.
 
     The header is searched and not parsed: a plan may look at thousands of files, and parsing takes 20 times
     as long. The result is cached for as long as the file's size and mtime stay the same.
@@ -51,7 +51,7 @@ def check_complete(path: Path) -> None:
 @lru_cache(maxsize=1 << 14)
 def _shortfall(path: Path, size: int, _mtime_ns: int) -> str | None:
     """Returns the reason why a safetensors file of `size` bytes is incomplete, as part of a sentence; None
-    if it is complete.
+    if it is complete. Raises OSError if it cannot be read.
     """
     with regular.open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")

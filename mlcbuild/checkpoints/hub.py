@@ -232,7 +232,9 @@ def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[
 
 
 def _counting(count: Callable[[int], None] | None) -> type:
-    """Returns a subclass of tqdm's progress bar that displays nothing and passes byte counts to `count`."""
+    """Returns a subclass of tqdm's progress bar that displays nothing and passes the number of new bytes of
+    the file to `count`, unless that is None.
+    """
     from huggingface_hub.utils.tqdm import tqdm
 
     class Counting(tqdm):

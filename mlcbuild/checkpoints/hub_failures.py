@@ -18,13 +18,13 @@ class AbsentError(SourceError):
 
 
 Failure = tuple[type[SourceError], str] | None
-"""An error to raise for an exception of the hub's client, as (class, message); None if the exception is no
-failure of the hub, such as a refused or missing repository.
+"""The error to raise in place of an exception of the hub's client, as (class, message); None if the exception
+is no failure of the kind that a function here recognizes.
 """
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an exception and its causes, outermost first."""
+    """Yields an exception, then the exception that it was raised from or while handling, and so on."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -33,7 +33,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_failure(code: int) -> Failure:
-    """Returns (class, message) of the error to raise for a hub's answer with this HTTP status."""
+    """Returns (class, message) of the error to raise for a hub's answer with this HTTP status, 400 or
+    above."""
     if code in (401, 403):
         return SourceError, f"the hub refuses access (HTTP {code}); set HF_TOKEN to a token that may read it"
     if code == 404:
@@ -91,7 +92,9 @@ the names of their classes, because huggingface_hub has changed its HTTP library
 
 
 def network_failure(error: Exception) -> Failure:
-    """Returns (class, message) of the error to raise for a network failure; None for other exceptions."""
+    """Returns (class, message) of the error to raise if an exception or one of its causes is a network
+    failure or an answer that is not a hub's; None for other exceptions.
+    """
     from huggingface_hub import constants
 
     for cause in causes(error):
@@ -110,12 +113,16 @@ def network_failure(error: Exception) -> Failure:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the operating system's message for a failed connection to the hub, on one line."""
+    """Returns the first line of an exception's message without its error number, at most 200 characters; the
+    name of its class if there is no message.
+    """
     return re.sub(r"^\[Errno -?\d+\] |\s*\n.*", "", str(error), flags=re.DOTALL)[:200] or type(error).__name__
 
 
 def disk_failure(error: Exception) -> Failure:
-    """Returns (class, message) of the error to raise for a failure of a disk; None for other exceptions."""
+    """Returns (class, message) of the error to raise if an exception or one of its causes is an OSError with
+    an error number, which is taken for a failure of a disk; None for other exceptions.
+    """
     for cause in causes(error):
         if not isinstance(cause, OSError) or cause.errno is None:
             continue

@@ -37,8 +37,8 @@ _PREFIXES = (
     ("language_model.", ""),
     ("", "model."),
 )
-"""Prefixes of tensor names, as pairs: (prefix in a checkpoint of a larger model, such as one with a vision
-tower; prefix of the same tensors in a checkpoint of the text model alone).
+"""Prefixes of tensor names, as pairs: (prefix in an adapter that was trained on a larger model, such as one
+with a vision tower, or on a model without its output matrix; prefix of the same tensors in the checkpoint).
 """
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
@@ -148,8 +148,9 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
 
 
 def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns name of a tensor that the adapter changes -> its name in `tensors`, the checkpoint, which has
-    another prefix if the model is part of a larger one. Only names that differ are listed.
+    """Returns the adapter's name of a tensor that it changes -> the tensor's name in `tensors`, the
+    checkpoint. They have different prefixes if the adapter was trained on a larger model with this one in it.
+    Only names that differ are listed.
     """
     aliases = {}
     for name in (*adapter.replaced_tensors, *(f"{module}.weight" for module in adapter.parts)):
@@ -170,9 +171,10 @@ def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Tensor) -> _Change:
-    """Checks a LoRA adapter's tensors for one module of the model and returns the scaled product of two of
-    them that is added to the matrix `base`. parts: A, B, magnitude_vector, embedding_A or embedding_B ->
-    tensor. Raises CheckpointError if tensors are missing, or their shapes do not fit.
+    """Checks a LoRA adapter's tensors for one module of the model and returns the change of the matrix `base`
+    that they make. parts: A, B, magnitude_vector, embedding_A or embedding_B -> tensor. Raises
+    CheckpointError if tensors are missing, do not fit `base` or the adapter's config, or combine DoRA with a
+    matrix [in, out], which cannot be merged here.
     """
     is_table = "embedding_A" in parts
     names = ("embedding_A", "embedding_B") if is_table else ("A", "B")

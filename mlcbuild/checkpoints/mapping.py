@@ -71,11 +71,12 @@ def locate(
 
     root: a GGUF file, or a directory with model.safetensors or, when that is absent,
     model.safetensors.index.json and the files it names (the order in which transformers looks), or else
-    safetensors files of any other names. Files are only read. names: for each parameter, the names of its
-    tensors; views: transformations of the stored tensors. remark: True if tensors that are left out are also
-    reported by the run, not only in the step's log.
+    safetensors files of any other names, or else PyTorch's files. Files are only read. names: for each
+    parameter, the names of its tensors; views: transformations of the stored tensors. remark: True if tensors
+    that the model does not need are also reported by the run, not only in the step's log.
 
-    Raises CheckpointError that lists every problem of every file and tensor.
+    Raises CheckpointError with the problems of all files and tensors (at most 60, then a count), also for
+    tensors that no known reason lets the model leave out.
     """
     stored, index, problems = _read(root)
     complete, reason = not problems, partial(surplus, config, unused=names.unused)
@@ -164,8 +165,9 @@ def _remark(unread: Mapping[str, str | None]) -> None:
 
 
 def _report(action: str, reasons: Mapping[str, str | None]) -> None:
-    """Prints to the step's log a line with the number of tensors in each group of similar names. action: what
-    was done with the tensors, such as "left out"; reasons: tensor name -> reason, or None.
+    """Prints to the step's log a line with the number of tensors for each group of tensors that have the same
+    reason and names that differ only in numbers. action: what was done with the tensors, such as "left out";
+    reasons: tensor name -> reason, or None.
     """
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():
@@ -184,7 +186,8 @@ def _table(
     config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Piece, ...]]:
     """Returns parameter name -> the checkpoint's tensors, or the rows of them, that make up the parameter.
-    names: the names that the model's family lists; tensors: those that the checkpoint has.
+    names: the names that the model's family lists; tensors: those that the checkpoint has. The embedding is
+    read from the output matrix if the config ties them and the checkpoint has no tensor for the embedding.
     """
     table = dict(names.sources)
     embedding = parameters(config)[0].name
@@ -206,7 +209,8 @@ def fail(problems: list[str]) -> None:
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Reads the headers of the weights files `names` in the directory `root`. Returns (tensor name -> tensor
-    for all of these files, error messages).
+    for all files that can be read; error messages for missing and damaged files and for tensors in two
+    files).
     """
     tensors: dict[str, Tensor] = {}
     problems = []

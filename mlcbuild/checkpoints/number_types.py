@@ -22,7 +22,7 @@ uint16 holds the bits of bfloat16.
 
 def _small_floats(fraction: int, bias: int, nan: tuple[int, ...]) -> NDArray[np.float32]:
     """Returns a table, float32 [256]: the value of each byte as an 8-bit float with `fraction` fraction bits
-    and the exponent bias `bias`. nan: the bytes that are NaN.
+    and the exponent bias `bias`. nan: the bytes that are NaN; no byte is infinite.
     """
     codes = np.arange(256)
     exponent, low = (codes & 127) >> fraction, codes & (1 << fraction) - 1
@@ -65,15 +65,16 @@ _ELEMENTS: Mapping[str, type[np.generic]] = {
 
 
 def element_dtype(name: str) -> np.dtype[Any]:
-    """Returns the NumPy dtype in which elements of the safetensors dtype `name` are read from files; uint8
-    for dtypes that NumPy does not have.
+    """Returns the NumPy dtype in which elements of the safetensors dtype `name` are read from files: uint16
+    for the bits of bfloat16, uint8 for the bytes of 8-bit floats and of unknown dtypes.
     """
     return DTYPES[name] if name in DTYPES else np.dtype(_ELEMENTS.get(name, np.uint8))
 
 
 def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
     """Converts elements of a tensor, as they were read from a file, to float32 and writes them to `out`,
-    which has their shape. name: the safetensors dtype of the elements, one of READABLE.
+    which has their shape; a float64 beyond the range of float32 becomes infinite. name: the safetensors dtype
+    of the elements, one of READABLE.
     """
     if name in SMALL_FLOATS:
         np.take(SMALL_FLOATS[name], raw, out=out, mode="clip")

@@ -1,5 +1,5 @@
 """Reads AWQ checkpoints in the layout GEMM: codes and zero points are packed along the outputs, eight in a
-word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
+word of 32 bits, which has those of outputs 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on.
 
 A weight is (code - zero) * scale.
 """
