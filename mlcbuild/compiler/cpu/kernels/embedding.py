@@ -52,7 +52,8 @@ def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
 @cache
 def kernel(of: Embedding) -> PrimFunc:
     """Returns the kernel (token ids int32 [n], stored tensors of the table, out float32 [n, hidden]) of an
-    embedding lookup; equal lookups share one function object.
+    embedding lookup; equal lookups share one function object. Raises CompileError if CPUs have no kernel for
+    the format in which the table is stored.
     """
     scheme = of.scheme
     form = kernel_for(scheme)

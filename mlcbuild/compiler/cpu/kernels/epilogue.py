@@ -73,9 +73,9 @@ class Output:
 
 @contextmanager
 def once(rows: Sequence[Expr], i: int) -> Iterator[None]:
-    """Returns a context manager for code that a kernel executes for the i-th of some rows. The kernel skips
-    this code if rows[i], the row's index, equals rows[i - 1]: a repeated row only pads a batch, and its
-    residual would be added twice.
+    """Returns a context manager for code that a kernel executes for the i-th of some rows, whose indices
+    `rows` ascend. The kernel skips this code if rows[i] equals rows[i - 1]: a repeated row only pads a batch,
+    and its residual would be added twice.
     """
     if i == 0:
         yield

@@ -97,8 +97,8 @@ def kernel(
 
     source: the prologue (code in front of the product) that computes rows of x. scatter: True if the results
     of a row's experts, times their weights, are added to the row of `out`; False if each pair (row, chosen
-    expert) has a row of results. fresh: True if `out` is first set to zero. pairs: True if x has one row for
-    each pair.
+    expert) has a row of results. fresh: True if `out` is first set to zero, only with scatter. pairs: True if
+    x has one row for each pair, as it always has with scatter; False if one for each row of `choices`.
     """
     linear = stack.linear
     kind, by_pair = "scatter" if scatter else "pairs" if pairs else "gather", pairs

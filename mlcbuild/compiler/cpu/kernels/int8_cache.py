@@ -69,9 +69,9 @@ def _column(heads: Heads, token: Expr | int) -> Expr | int:
 def write(
     isa: ISA, heads: Heads, source: tuple[Buffer, Expr, Expr], pages: Buffer, slot: tuple[Place, Expr]
 ) -> None:
-    """Emits code that quantizes a token's key or value of one head and writes it to the int8 KV cache.
-    source: (buffer of queries, keys and values, row of the token, first column of the head); slot: ((layer,
-    page, 0 for keys or 1 for values, kv head), index of the token in the page).
+    """Emits code that quantizes a token's key or value of one head and writes it, with its scale, to the int8
+    KV cache. source: (buffer of queries, keys and values, row of the token, first column of the head); slot:
+    ((layer, page, 0 for keys or 1 for values, kv head), index of the token in the page).
     """
     (qkv, row, start), (place, offset) = source, slot
     floats = Floats.dividing(isa, heads.dim)
@@ -111,8 +111,8 @@ def _largest(floats: Floats, dim: int, source: tuple[Buffer, Expr, Expr]) -> Exp
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
     """Returns, as float32, the scale by which the int8 codes of a key or value are multiplied, max |x| / 127
-    over its elements x, and the scale's inverse, 0 if max |x| <= 1e-30. largest: the float32 bits of max |x|,
-    an int32.
+    over its elements x, and the scale's inverse, 0 if max |x| <= 1e-30 or NaN. largest: the float32 bits of
+    max |x|, an int32.
     """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(_LEAST), f32(LARGEST) / value, f32(0)))
@@ -120,8 +120,8 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 
 def copy_scales(heads: Heads, pages: Buffer, place: tuple[Expr, Expr, Expr], head: Expr, count: Expr) -> None:
-    """Emits the copy of the int8 KV cache's scales of the first `count` tokens in the kv head `head` from one
-    page to another. place: (layer, source page, destination page).
+    """Emits the copy of the int8 KV cache's scales, of keys and of values, of the first `count` tokens in the
+    kv head `head` from one page to another. place: (layer, source page, destination page).
     """
     layer, source, target = place
     with T.serial(count) as token:

@@ -138,8 +138,9 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
     if one is fused, and out float32 [m, n].
 
     With AMX there is also an int64 argument `prompt` before `out`. If it is not 0, all rows are computed with
-    tile registers in bfloat16, without quantizing x, however few they are. Otherwise results have the same
-    bits with and without AMX.
+    tile registers in bfloat16, without quantizing x, however few they are; if the fusion has a gate, `out`
+    then holds the gated values, packed for the next product. Otherwise results have the same bits with and
+    without AMX.
     """
     isa, n, k = matrix.isa, matrix.n, matrix.k
     name = fusion.named(f"{matrix.name}_{n}x{k}")
@@ -173,7 +174,8 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
 def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
     """Emits the product x @ W.T, in bfloat16 on AMX tile registers, of all rows of x into the buffer of
-    `call.output`. arguments: the kernel's buffers from which x is read or, with a fused prologue, computed.
+    `call.output`; with a gate, the gated values, packed for the next product. arguments: the kernel's buffers
+    from which x is read or, with a fused prologue, computed.
     """
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
@@ -275,8 +277,8 @@ def stream_tile(
     """Emits the products of a few rows of x with one tile of 16 weight rows, which stream from memory through
     registers.
 
-    rows: indices of the rows of x; places: the output rows, by default `rows`; a row that repeats the one
-    before it is not stored.
+    rows: indices of the rows of x, which must be in call.records already; places: the output rows, ascending,
+    by default `rows`; a row that repeats the one before it is not stored.
     """
     places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
@@ -366,9 +368,9 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr, paired:
 def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
-    """Emits the products of some rows of x with rows of an unpacked block of weights, and returns the float32
-    accumulators as [row][vector]. A vector covers as many weight rows as a register has int32 lanes. vectors:
-    indices of the vectors in the block.
+    """Emits the products of some rows of x with rows of an unpacked block of weights, over the columns that
+    are unpacked in `scratch`, and returns the float32 accumulators as [row][vector]. A vector covers as many
+    weight rows as a register has int32 lanes. vectors: indices of the vectors in the block.
     """
     isa = call.isa
     acc = _sums(call, rows, len(vectors))

@@ -97,8 +97,8 @@ def latent_append(form: LatentAppend) -> PrimFunc:
     A row of `tokens`, a token's latent and its shared key, gets the bias; then the latent is normalized, the
     key rotated, and the row written to `pages`. `own` and `absorbed` hold each head's query before and after
     its multiplication with the head's key matrix. A head's query over cached rows, in `queries`, is
-    `absorbed` followed by the rotated end of `own`. Forks (source page, destination page, tokens) copy the
-    first tokens of pages afterwards.
+    `absorbed` followed by the last rope_dim values of `own`, rotated. Forks (source page, destination page,
+    tokens) copy the first tokens of pages afterwards.
     """
     spec, heads = form.spec, form.heads
     with kernel("latent_append") as built:

@@ -76,7 +76,7 @@ class Linear:
         """Emits the matrix product x @ W.T into `out`, an existing float32 [m, n], and returns `out`. fusion:
         what the same kernel computes before the product (rows of x) and after it (bias, addition); inputs:
         the tensors from which rows of x are computed; weights: W's tensors; prompt: an int64, not 0 for
-        prompt rows.
+        prompt rows, ignored if the kernel has no variant for prompts.
         """
         function = kernel(self, fusion)
         arguments = [*inputs, *weights, *([prompt] if self.has_prompt_variant else []), out]

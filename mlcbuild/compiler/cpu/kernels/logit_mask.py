@@ -20,8 +20,9 @@ caches takes longer than computing it.
 
 def masked(isa: ISA) -> PrimFunc:
     """Returns the kernel (masks int32 [m, 1 + w], logits float32 [q, v] in place) that sets the logits of
-    excluded tokens to minus infinity. A mask is the index of a row of logits, followed by at least v bits,
-    lowest token first, which are set for allowed tokens.
+    excluded tokens to minus infinity. A mask is the index of a row of logits, followed by w words with at
+    least v bits, lowest token in the lowest bit, which are set for allowed tokens. Rows of logits without a
+    mask stay unchanged.
     """
     floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
     lanes = floats.lanes

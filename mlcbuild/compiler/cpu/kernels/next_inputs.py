@@ -27,18 +27,20 @@ step, and that this kernel changes in place, in the order of its arguments.
 def follow() -> PrimFunc:
     """Returns the kernel that turns the arguments of one decode step into those of the next.
 
-    Its arguments are: tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], random_numbers
-    float64 [k, n], stops_at_eos int32 [n], eos_tokens int32 [e], interrupt int32 [1]; and, changed in place,
+    Its arguments are: tokens int32 [n], page_indptr int32 [n + 1] (the first index in page_table of each
+    sequence's pages, which must include that of its next token), page_table int32 [p], random_numbers float64
+    [k, n], stops_at_eos int32 [n], eos_tokens int32 [e], interrupt int32 [1]; and, changed in place,
     positions int32 [n], slots int32 [n] (a token's index in the KV cache: page * 16 + index in the page),
-    lengths int32 [n], sampling_params float64 [n, 5] (the last column is a random number, the others stay
-    unchanged), sampled_tokens int32 [k, n], state int32 [3] (steps done, steps after which the loop pauses,
-    maximum steps), continues bool [].
+    lengths int32 [n] (tokens of each sequence in the KV cache), sampling_params float64 [n, 5] (the last
+    column is a random number, the others stay unchanged), sampled_tokens int32 [k, n], state int32 [3] (steps
+    done, steps after which the loop pauses, maximum steps), continues bool [].
 
     `tokens` are those that the step has sampled. They are copied to row i of `sampled_tokens`, i being the
-    number of steps done, and the step's random numbers are replaced by row i + 1 of `random_numbers`. No step
-    follows if a sampled token is invalid, or is one of `eos_tokens` in a sequence with `stops_at_eos`, or
-    after the maximum number of steps. `continues` is True if the next step must follow in the same call: it
-    need not when the loop pauses, or when any thread has set `interrupt`.
+    number of steps done, i is increased by 1, and the step's random numbers are replaced by row i + 1 of
+    `random_numbers`. No step follows, for any sequence, if one sampled token is negative, or is one of
+    `eos_tokens` in a sequence with `stops_at_eos`, or after the maximum number of steps; then only
+    sampled_tokens, state and continues change. `continues` is True if the next step must follow in the same
+    call: it need not when the loop pauses, or when any thread has set `interrupt`.
     """
     with kernel("follow") as building:
         n, many = size_var("n"), size_var("k")

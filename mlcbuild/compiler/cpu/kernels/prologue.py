@@ -45,7 +45,7 @@ class RowSource(Protocol):
     @property
     def name(self) -> str:
         """Returns the beginning of the names of kernels that compute the input rows of a matrix product with
-        this prologue, such as silu_; "" if the rows are only read."""
+        this prologue, such as silu_; "" if the rows are read as they are."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
@@ -56,8 +56,9 @@ class RowSource(Protocol):
 
     def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
         """Emits code that computes one input row of a matrix product, such as a norm or an activation, and
-        returns (buffer that holds the row as float32, index of the row in it). arguments: buffers of the
-        kernel's arguments, as the method `arguments` returned them; row: index of the row.
+        returns (buffer that holds the row as float32, index of the row in it). Emits nothing if the rows are
+        read as they are. arguments: buffers of the kernel's arguments, as the method `arguments` returned
+        them; row: index of the row.
         """
         ...
 

@@ -2,13 +2,15 @@
 int8 products read.
 
 A group is one record of int32: the activations of its quads (four consecutive values), the scale, then
-corrections: -offset times the sum of int8 activations, since stored weights are too large by `offset`. scale
-= max |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
+corrections: -offset times the sum of int8 activations, since stored weights are too large by `offset`; then,
+for weights with minima, sums of activations. scale = max |x| / 127; values are rounded to nearest even; K is
+padded with zeros to whole groups.
 
-For 4-bit weights the scale is rounded up to a power of two. It is stored as the integer that, added to the
-bits of a float32, multiplies it by the scale: an integer addition, for which processors have units that the
-products do not use. This doubles the squared error of activations on average, which is then 0.4 % of the
-error of such weights (with 5- and 8-bit weights it would be 2 % and as much as 100 %).
+For 4-bit weights with one scale per group and no minima the scale is rounded up to a power of two. It is
+stored as the integer that, added to the bits of a float32, multiplies it by the scale: an integer addition,
+for which processors have units that the products do not use. This doubles the squared error of activations on
+average, which is then 0.4 % of the error of such weights (with 5- and 8-bit weights it would be 2 % and as
+much as 100 %).
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Records:
     """The layout of quantized rows of activations x [.., k] in one int32 buffer [rows, stride]: one record
     for each group of 32 values. A record holds the group's int8 values and its scale; then, for each scale of
     the weights, a correction: -offset times the sum of the int8 values, for weight codes that are too large
-    by `offset`; then, if weights have minima, as many float32 sums of the values.
+    by `offset`; then, if weights have minima, as many float32 sums of the values. With power-of-two scales,
+    an int32 with the bits of 0.0 or NaN, from which sums start, follows the last record of a row.
     """
 
     dot: dot.Products
@@ -126,8 +129,8 @@ class Records:
 
     def start(self, records: Buffer, row: Expr) -> Expr:
         """Returns the float32 from which the sums of a product start for a row of activations: 0, or NaN if
-        the scales are powers of two and cannot represent the row, because it has a NaN or a value above 127 *
-        2**112.
+        the scales are powers of two and cannot represent the row, because it has a NaN or an absolute value
+        above 127 * 2**112.
         """
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
@@ -228,7 +231,8 @@ def _quantize_group(
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
     """Returns the scale of a group of activations, max |x| / 127, as an int32 that holds its float32 bits,
-    and the scale's inverse as float32, 0 if all activations are 0. largest: the float32 bits of max |x|.
+    and the scale's inverse as float32, 0 if all activations are 0 or max |x| is NaN (as then the scale is).
+    largest: the float32 bits of max |x|.
     """
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
@@ -236,9 +240,9 @@ def _quotient(largest: Expr) -> tuple[Expr, Expr]:
 
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns the scale of a group of activations, max |x| / 127 rounded up to a power of two, and the
-    scale's inverse as float32. The scale is an int32 that multiplies a float32 by it when added to the
-    float32's bits. largest: the float32 bits of max |x|.
+    """Returns the scale of a group of activations, max |x| / 127 rounded up to a power of two and limited to
+    2**-100 .. 2**112, and the scale's inverse as float32. The scale is an int32 that multiplies a float32 by
+    it when added to the float32's bits. largest: the float32 bits of max |x|.
     """
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))

@@ -29,7 +29,7 @@ longer; `ci/bench/kernels --threads 2` prints how long waking takes."""
 def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = None) -> PrimFunc:
     """Returns the kernel (positions int32 [n], inv_freq float32 [dim/2], out float32 [n, dim]) that writes
     the cosines of position * inv_freq, then the sines, times `factor`. With `query_scale`, `out` has one more
-    column, the scale of queries at this position.
+    column, the scale of queries at this position: 1 + beta * ln(1 + position // length).
 
     The angle is computed in float32, as checkpoints' own code does, so long contexts agree with it.
     """
@@ -112,13 +112,15 @@ class _Row:
 
 def rope_append(spec: Append) -> PrimFunc:
     """Returns the kernel that adds the bias to queries, keys and values, then normalizes, clips and rotates
-    queries and keys, and clips values. Queries are changed in place in qkv; keys and values are written to
-    the KV cache.
+    queries and keys (or normalizes them last, with norm_last), and clips values, as far as the model has
+    these parts. Queries are changed in place in qkv; keys and values are written to the KV cache, and their
+    columns of qkv are overwritten.
 
-    Its arguments are: angles float32 [n, rope_dim]? (cosines, then sines), slots int32 [n] (a token's index
-    in the cache: page * 16 + index in the page), forks int32 [f, 3], bias [width]?, q_norm weight?, bias?,
-    k_norm weight?, bias?, qkv float32 [n, width] in place, pages (the KV cache of all layers) in place, layer
-    int64. A question mark means that the argument exists only if the model has it.
+    Its arguments are: angles float32 [n, rope_dim]? (cosines, then sines; with query_scale one more column,
+    the scale of queries), slots int32 [n] (a token's index in the cache: page * 16 + index in the page),
+    forks int32 [f, 3], bias [width]?, q_norm weight?, bias?, k_norm weight?, bias?, qkv float32 [n, width] in
+    place, pages (the KV cache of all layers) in place, layer int64. A question mark means that the argument
+    exists only if the model has it.
 
     Each fork is (source page, destination page, tokens): after all rows, one fork after the other, the first
     `tokens` keys and values of a page are copied to another one. So each branch of a tree of draft tokens has
@@ -232,8 +234,9 @@ def _normalize(
 
 def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
     """Emits code that adds the bias to one query or key head of a token in qkv, normalizes, clips and rotates
-    it, all in place. kind: 0 for queries, 1 for keys; place: (index of the head among those of its kind, its
-    first column in qkv).
+    it, and scales a query by its position, all in place. With norms over all heads, bias, norm and clipping
+    must be done before and are left out. kind: 0 for queries, 1 for keys; place: (index of the head among
+    those of its kind, its first column in qkv).
     """
     head, start = place
     norm = None if spec.norms is None or spec.joint else spec.norms[kind]
@@ -296,7 +299,8 @@ def _write_value(
     spec: Append, tensors: tuple[_Row, Buffer], head: Expr, slot: tuple[Expr, Expr, Expr]
 ) -> None:
     """Emits code that adds the bias to a token's value vector of one kv head, limits its elements to -clip ..
-    clip if the model has this limit, and writes it to the KV cache. tensors: (buffers of the token, pages);
+    clip if the model has this limit, and writes it to the KV cache; for an int8 cache also to qkv, from which
+    it is quantized. tensors: (buffers of the token, pages);
     slot: (layer, page, index of the token in the page).
     """
     (token, pages), (layer, page, offset), heads = tensors, slot, spec.heads

@@ -77,9 +77,10 @@ class _Picks:
 
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
         """Emits code that chooses the experts with the largest scores, sigmoid or softmax of the logits, and
-        writes to self.picked, float32 [2 * chosen], the numbers of the chosen experts, then their weights.
-        Scores overwrite the logits. row: index of the row of logits; correction: float32 [experts] that is
-        added to scores for choosing only, or None.
+        writes to self.picked, float32 [2 * chosen], the numbers of the chosen experts, then their weights:
+        the scores, divided by their sum if the router normalizes, times its scale. Scores overwrite the
+        logits. row: index of the row of logits; correction: float32 [experts] that is added to scores for
+        choosing only, or None.
         """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)
@@ -128,8 +129,9 @@ class _Picks:
 
     def _drop_groups(self) -> None:
         """Emits code that keeps only experts of the router's `groups_kept` best groups: it sets self.left to
-        -inf for all others. A group's score is its largest score if the router's `group_by_largest` is set,
-        else the sum of its two largest.
+        -inf for all others. Groups are equally many experts with consecutive numbers. A group's score is the
+        largest in self.left of its experts if the router's `group_by_largest` is set, else the sum of the two
+        largest.
         """
         router = self.spec.router
         size = self.spec.count // router.groups
@@ -163,9 +165,9 @@ class _Picks:
 
     def sparsemixer(self, logits: Buffer, row: Expr) -> None:
         """Emits code that chooses experts by the sparsemixer rule of Phi-3.5-MoE and writes their numbers,
-        then their weights, to self.picked, float32 [2 * chosen]. An expert's weight is 1 / the sum of
-        exp(logit - its logit) over the experts not yet chosen whose logits are near its own. row: index of
-        the row of logits.
+        then their weights, to self.picked, float32 [2 * chosen]. Each time the largest logit L that is left
+        is chosen; the expert's weight is 1 / the sum of exp(logit - L) over the experts left, itself
+        included, with (L - logit) / max(|logit|, L) <= 2 * jitter. row: index of the row of logits.
         """
         spec, floats = self.spec, self.floats
         assert spec.router.jitter is not None
@@ -189,7 +191,7 @@ class _Picks:
 
     def _largest(self, values: Buffer, count: int) -> Expr:
         """Emits a search for the largest of the first `count` values of a float32 buffer, and returns its
-        index, the lowest of equal ones; 0 if all values are -inf.
+        index, the lowest of equal ones. NaN is passed over; 0 if all values are -inf or NaN.
         """
         best, place = register(f32(_LEAST), 1), register(i64(0), 1, "int64")
 

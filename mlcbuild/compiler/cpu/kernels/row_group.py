@@ -136,7 +136,8 @@ class GroupRows:
 
     def _word(self, block: Expr) -> Expr:
         """Returns the index of the first uint32 word of a block of weights in a row. A block starts at the
-        first word of a quantization group of 32 weights, or lies inside a single group.
+        first word of a quantization group of 32 weights, or lies inside a single group. If a row is not a
+        whole number of blocks, its last block ends with the row and overlaps the block before it.
         """
         if self.words % self.lanes == 0:
             return block * self.lanes

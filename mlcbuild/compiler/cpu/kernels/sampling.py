@@ -29,13 +29,13 @@ from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
 
 def sample(isa: ISA) -> PrimFunc:
     """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, 5], tokens int32 [q]
-    out) that samples a token from each row of logits. The five parameters of a row are 1 / temperature, the
-    largest distance of a logit below the row's maximum (for min_p, <= 0), top_p, top_k, and a random number
-    from 0 to 1.
+    out) that samples a token from each row of logits. The five parameters of a row are 1 / temperature (0:
+    the first token with the largest logit is chosen), the largest distance of a logit below the row's maximum
+    (for min_p, a number <= 0), top_p, top_k (0: no limit), and a random number from 0 to 1.
 
-    It writes NO_TOKEN for a row whose inverse temperature is negative, INVALID_TOKEN if the largest logit is
-    infinite or NaN. Of equally likely tokens the first one counts as the most likely; top_k and top_p keep
-    all of them.
+    It writes NO_TOKEN for a row whose inverse temperature is negative, INVALID_TOKEN if a logit is NaN or the
+    largest one is infinite. top_k and top_p keep all tokens that are as likely as the least likely one that
+    they must keep.
     """
     with kernel("sample") as function:
         rows, width = size_var("q"), size_var("v")
@@ -78,8 +78,8 @@ def sample(isa: ISA) -> PrimFunc:
 
 def _look(row: Row, first: Expr) -> None:
     """Emits the sampling kernel's first pass over up to 16 blocks of 256 logits in a row. It stores the
-    largest logit of each block and, unless top_k, top_p or min_p is set, the sum over the block of exp((logit
-    - the block's largest) / temperature). first: index of the first block.
+    largest logit of each block and, if the row is sampled at random without top_k, top_p and min_p, the sum
+    over the block of exp((logit - the block's largest) / temperature). first: index of the first block.
     """
     row.fill_tail()
     is_unfiltered = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
@@ -160,8 +160,8 @@ def _first(row: Row, most: Expr) -> Expr:
 
 def _drawn(row: Row, least: Expr) -> Expr:
     """Emits the random choice of a token of a row, with a probability proportional to its weight exp((logit -
-    largest) / temperature), and returns the token. The row's random number decides. least: the smallest logit
-    that may be sampled.
+    largest) / temperature), and returns the token. The row's random number decides. The sum of the weights of
+    each block of 256 tokens must be in row.sums already. least: the smallest logit that may be sampled.
     """
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))
@@ -182,9 +182,9 @@ def _drawn(row: Row, least: Expr) -> Expr:
 
 
 def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
-    """Emits a search through `count` weights. Returns (index of the weight into which `number` times the sum
-    of all weights falls, distance from the start of this weight). `number` is from 0 to 1; a weight of 0 is
-    never returned.
+    """Emits a search through `count` weights, laid end to end. Returns (index of the weight into which
+    `number` times the sum of all weights falls, position in this weight as a fraction of it). `number` is
+    from 0 to 1; the index of a weight of 0 is returned only if all are 0.
     """
     total, run, before = (register(T.float64(0), 1, "float64") for _ in range(3))
     with T.serial(count) as at:
