@@ -32,8 +32,9 @@ class Pooler:
         self._count += len(states)
 
     def vector(self) -> Floats:
-        """Returns the pooled embedding of all hidden states that were passed to `add` (at least one), a
-        float32 vector [hidden] of length 1."""
+        """Returns the embedding, a float32 vector [hidden] scaled to Euclidean norm 1 (zeros stay zeros):
+        the last of the hidden states that were passed to `add` (at least one), or their mean, by the kind of
+        pooling."""
         return unit(self._sum / self._count)
 
 

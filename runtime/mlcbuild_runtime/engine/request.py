@@ -132,7 +132,8 @@ class Ticket:
             self.cancel()
 
     def read(self) -> None:
-        """Records that the client has read one event of this request."""
+        """Records that the client has read one event (a token of the answer, or the end) of this request. A
+        request that was paused because its client read too slowly continues."""
         rested = self.resting
         self._read += 1
         if rested:
