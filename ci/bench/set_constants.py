@@ -24,10 +24,11 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(settings: Iterable[str]) -> None:
-    """Sets each constant in its module, and in every loaded module that has imported it by name.
+    """Sets constants to other values: each in its module, and in every loaded module that has imported it by
+    name.
 
-    settings: texts MODULE.NAME=VALUE. Raises SystemExit, which ends the program with a message, for
-    anything but a number.
+    settings: texts MODULE.NAME=VALUE. Raises SystemExit, which ends the program with a message, for a
+    constant that does not exist or is not a number, and for a value that is not a number.
     """
     for text in settings:
         place, _, value = text.partition("=")
@@ -51,7 +52,8 @@ def _assign(name: str, present: object, new: object) -> None:
 @contextmanager
 def replaced(module_name: str, name: str, value: object) -> Iterator[None]:
     """Returns a context in which a constant has another value: in its module `module_name` and in every
-    loaded module that has imported it by name. The old value returns at the end.
+    loaded module that has imported it by name. The old value returns at the end. Raises KeyError if the
+    module has no such constant.
     """
     present = vars(import_module(module_name))[name]
     places = [

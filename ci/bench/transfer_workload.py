@@ -30,7 +30,7 @@ def compare(counts: Sequence[int], rounds: int) -> Iterator[tuple[str, list[floa
     """Compares numbers of download threads. Yields (label with the size of each of 48 files, list with one
     entry for each number in `counts`: the least seconds, over all rounds, in which so many threads download
     all files). The time is mostly a delay of 20 ms that the server adds to each answer, so that other work on
-    the machine has little effect."""
+    the machine has little effect. Raises SystemExit if a download fails."""
 
     def distant(handler: Handler) -> bool:
         time.sleep(LATENCY)

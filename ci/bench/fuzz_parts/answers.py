@@ -20,9 +20,11 @@ from tests.runtime import toy
 
 
 class Answers:
-    """A fuzzing target: runs `mlcbuild pull` against a registry that sends wrong answers. A case is a JSON
-    list of changes, a line break, and the manifest that the registry sends. A change is [part of the
-    request's path, other status or null, additional headers, fraction of the body that is sent].
+    """A fuzzing target: runs `mlcbuild pull` against a registry that sends wrong answers, and checks that it
+    either writes an intact bundle, or writes nothing and fails with a suitable message. A case is a JSON list
+    of changes, a line break, and the manifest that the registry sends. A change applies to the requests whose
+    path contains a text: [this text, other status or null, additional headers, fraction of the body that is
+    sent].
     """
 
     TITLE = "org.opencontainers.image.title"

@@ -205,8 +205,8 @@ class Quantized(Timed):
         return self._case(number, text, self._fitted(header))
 
     def _fitted(self, header: dict[str, dict[str, object]]) -> dict[str, object]:
-        """Returns a safetensors header in which the offsets of each tensor match its dtype and shape, with
-        the tensors one after the other."""
+        """Changes the offsets of each tensor in a safetensors header, in place, so that they match its dtype
+        and shape and the tensors follow one another; returns the header."""
         end = 0
         for entry in header.values():
             size = math.prod(entry["shape"]) * BITS[entry["dtype"]] // 8

@@ -30,7 +30,8 @@ from tests.runtime import toy
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:
-    """Runs the command line in this process, and returns (exit code, printed text)."""
+    """Runs mlcbuild's command line with these arguments in this process, and returns (exit code, text printed
+    to standard output and standard error)."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main([str(argument) for argument in arguments])
@@ -46,8 +47,9 @@ def accepted(*arguments: str | Path) -> None:
 
 
 def fault(code: int, text: str, allowed: tuple[int, ...]) -> str | None:
-    """Returns the reason why an exit code and a printed text are not a proper answer to bad input; None if
-    they are.
+    """Returns the reason why a command's exit code and printed text are not a proper answer to bad input: a
+    traceback or a report of a defect, an exit code that is not in `allowed`, or control characters. None if
+    there is none of these.
     """
     if "a defect of mlcbuild" in text or "Traceback" in text:
         return next(line for line in text.splitlines() if "defect" in line or "Traceback" in line)
@@ -71,7 +73,8 @@ class Files:
 
 class Recipes(Files):
     """A fuzzing target: creates mutated recipe files, and checks that the commands validate and plan accept
-    each or refuse it with a suitable message that names a place.
+    each or refuse it with a suitable message, which for validate names a place, and that plan refuses none
+    that validate accepts, except for a missing lock.
     """
 
     WORDS = (
@@ -279,8 +282,8 @@ class Manifests(Files):
 
 class Archives(Files):
     """A fuzzing target: creates mutated archives as `mlcbuild cache export` writes them, and checks that
-    importing one into an empty store works or is refused with a suitable message, and that the store is then
-    intact.
+    importing one into an empty store works or is refused with a suitable message, that nothing is written
+    outside of the store, and that the store is then intact and hardly larger than the archive.
     """
 
     def __init__(self, place: Path) -> None:
@@ -360,8 +363,9 @@ class Archives(Files):
 
 def built(place: Path) -> tuple[Path, Path]:
     """Returns (path of a store with the results of a small recipe's steps, path of the recipe), both in the
-    directory `place`. They are created at the first call for a directory; the actions of the steps are
-    replaced by ones that cost nothing.
+    directory `place`. They are created at the first call for a directory, with actions that cost nothing in
+    place of the steps' own. Each call also sets the environment variables MLCBUILD_STORE and MLCBUILD_KEY to
+    paths in `place`.
     """
     store = place / "store"
     os.environ["MLCBUILD_STORE"], os.environ["MLCBUILD_KEY"] = str(store), str(place / "no-key.pem")

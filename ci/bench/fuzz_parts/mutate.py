@@ -34,8 +34,8 @@ def pick_value(random: Random) -> Json:
 
 
 def mutated_json(random: Random, document: Json, times: int = 0) -> Json:
-    """Returns a copy of a document with one to four changes: values replaced, moved, duplicated, removed,
-    renamed. times: number of changes; 0: random.
+    """Returns a copy of a JSON document with random changes: values replaced, exchanged, repeated, removed or
+    wrapped in a list or object, and keys renamed. times: number of changes; 0: one to four.
     """
     root = [deepcopy(document)]
     for _ in range(times or random.choice((1, 1, 1, 2, 3, 4))):
@@ -94,8 +94,8 @@ def dumped(document: Json) -> bytes:
 
 
 def mutated_bytes(random: Random, data: bytes, words: tuple[bytes, ...] = ()) -> bytes:
-    """Returns bytes with one to four changes: flipped, cut and repeated bytes, and words that are inserted or
-    exchanged.
+    """Returns bytes with one to four random changes: a flipped bit, a part removed or repeated, the end cut
+    off, or a text inserted or put in place of a part. words: such texts, in addition to some fixed ones.
     """
     for _ in range(random.choice((1, 1, 2, 4))):
         at = random.randrange(len(data) + 1)
@@ -131,8 +131,9 @@ _CHANGES = (_flip, _cut, _end, _repeat, _put, _put)
 
 
 def mutated_lines(random: Random, text: str, words: tuple[str, ...]) -> bytes:
-    """Returns text whose lines or words were exchanged, duplicated, removed or replaced. words:
-    replacements.
+    """Returns the UTF-8 bytes of a text with one to three random changes: a line removed, copied to another
+    place or marked at its beginning, or a word replaced or extended. words: texts that replace or extend
+    words, in addition to some fixed ones.
     """
     lines = text.splitlines()
     for _ in range(random.choice((1, 1, 2, 3))):

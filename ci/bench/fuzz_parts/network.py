@@ -61,9 +61,9 @@ class Served:
         return answer.status, json.loads(data) if kind.startswith("application/json") else data
 
     def well(self) -> str | None:
-        """Returns the reason why the server no longer works as before the attack: it has ended, answers an
-        honest client differently, or has grown. None if it works. Answers and memory are checked after every
-        20 cases."""
+        """Returns the reason why the server no longer works as before the attack: it has ended, does not
+        answer an honest client as before, or has grown by more than 512 MiB. None if it works. Each call
+        counts as one case; answers and memory are checked only at every 20th."""
         if self.server.process.poll() is not None:
             return f"the server has ended with {self.server.process.returncode}"
         self.cases += 1

@@ -116,8 +116,8 @@ def prefill(model: GpuExecutor) -> Figures:
 
 def decode(model: GpuExecutor, count: int) -> Figures:
     """Measures greedy decoding of `count` sequences on a GPU, where one submission to the device computes
-    several steps. Returns name -> value: tokens per second, kernel launches per step, and gigabytes of
-    weights read per second.
+    several steps. Returns {"tokens_per_second": rate of all sequences together, "launches_per_step": number
+    of kernel launches, "gigabytes_per_second": rate at which weights are read}.
     """
     limits = model.limits
     length = min(limits.context_window // 2, 128)
@@ -138,8 +138,9 @@ def decode(model: GpuExecutor, count: int) -> Figures:
 
 def serve(model: GpuExecutor, tokenizer: Path) -> Figures:
     """Measures the runtime's engine with twice as many requests as a batch holds, all sent at once, and
-    closes the engine and the model. Returns the number of requests, the seconds until the first event, and
-    the tokens per second of all answers. tokenizer: directory with the tokenizer's files.
+    closes the engine and the model. Returns {"requests": their number, "first_event_seconds": time to the
+    first event of any request, "tokens_per_second": rate of all answers together}. tokenizer: directory with
+    the tokenizer's files. Raises queue.Empty if no event arrives for PATIENCE seconds.
     """
     from queue import SimpleQueue
 

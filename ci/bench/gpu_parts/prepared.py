@@ -28,7 +28,8 @@ same bytes, and a larger one repeats them.
 
 def prepare(area: Path, shape: str, config: Mapping[str, Any], scheme: str, window: int) -> None:
     """Compiles the GPU program of a model and writes it below `area`, in a directory `<shape>-<scheme>`.
-    config: the model's config.json. Needs the compiler.
+    shape: any name for the model; config: the model's config.json; scheme: name of a quantization scheme;
+    window: context window in tokens. Needs the compiler.
     """
     from mlcbuild import models, quant
     from mlcbuild.compiler.gpu.gpu_action import compile_library

@@ -62,7 +62,8 @@ class Results:
 
 def here(title: str, command: str, machine: str, rows: Sequence[Row]) -> Results:
     """Returns results with today's date and the commit that is checked out. title: heading of the table;
-    command: reproduces it; machine: description of the processor.
+    command: reproduces it; machine: description of the processor. Raises CalledProcessError outside of a Git
+    repository.
     """
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -81,10 +82,11 @@ def read(path: Path) -> Results:
 
 
 def render(results: Results) -> str:
-    """Returns a Markdown table with a row for each figure and a column for each tool, which shows the median
-    of the tool's best variant. The last columns show mlcbuild's value relative to the best other tool's, and
-    its share of the hardware's limit. Where there are several other tools, the title is followed by
-    mlcbuild's speeds relative to llama.cpp alone.
+    """Returns Markdown: a line with the title, machine, date, commit and command, and a table with a row for
+    each figure and a column for each tool, which shows the median of the tool's best variant. The column
+    "ratio" shows how many times better mlcbuild's value is than that of the best other tool (below 1: worse),
+    and a last one its share of the hardware's limit, if one is known. Where several other tools are compared,
+    a line above the table states how many times as fast as llama.cpp mlcbuild is.
     """
     tools = list(dict.fromkeys(_tool(name) for row in results.rows for name in row.samples))
     tools.sort(key=lambda tool: tool != OURS)
@@ -148,8 +150,9 @@ def loss_rows(measured: Sequence[tuple[str, float, float]], sizes: Sequence[floa
 
 def load_rows(samples: Mapping[tuple[str, str, str], Sequence[float]]) -> list[Row]:
     """Returns the rows of a table of load test results: for each load, output tokens per second and the
-    median time to the first token, with a column for each server. samples: (load, server, name of the figure)
-    -> its value in each round; other figures are ignored."""
+    median time to the first token, with the values of each server. samples: (load, server, name of the
+    figure) -> its value in each round; the names are "output tok/s" and "ttft p50, s", and other figures are
+    ignored."""
     units = {"output tok/s": ("output", "tokens/s"), "ttft p50, s": ("first token, median", "s")}
     rows: dict[tuple[str, str], Row] = {}
     for (load, server, figure), values in samples.items():

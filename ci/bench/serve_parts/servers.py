@@ -67,8 +67,9 @@ class Running:
 
 
 def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
-    """Creates missing environments, models and servers, and returns the servers to compare: ours, then
-    llama.cpp's with each format, with and without flash attention.
+    """Creates missing environments, models and servers below `directory`, and returns the servers to compare:
+    mlcbuild's with each of the quantization schemes, then llama.cpp's with each of its formats, with and
+    without flash attention. llama.cpp's are left out if its GGUF file could not be created.
     """
     engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
     listed = _ours(directory / SHAPE, schemes, threads)
@@ -148,7 +149,7 @@ def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
 
 def _llama_server(directory: Path) -> str:
     """Returns the path of llama.cpp's server, built for this machine from the source that llama-cpp-python
-    brings."""
+    brings. Downloads and builds it if it is missing."""
     area = directory / "llama-server"
     created = area / "build" / "bin" / "llama-server"
     if not created.is_file():

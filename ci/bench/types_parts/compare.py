@@ -24,12 +24,14 @@ class RefusedError(Exception):
 
 
 def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dict[str, float]:
-    """Compares mlcbuild's logits with transformers'. Returns way of computing, such as in chunks -> largest
-    difference of a logit, divided by the largest absolute value of the expected logits.
+    """Compares mlcbuild's logits with transformers'. Returns way of computing, such as "config, reference" or
+    "config, chunks" -> largest difference of a logit, divided by the largest absolute value of the expected
+    logits.
 
     area: directory with the checkpoint that transformers wrote; tokens: the prompt; expected: transformers'
     logits; libraries: True if compiled libraries are tested, too. Raises RefusedError if mlcbuild refuses the
-    config.json.
+    config.json or the weights. If it refuses only the config that transformers saves, an entry with the
+    reason as its key and the value 0 says so.
     """
     largest: dict[str, float] = {}
     configs: dict[str, ModelConfig] = {}

@@ -48,7 +48,7 @@ class Draw:
 
     def size(self, kind: str, value: int) -> None:
         """Sets a size, such as that of the hidden state, in the config, under the field name that the model
-        type uses for it. kind: a key of SIZES."""
+        type uses for it; does nothing if the type has no such field. kind: a key of SIZES."""
         for name in SIZES[kind]:
             if name in self.defaults:
                 self.config[name] = value

@@ -1,5 +1,5 @@
 """Yields variations of a config.json in which a single field has another value: each field that the model
-type has, and each of its rotary embedding's parameters.
+type has, except for those in FIXED, and each of its rotary embedding's parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ UNSET = (True, 0.5, 2, 7)
 
 def of(config: Config, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:
     """Yields (label, config) for each variation of a model's config.json in which a single field has another
-    value. defaults: name of a field -> the model type's default, for fields that the config lacks.
+    value. The fields in FIXED, such as model_type and vocab_size, keep theirs. defaults: name of a field ->
+    the model type's default, for fields that the config lacks.
     """
     inside = ("text_config",) if "text_config" in config else ()
     own = config["text_config"] if inside else config
@@ -50,9 +51,9 @@ def _rope(config: Config, path: tuple[str, ...], rope: Any) -> Iterator[tuple[st
 
 
 def _values(value: Any, absent: bool) -> Iterator[Any]:
-    """Yields values that are tried in place of a field's value in a config.json: of the same type, such as
-    twice an integer or a reversed list, or null. absent: True if the field is not in the config, so that
-    `value` is its default.
+    """Yields values that are tried in place of a field's value in a config.json: some of the same type, such
+    as twice an integer or a reversed list, and null; for null, some fixed values. absent: True if the field
+    is not in the config, so that `value` is its default; null is then left out.
     """
     if isinstance(value, bool):
         yield not value

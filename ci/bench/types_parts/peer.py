@@ -87,7 +87,8 @@ def buffers(model: Any) -> dict[str, Any]:
 def draw(rng: np.random.Generator, name: str, initial: Any, is_tied: bool) -> Any:
     """Returns random weights, float32, for one parameter of a model that is compared with transformers. Their
     sizes keep activations near 1 and make attention far from uniform. name: the parameter's name; initial:
-    its values as transformers initializes them; is_tied: True if the embedding is also the output matrix.
+    its values as transformers initializes them, which are returned if the name ends in .beta or .eps;
+    is_tied: True if the embedding is also the output matrix.
     """
     values = rng.standard_normal(initial.shape)
     if name.endswith((".beta", ".eps")):
