@@ -14,8 +14,8 @@ _PERIOD = 0.2
 
 
 def write_to(note: Path) -> None:
-    """Makes this process write its progress reports, "done total unit", to the file `note`, which its parent
-    process reads."""
+    """Makes this process write each of its progress reports, as the text "done total unit", to the file
+    `note`, which its parent process reads. A report replaces the one before."""
 
     def write(done: int, total: int, unit: str) -> None:
         note.write_text(f"{done} {total} {unit}")
@@ -24,8 +24,9 @@ def write_to(note: Path) -> None:
 
 
 def wait(process: subprocess.Popen[bytes], note: Path, seconds: float = float("inf")) -> int:
-    """Waits for a child process, reports the progress that it writes to the file `note`, and returns its exit
-    code. Kills it and raises subprocess.TimeoutExpired if it takes longer than `seconds`."""
+    """Waits for a child process and returns its exit code. Meanwhile passes the progress that the child
+    writes to the file `note` to this process's listener. Raises subprocess.TimeoutExpired after `seconds`;
+    the child is killed then, and if anything else interrupts the wait."""
     end = time.monotonic() + seconds
     code = None
     try:

@@ -30,11 +30,12 @@ affects every variant.
 
 
 def changed(directory: Path, revisions: str) -> frozenset[Path]:
-    """Returns the absolute paths of files that differ between two Git commits, including deleted files.
+    """Returns the absolute paths of files that differ between two Git commits, including deleted files and,
+    for a symbolic link, the path to which it points.
 
-    directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`,
-    or one commit, which is compared with the working tree. Raises UsageError for text that is not such an
-    argument, SetupError if git fails.
+    directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`, or
+    one commit, which is compared with the working tree. Raises UsageError if it starts with "-" or git fails,
+    SetupError if git is not installed.
     """
     if revisions.startswith("-"):
         raise UsageError(f"--affected-by {revisions}: write a range of commits, for example main...HEAD")

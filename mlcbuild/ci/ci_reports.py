@@ -17,9 +17,8 @@ _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def junit(log: RunLog) -> str:
-    """Returns the results of a run as JUnit XML, with a suite of steps and a suite of variants; reused
-    items pass in 0 seconds.
-    """
+    """Returns the results of a run as JUnit XML, with a suite of steps and a suite of variants. Failed and
+    skipped items have these results, all others pass; only steps that ran have times above 0 seconds."""
     root = ElementTree.Element("testsuites", name=_xml(f"mlcbuild {log.recipe}"), time=f"{log.seconds:.3f}")
     _suite(root, f"{log.recipe} steps", log.steps)
     _suite(root, f"{log.recipe} variants", log.variants)
@@ -54,9 +53,8 @@ def _xml(text: str) -> str:
 
 
 def markdown(log: RunLog) -> str:
-    """Returns a summary of a run in Markdown: a table of variants with their figures, the failures, and a
-    folded table of the steps that ran.
-    """
+    """Returns a summary of a run in Markdown: a table of variants with their sizes, accuracy and speeds, the
+    failures, and a folded table of the steps that ran."""
     shard = f", shard {log.shard}" if log.shard else ""
     lines = [f"## mlcbuild: {_cell(log.recipe)}{shard}", "", f"{headline(log)}.", ""]
     if log.interrupted:

@@ -89,7 +89,8 @@ def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
     """Parses `--label target=runner` options into target -> label of a CI runner; the target may be `*`,
     which stands for all targets.
 
-    Raises UsageError with all problems.
+    targets: names of the targets that a recipe uses. Raises one UsageError with all problems: options of
+    another form, and targets that are not among these.
     """
     labels_by_target, problems, names = {}, [], [*targets, ANY]
     for pair in pairs:
@@ -113,9 +114,8 @@ def runner(target: Target, labels: Mapping[str, str]) -> str:
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Returns name of a build step -> reason, for each step that needs work. A step that runs because of its
-    inputs gets the reason of the first step that it depends on and that will run.
-    """
+    """Returns name of a build step -> reason, for each step that needs work. A step whose inputs are not
+    built yet gets the reason of the first of its direct dependencies that needs work."""
     reasons: dict[str, str] = {}
     for planned in plan.steps:
         if planned.state == "run":
@@ -127,10 +127,9 @@ def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
 
 
 def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[CiJob]:
-    """Returns CI jobs: one for each variant of a recipe that needs work or, with `matrix.shards`, that number
-    of jobs which share all the work. products: the variants with their steps. Raises UsageError if the number
-    of shards is below 1.
-    """
+    """Returns CI jobs: one for each of the variants `products` that needs work (with `matrix.all`, for each
+    variant) or, with `matrix.shards`, at most that number of jobs which share the work of these variants.
+    Raises UsageError if the number of shards is below 1, or for a wrong runner label in `matrix`."""
     if matrix.shards is not None and matrix.shards < 1:
         raise UsageError(f"--shards {matrix.shards}: there must be at least one")
     names = dict.fromkeys(item.variant.target.name for item in pipeline.products)
@@ -145,9 +144,8 @@ def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Ma
 def variants(
     products: Iterable[Product], pipeline: Pipeline, plan: Plan, labels: Mapping[str, str], command: Command
 ) -> list[CiJob]:
-    """Returns a CI job for each variant of a recipe, including those that need no work. labels: name of a
-    target -> label of the CI runner.
-    """
+    """Returns a CI job for each of the variants `products` of a recipe, including those that need no work.
+    labels: name of a target, or `*` for all targets -> label of the CI runner."""
     why = reasons(pipeline.graph, plan)
     jobs = []
     for product in products:
@@ -162,8 +160,8 @@ def shards(
     products: Sequence[Product], count: int, labels: Mapping[str, str], command: Command
 ) -> list[CiJob]:
     """Returns CI jobs that share the work of building the variants `products` of a recipe: `count` jobs, but
-    at most one for each variant.
-    """
+    at most one for each variant. They run on the CI runner that `labels` states for all targets, `*`, or else
+    on a hosted Linux runner."""
     count = min(count, len(products))
     only = [word for product in products for word in ("--only", product.variant.name)]
     label = labels.get(ANY, OTHER)

@@ -27,8 +27,9 @@ def run(
 
     sharing: function that opens the store with its remote caches; it is called for each phase, since other
     machines add results to these caches meanwhile. After a failure, a phase runs only with
-    `options.keep_going`, and without the steps that depend on the failed ones. Raises UsageError for an
-    unknown step name, SourceError for an unreadable source, and StoreError when the store cannot be used.
+    `options.keep_going`, and skips the steps that depend on failed ones; after an interruption, none runs.
+    Raises UsageError for an unknown step name, SourceError for an unreadable source, and StoreError when the
+    store cannot be used.
     """
     total, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
@@ -53,7 +54,9 @@ def run(
 
 
 def joined(before: RunResult, after: RunResult) -> RunResult:
-    """Merges the results of two consecutive runs of a shard (one machine's share of a build) into one."""
+    """Merges the results of two consecutive runs of a shard (one machine's share of a build) into one. Their
+    durations are added. A step of both runs has the later result, unless the later run only reused what the
+    first had built."""
     first = {step.name: step for step in before.steps}
     return RunResult(
         (*_later(first, after.steps), *first.values()),

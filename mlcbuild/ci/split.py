@@ -86,7 +86,7 @@ class Split:
 
 def parse(text: str) -> tuple[int, int]:
     """Parses the number of one machine's share (shard) of a build, such as "2/3" into (2, 3), which is share
-    2 of 3. Raises UsageError for any other text.
+    2 of 3. Raises UsageError for any other text, and for shares that do not exist, such as "0/3" and "4/3".
     """
     match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -96,9 +96,10 @@ def parse(text: str) -> tuple[int, int]:
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
     """Divides build steps and their dependencies into `count` shards (shares of the build, one for each
-    machine), and returns a Split. only: names of the steps; () means all.
+    machine), and returns a Split. only: names of the steps; () means all steps.
 
-    durations: name of a step -> milliseconds. The result is deterministic.
+    durations: name of a step -> milliseconds; a step that is missing there gets an estimate. The result is
+    deterministic.
     """
     chosen = [graph.resolve(name) for name in only]
     needed = graph.closure(chosen) if chosen else frozenset(graph.nodes)
@@ -162,9 +163,9 @@ def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
 
 
 def step_costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
-    """Returns name of a build step -> milliseconds: the recorded duration in `durations`, else the median
-    duration there of steps of the same kind (first part of the name), else a constant of that kind.
-    """
+    """Returns name of a build step -> milliseconds, at least 1: the recorded duration in `durations`, else
+    the median duration there of steps of the same kind (first part of the name), else a constant of that
+    kind."""
     kinds: dict[str, list[int]] = {}
     for name, value in durations.items():
         kinds.setdefault(_kind(name), []).append(value)
@@ -279,9 +280,8 @@ _AGAIN = "write it anew with `mlcbuild shard RECIPE --record`"
 
 
 def recorded(graph: Graph, store: Store) -> dict[str, int]:
-    """Returns name of a build step -> milliseconds that it took, according to the latest step record in the
-    store.
-    """
+    """Returns name of a build step -> milliseconds that it took, according to the latest of its records in
+    the store that states a duration. Steps without such a record are left out."""
     durations = {}
     for step in graph.steps():
         for key in store.cache.keys(step.name):
@@ -297,10 +297,9 @@ def recorded(graph: Graph, store: Store) -> dict[str, int]:
 
 
 def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, float]:
-    """Returns name of a build step -> expected seconds, for the steps that a plan must run or fetch: the last
-    duration in this store, the one in the file of durations, or an estimate. Raises InputError for a damaged
-    file of durations.
-    """
+    """Returns name of a build step -> expected seconds, for the steps of a plan whose results are not in the
+    store: the last duration in this store, else the one in `file`, the file of durations, else an estimate.
+    Raises InputError for a damaged file of durations."""
     names = {step.name for step in plan.steps if step.state != "hit"}
     costs = step_costs(graph.steps(), {**read(file), **recorded(graph, Store(store.root))})
     return {name: cost / 1000 for name, cost in costs.items() if name in names}
