@@ -297,8 +297,9 @@ def _configure(one: argparse.ArgumentParser, verb: Verb) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. argv: the arguments; None: those of this process.
-    Expected failures never print a traceback."""
+    """Runs the command line and returns its exit code. argv: the arguments after the program's name; None:
+    those of this process. An exception becomes an error message on stderr and never prints a traceback,
+    except that of a defect if MLCBUILD_DEBUG is set."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     standard_streams.open_closed()
     try:
@@ -362,7 +363,8 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
 
 def _unexpected(error: Exception) -> str:
     """Returns the message for an exception that is not one of mlcbuild's: for a full disk, for a current
-    directory that was removed, or for a defect of mlcbuild."""
+    directory that was removed, or for a defect of mlcbuild, whose traceback it prints if MLCBUILD_DEBUG is
+    set."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f"{error.filename}: " if error.filename else ""
         return f"mlcbuild: {where}nothing more can be written: {error.strerror}"

@@ -12,8 +12,7 @@ from mlcbuild.errors import Problem, one_line
 
 def annotate(problems: Iterable[Problem]) -> None:
     """Prints the problems of a file as annotations for GitHub Actions, to standard error, because standard
-    output may be a JSON document.
-    """
+    output may be a JSON document. Outside of GitHub Actions it prints nothing."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     workspace = os.environ.get("GITHUB_WORKSPACE")

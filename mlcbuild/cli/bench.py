@@ -66,9 +66,9 @@ def _workload(arguments: argparse.Namespace, load: Load) -> Workload:
 
 
 def _loads(arguments: argparse.Namespace) -> list[Load]:
-    """Returns the loads that the options of `bench serve` name: numbers of clients, or rates of requests.
-    Raises UsageError if both --clients and --rate are used.
-    """
+    """Returns the loads that the options of `bench serve` name, one for each number of --clients or --rate;
+    one client without these options. Raises UsageError if both are used, for --arrivals without --rate, and
+    for texts that are no numbers in their range."""
     if arguments.rate is not None and arguments.clients is not None:
         raise UsageError(
             "mlcbuild bench serve: --clients is a closed loop, --rate an open one: choose one of them"
@@ -100,8 +100,7 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
     """Parses the --slo options, such as "ttft=0.5", into metric -> limit in seconds. Raises UsageError for
-    any other text.
-    """
+    any other text, an unknown metric, and a limit of 0 or less."""
     limits = {}
     for text in listed:
         name, _, value = text.partition("=")
@@ -117,9 +116,8 @@ def _slo(listed: Sequence[str]) -> dict[str, float]:
 
 
 def _writable(name: str | None) -> None:
-    """Raises UsageError if an output file cannot be written, so that no work is done in vain. name: its
-    path; None: there is no output file.
-    """
+    """Raises UsageError if an output file cannot be written, so that no work is done in vain. Otherwise the
+    file exists afterwards, empty if it is new. name: its path; None: there is no output file."""
     if name is not None:
         try:
             with Path(name).open("a"):
@@ -129,9 +127,8 @@ def _writable(name: str | None) -> None:
 
 
 def _print_errors(outcome: LoadResult) -> None:
-    """Prints each kind of error that requests of a load test had, with its number and the server's first
-    message.
-    """
+    """Prints to stderr each kind of error that requests of a load test had, with the number of these requests
+    and the server's first message."""
     for kind, count in outcome.errors().items():
         message = next((s.message for s in outcome.samples if s.error == kind and s.message), "")
         suffix = f": {message}" if message else ""

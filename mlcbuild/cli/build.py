@@ -35,8 +35,7 @@ def print_warnings(event: Event) -> None:
 
 def selection(arguments: argparse.Namespace) -> Selection:
     """Returns the Selection of a recipe's variants and build steps that the options --only, --affected-by,
-    --shard and --force describe. A verb without one of these options does not restrict the selection by it.
-    """
+    --shard and --force of a command line describe. An option that the verb lacks restricts nothing."""
     return Selection(
         tuple(getattr(arguments, "only", ())),
         getattr(arguments, "affected_by", None),
@@ -108,9 +107,9 @@ def _memories(estimates: Mapping[str, Mapping[str, int] | None]) -> list[str]:
 
 
 def execution(arguments: argparse.Namespace) -> Execution:
-    """Returns an Execution: the number of jobs, whether to go on after failures, the executor and its TLS
-    directory, as the options --jobs, --keep-going, --executor and --tls of a command line state them.
-    """
+    """Returns an Execution: the number of jobs (0 without --jobs), whether to go on after failures, the
+    executor and its TLS directory (by default $MLCBUILD_TLS), as the options --jobs, --keep-going, --executor
+    and --tls of a command line state them."""
     return Execution(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,
@@ -135,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build(arguments: argparse.Namespace) -> tuple[Session, Result]:
     """Runs the build steps that a command line selects, with a live view, and writes the outputs that CI
-    systems read. Returns (the open recipe, the result of the run).
-    """
+    systems read. Returns (the open recipe, the result of the run), also if steps failed. Raises UsageError if
+    an output cannot be written; this is checked before the run."""
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import reporting
 
@@ -207,15 +206,15 @@ def _line(item: VariantResult, current_directory: str) -> str:
 
 
 def _near(path: Path, current_directory: str) -> str:
-    """Returns a path relative to `current_directory` if that is shorter, else the path unchanged."""
+    """Returns a path relative to `current_directory` if it lies below it, "." for this directory itself, else
+    the path unchanged."""
     text = str(path)
     return "." if text == current_directory else text.removeprefix(current_directory.rstrip("/") + "/")
 
 
 def _places(result: Result) -> str:
-    """Returns the end of the last line that `mlcbuild run` prints, such as the number of bundles and their
-    directories; "" without bundles.
-    """
+    """Returns the end of the last line that `mlcbuild run` prints, with the number of bundles and the
+    directories that contain them, such as "; 2 bundles in dist"; "" without bundles."""
     count, current_directory = len(result.bundles), str(Path.cwd())
     places = sorted({_near(path.parent, current_directory) for path in result.bundles.values()})
     return f"; {count} bundle{'s' if count != 1 else ''} in {', '.join(places)}" if places else ""
@@ -223,8 +222,10 @@ def _places(result: Result) -> str:
 
 def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Result, began: int) -> None:
     """Writes a receipt (the list of everything on which a finished run depended), so that the same command
-    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970. It
-    writes none after failures or warnings, or with an option such as --json, --force, --shard or --junit.
+    line ends at once next time if there is nothing to do. began: start of the run, in ns since 1970.
+
+    It writes none after failures or warnings, with --json, --shard, --affected-by or --force, or if the run
+    writes a file for CI systems (--junit, --summary or $GITHUB_STEP_SUMMARY).
     """
     from mlcbuild.cli import receipts, summaries
 

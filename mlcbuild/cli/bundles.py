@@ -102,9 +102,8 @@ def _calibration(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
     """Returns the mapping that a bundle's library.json states under `key`: from use (a kind of matrix, or
-    attention) to the name of its kernel or the reason why its kernel is slow. Raises BundleError if it is not
-    such a mapping.
-    """
+    attention) to the name of its kernel or the reason why its kernel is slow; {} if the key is missing.
+    Raises BundleError if it is not such a mapping."""
     try:
         section = Fields(library.get(key, {}), key)
         return {printable(use): section.text(use) for use in section.value}
@@ -114,9 +113,8 @@ def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
     """Returns table rows, pairs ("kernel", text), one for each kernel of a bundle's library. The text states
-    the kernel's name and all that it computes. kernels: use (a kind of matrix, or attention) -> name of the
-    kernel that computes it.
-    """
+    the kernel's name and all of its uses. kernels: use (a kind of matrix, or attention) -> name of the kernel
+    that computes it."""
     rows = []
     for name in sorted(set(kernels.values())):
         uses = sorted(use.removesuffix(".weight") for use, chosen in kernels.items() if chosen == name)

@@ -31,8 +31,8 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 def shard(arguments: argparse.Namespace) -> int:
     """Prints the shards (one machine's share of the work each) into which `run --shard` splits a build, and
-    for each one the work for which this store has no result. With --record, writes new durations first.
-    """
+    for each one the steps without a result in this store, with their expected time. With --record, first
+    writes the durations that this store recorded to the file beside the recipe."""
     session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:
         session.record_durations()
@@ -67,9 +67,8 @@ def _basis(name: str) -> str:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Writes a web page about the recipe's last run, compared with the previous run. The recipe is not
-    read. Raises UsageError if it has not been run, or if the page cannot be written.
-    """
+    """Writes a web page about the recipe's last run, compared with the run before it, if there is one. The
+    recipe is not read. Raises UsageError if it has not been run, or if the page cannot be written."""
     from mlcbuild.reports import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)

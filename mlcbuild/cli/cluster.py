@@ -19,9 +19,9 @@ from mlcbuild.targets.backends import backend
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """Runs the verb `worker`: runs steps for a cluster until it is stopped. Returns 0 after SIGTERM, 130
-    after SIGINT, 1 after the scheduler has ended.
-    """
+    """Runs the verb `worker`: joins a cluster and runs its steps until this process is stopped. Returns 0
+    after SIGTERM, 130 after SIGINT, 1 after the cluster's scheduler has ended. Raises SetupError when dask is
+    missing or no scheduler answers."""
     from mlcbuild.build.cluster import worker_process
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))
@@ -38,7 +38,8 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 def found_labels() -> Iterator[str]:
-    """Yields labels for what this machine has: its processor, compiler, linkers, CUDA."""
+    """Yields labels for what this machine has: its processor, the features of its CPU target, the compilers
+    and linkers that work here with their versions, CUDA. An item that it lacks has no label."""
     yield machine.label(machine.kind())
     host: list[targets.Target] = []
     with suppress(SetupError):

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Runs the verb `chat`: chats with a model, which is built or fetched first where it is not installed."""
+    """Runs the verb `chat`: chats with a model, which is built or downloaded first where it is not installed.
+    Returns the exit code."""
     from mlcbuild_runtime.chat import run
 
     return run(arguments, lambda name: _one(name, arguments))
 
 
 def _one(name: str, arguments: argparse.Namespace) -> Path:
-    """Returns the directory of the single bundle to which a name refers. Raises UsageError if the name
-    refers to several.
-    """
+    """Returns the directory of the single bundle to which a name refers; a missing bundle is built or
+    downloaded. Raises UsageError if the name refers to several bundles or to nothing."""
     directories = bundles(name, _options(arguments))
     if len(directories) > 1:
         listed = ", ".join(str(path) for path in directories)
@@ -40,8 +40,8 @@ def _one(name: str, arguments: argparse.Namespace) -> Path:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Runs the verb `serve`: serves models, which are built or fetched first where they are not installed.
-    Raises UsageError for options that contradict each other."""
+    """Runs the verb `serve`: serves models, which are built or downloaded first where they are not installed,
+    and returns the exit code. Raises UsageError for options that contradict each other."""
     from mlcbuild_runtime.http.arguments import options
     from mlcbuild_runtime.http.serve import serve as run
 
@@ -53,10 +53,10 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers. text: a
-    model's name, or NAME=MODEL, which serves it under another name. An installed model is served under the
-    name that `list` prints. Raises UsageError if NAME is stated for several bundles.
-    """
+    """Yields DIRECTORY or NAME=DIRECTORY for each bundle to which an argument of `serve` refers; a missing
+    bundle is built or downloaded. text: a model's name, or NAME=MODEL, which serves it under another name. An
+    installed model is served under the name that `list` prints. Raises UsageError if NAME is stated for
+    several bundles."""
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():
         alias, name = "", text
@@ -125,8 +125,8 @@ def listed(arguments: argparse.Namespace) -> int:
 
 
 def _scheme(item: InstalledModel) -> str:
-    """Returns the name of the quantization scheme of an installed model: for a downloaded bundle the one in
-    its manifest, or "" if the manifest cannot be read."""
+    """Returns the name of the quantization scheme of an installed model: the scheme with which it was built
+    or, for a downloaded bundle, the one in its manifest, "" if the manifest cannot be read."""
     from mlcbuild_format import bundle
     from mlcbuild_format.errors import BundleError
     from mlcbuild_format.fields import printable
@@ -138,8 +138,9 @@ def _scheme(item: InstalledModel) -> str:
 
 
 def remove(arguments: argparse.Namespace) -> int:
-    """Removes installed models. Results of their builds stay in the store until `cache gc`. Raises StoreError
-    for a model whose files cannot be removed."""
+    """Removes installed models. Results of their builds stay in the store until `cache gc`. Raises
+    UsageError, before anything is removed, for a name that is not installed; StoreError for a model whose
+    files cannot be removed, after the removal of the models named before it."""
     installed = entries.read(_root(arguments))
     removed = [entries.named(installed, name) for name in dict.fromkeys(arguments.names)]
     for entry in removed:

@@ -11,9 +11,8 @@ from mlcbuild.errors import safe_lines
 
 
 def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
-    """Prints a JSON document if `as_json` is True, else lines of text. Control characters are escaped in
-    both.
-    """
+    """Prints a JSON document if `as_json` is True, else lines of text. Unprintable characters are escaped in
+    both."""
     if not as_json:
         print(safe_lines("\n".join(lines)))
         return
@@ -27,7 +26,8 @@ def _escaped(line: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Formats rows of cells as a text table with aligned columns; the last column is not padded."""
+    """Formats rows of cells as a text table with aligned columns, and returns its lines. The last column is
+    not padded. All rows must have the same number of cells, and there must be at least one row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -94,9 +94,8 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Runs the verb `doctor`: prints the result of each check of this machine. The exit code is 3 when a
-    requirement is missing.
-    """
+    """Runs the verb `doctor`: prints the result of each check of this machine. The exit code is 3 if a check
+    failed, else 0."""
     from mlcbuild.doctor import checks
 
     results = checks(Path(arguments.store).absolute() if arguments.store else None)

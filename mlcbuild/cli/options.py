@@ -93,9 +93,7 @@ def settings(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Parses a size such as 20GB or 20GiB into bytes. Raises the error that argparse reports for other
-    text.
-    """
+    """Parses a size such as 20GB or 20GiB into bytes. Raises argparse.ArgumentTypeError for other text."""
     try:
         return sizes.parse(text)
     except ValueError as error:
@@ -367,10 +365,10 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_file(name: str, verb: str) -> str:
-    """Returns the path of the recipe that a command line names. A directory stands for the recipe in it, or,
-    if `verb` is publish, for a bundle. Raises UsageError if a directory holds no recipe, or if no recipe
-    is named and none is in the current directory.
-    """
+    """Returns the path of the recipe that a command line names. A directory stands for the recipe.yaml in it
+    or, if `verb` is publish, for a bundle and is returned unchanged. Raises UsageError if a directory holds
+    no recipe.yaml, or if `name` is recipe.yaml, the default, and no such file exists; other files are not
+    checked."""
     recipe_path = Path(name) / RECIPE
     if verb != "publish" and Path(name).is_dir():
         if not recipe_path.is_file():

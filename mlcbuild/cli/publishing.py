@@ -24,8 +24,9 @@ def publish(arguments: argparse.Namespace) -> int:
     """Publishes bundles: `publish RECIPE` builds and sends the bundles of a recipe, `publish BUNDLE --to URL`
     sends the bundle in one directory.
 
-    Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless. Raises UsageError for
-    a destination that is wrong, missing, or given for a recipe, which lists its own.
+    Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless. If the build fails,
+    nothing is sent and the code is the build's. Raises UsageError for a destination that is wrong, missing,
+    or given for a recipe, which lists its own.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):
@@ -63,9 +64,9 @@ def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
 
 
 def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
-    """Returns a function that prints the outcome of sending one bundle; it is called as soon as the bundle
-    was sent or has failed.
-    """
+    """Returns a function that prints the outcome of sending one bundle to one address: failures and skipped
+    bundles to stderr, and unless --json is used, others to stdout. It is called as soon as the bundle was
+    sent, skipped or has failed."""
 
     def show_one(sent: Sent) -> None:
         if sent.status == "skipped":
@@ -100,8 +101,8 @@ def _row(sent: Sent) -> dict[str, str | int]:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Downloads a published bundle into a directory, and prints the directory and an immutable address of the
-    bundle. Raises UsageError for an address from which nothing can be downloaded.
-    """
+    bundle. Raises UsageError for an address of another kind than oci:// and hf://, PublishError if the
+    download fails."""
     if problem := fault(arguments.source, writing=False):
         raise UsageError(f"mlcbuild pull: {problem}")
     directory = Path(arguments.directory or _name(arguments.source))
@@ -115,7 +116,6 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def _name(source: str) -> str:
-    """Returns a directory name for the address of a bundle: the address's last part without tag, digest and
-    revision.
-    """
+    """Returns a directory name for the address of a bundle: the last part of the address's path, without tag,
+    digest and revision."""
     return source.partition("://")[2].partition("?")[0].partition("@")[0].rpartition("/")[2].partition(":")[0]

@@ -53,8 +53,8 @@ class _DoubtError(Exception):
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
     """Writes a receipt for a command line to the store, by which a later run sees that nothing has changed
-    and ends at once. It writes none if an input changed so recently that a later change may not show in its
-    mtime.
+    and ends at once. It writes none on macOS, if a file cannot be read, or if an input changed so recently
+    that a later change may not show in its mtime.
 
     words: the command line. result: outcome of a run after which nothing is left to do. printed: texts that
     the later run prints. began: start of the run in nanoseconds since 1970, before which it read nothing.
@@ -187,8 +187,8 @@ def _latest(stats: Sequence[int]) -> int:
 @dataclass
 class _Blobs:
     """Collects the sizes of files in a store and of other files in bundles, after checking that each still
-    has the fixed mtime of files in a store. Raises _DoubtError otherwise.
-    """
+    has the fixed mtime of files in a store and, in the store, the expected size. Raises _DoubtError
+    otherwise."""
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)

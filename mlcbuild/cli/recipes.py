@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def settings(pairs: list[str]) -> dict[str, str]:
-    """Parses `--set name=value` options into name -> value. Raises UsageError for any other text."""
+    """Parses `--set name=value` options into name -> value; of several options for a name, the last one
+    counts. Raises UsageError for any other text."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -30,9 +31,9 @@ def settings(pairs: list[str]) -> dict[str, str]:
 
 def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None = None) -> Session:
     """Opens the recipe that a command line names, and returns it as a Session. remotes: remote caches that
-    replace those of the recipe; None: the recipe's own. With --no-remote there are none. Raises InputError
-    for mistakes in the recipe, UsageError for sources that are not locked.
-    """
+    replace those of the recipe; None: the recipe's own. With the option --no-remote there are none. Raises
+    InputError for mistakes in the recipe, its models or its lock, UsageError for sources that are not locked
+    and for wrong --set options, StoreError for a store of another format."""
     from mlcbuild import session
 
     # Variants and steps live until the process ends, so frequent garbage collection would free little.
@@ -57,9 +58,9 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Runs the verb `validate`: checks a recipe and prints its variants. With --json, problems are part of
-    the document on standard output.
-    """
+    """Runs the verb `validate`: checks a recipe and prints its variants. Raises InputError with all problems
+    of the recipe; with --json, they are part of the document on standard output instead, and the exit code is
+    2."""
     from mlcbuild.locking import check
 
     try:

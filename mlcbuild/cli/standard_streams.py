@@ -13,7 +13,7 @@ from mlcbuild.errors import safe_lines
 
 
 def open_closed() -> None:
-    """Replaces standard streams that the caller has closed by streams that discard their output."""
+    """Replaces stdout and stderr, if the caller has closed them, by streams that discard their output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # It must stay open until the interpreter ends.
@@ -22,9 +22,8 @@ def open_closed() -> None:
 
 
 def flushed() -> bool:
-    """Flushes standard output. Prints an error message and returns False if it cannot be written; a pipe
-    that its reader has closed is no error.
-    """
+    """Flushes standard output and returns True. If it cannot be written, prints an error message and returns
+    False; a pipe that its reader has closed is no error. In both cases further output is discarded."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -24,9 +24,8 @@ from mlcbuild.store import upkeep
 
 
 def keys(arguments: argparse.Namespace) -> int:
-    """Runs the verb `keys`: `keys new` creates the key with which step records are signed, `keys show` prints
-    its public half and raises UsageError if there is none.
-    """
+    """Runs the verb `keys`: `keys new` creates the key with which step records and provenance are signed,
+    `keys show` reads it; both print its public half. Raises UsageError if there is no key to show."""
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
         signer = keyfile.create(path)
@@ -58,9 +57,9 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Runs `cache push`: sends results of a recipe's build steps, or of the whole store, to remote caches.
-    The exit code is 1 if any could not be sent.
-    """
+    """Runs `cache push`: sends results of a recipe's build steps, or with --all of the whole store, to remote
+    caches. The exit code is 1 if a remote still lacks some. Raises UsageError for wrong operands and, after
+    the transfer, RemoteError if there was a problem with a remote."""
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
     if recipe is None:
@@ -79,10 +78,10 @@ def push(arguments: argparse.Namespace) -> int:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Runs `cache pull`: downloads all results that remote caches have for a recipe, for later runs without a
-    network.
+    network. A result that no remote has is no error.
 
-    The exit code is 1 if a remote failed or sent wrong data, and a result is missing. Raises UsageError for
-    the option --all, since a remote cannot list what it has.
+    Raises RemoteError if a download failed, or if there was a problem with a remote and a result is missing;
+    UsageError without a recipe, and for --all, since a remote cannot list what it has.
     """
     if arguments.all:
         raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
@@ -94,10 +93,12 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Runs `cache verify`: hashes everything in the store and removes damaged files. With a recipe or URLs of
-    remote caches, then downloads damaged and missing files from them.
+    """Runs `cache verify`: hashes everything in the store and removes damaged files. If a recipe with remote
+    caches or URLs of remote caches are named, downloads damaged and missing files from these.
 
-    The exit code is 1 if anything was damaged or is missing; the next run that needs it builds it again.
+    The exit code is 1 if anything remains damaged or missing; the next run that needs it builds it again.
+    Raises UsageError for an invalid address, and if the recipe lists no remote cache and none is named;
+    StoreError if the store cannot be read.
     """
     store, operands = open_store(arguments), arguments.operands
     if operands and "://" not in operands[0]:
@@ -124,9 +125,9 @@ def _warn(sentences: Iterable[str]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    """Runs `cache gc`: removes results of build steps from the store that were not used for long, or the
-    least recently used ones if the store is too large. Raises UsageError if neither limit is given.
-    """
+    """Runs `cache gc`: removes results of build steps from the store that were not used for --unused-days,
+    and the least recently used ones until the store fits into --max-size. Raises UsageError if neither limit
+    is given."""
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: name what to remove: --max-size 50GB, --unused-days 30, or both")
@@ -143,9 +144,8 @@ def gc(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Runs `cache export FILE [RECIPE]`: writes all results in the store, or those of a recipe, into one
-    file. Raises UsageError for other operands.
-    """
+    """Runs `cache export FILE [RECIPE]`: writes all results in the store that other machines may use, or
+    those of a recipe, into one file, which is replaced. Raises UsageError for another number of operands."""
     store = open_store(arguments)
     if not 1 <= len(arguments.operands) <= 2:
         raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
@@ -174,9 +174,9 @@ def _operands(
     arguments: argparse.Namespace, action: str, *, everything: bool
 ) -> tuple[str | None, Sequence[str]]:
     """Returns (path of the recipe or None, URLs of remote caches) from the words after `cache push` or `cache
-    pull`. action: "push" or "pull", for messages; everything: True if the verb also works without a recipe,
-    with --all. Raises UsageError if words are missing.
-    """
+    pull`, and sets `arguments.recipe`. action: "push" or "pull", for messages; everything: True if the verb
+    also works without a recipe, with --all. Raises UsageError if the recipe, or with --all every URL, is
+    missing."""
     operands = list(arguments.operands)
     recipe = None if everything and arguments.all else (operands.pop(0) if operands else "")
     if recipe == "" or (recipe is None and not operands):
@@ -202,11 +202,12 @@ def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]
 
 
 def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
-    """Opens the recipe of a command line as a Session. Remote caches that the command line names replace
-    those of the recipe.
+    """Opens the recipe of a command line as a Session. Remote caches that the command line names (`urls`)
+    replace those of the recipe; without any, the recipe's own are used.
 
-    The public keys that a recipe trusts for an address are also used for that address on the command line,
-    unless --trust names others.
+    The public keys that a recipe trusts for an address are also used for that address on the command line.
+    The option --trust replaces the keys of all remote caches. Raises UsageError for an invalid address or
+    key, InputError for mistakes in the recipe.
     """
     named, session = _remotes(arguments, urls), open_session(arguments)
     trust = _trusted(arguments)

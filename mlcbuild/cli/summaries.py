@@ -12,7 +12,7 @@ from mlcbuild.reports.runlog import RunLog
 
 
 def speeds(log: RunLog) -> list[str]:
-    """Returns a line for each variant with a measured speed: "speed   tiny-q4  prefill: 900 tok/s, ..."."""
+    """Returns a line for each variant with a measured speed, such as "speed   tiny-q4  prefill: 900 tok/s"."""
     names = runlog.speeds(log)
     lines = []
     for item in log.variants:
@@ -22,9 +22,9 @@ def speeds(log: RunLog) -> list[str]:
 
 
 def write(arguments: argparse.Namespace, log: RunLog) -> None:
-    """Writes the outputs of a run for CI systems: the files that options name, and those that the CI system
-    of this process reads.
-    """
+    """Writes the outputs of a run for CI systems: the files of --junit and --summary, the summary also at the
+    end of $GITHUB_STEP_SUMMARY, and in GitHub Actions an annotation for each failed variant, to stderr.
+    Raises UsageError if a file cannot be written."""
     from mlcbuild.ci.ci_reports import junit, markdown
 
     if arguments.junit is not None:
@@ -42,9 +42,8 @@ def write(arguments: argparse.Namespace, log: RunLog) -> None:
 
 
 def check_writable(arguments: argparse.Namespace) -> None:
-    """Raises UsageError if an output file of a run cannot be written, so that no hours of work are done in
-    vain.
-    """
+    """Raises UsageError if an output file of a run (--junit, --summary, $GITHUB_STEP_SUMMARY) cannot be
+    written, so that no hours of work are done in vain. A file that does not exist is created."""
     for path in (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY") or None):
         if path is not None:
             _write(path, "", append=True)

@@ -75,8 +75,9 @@ def library_name(target: Target) -> str:
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Compiles the request in `directory`/request.json in a child process, reports its progress, and stops it
-    after `seconds`. module: dotted name of the module whose function `main` the child runs.
+    """Compiles the request in `directory`/request.json in a child process, reports its progress, copies its
+    output to stderr, and stops it after `seconds`. module: dotted name of the module whose function `main`
+    the child runs.
 
     Raises CompileError if the child crashes or takes too long, or the error that it wrote to error.json.
     """

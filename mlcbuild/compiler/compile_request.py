@@ -76,9 +76,9 @@ def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Comp
 
 
 def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
-    """Returns the limits of a library for a model. requested: name of a limit -> value; a null context_window
-    becomes the model's maximum, and prefill_chunk is at most the context window.
-    """
+    """Returns the limits of a library for a model. requested: name of a limit (context_window, prefill_chunk,
+    max_batch) -> value; a null context_window becomes the model's maximum, any other null becomes 0. The
+    returned prefill_chunk is at most the context window. The limits are not checked."""
     window = models.context_window(config, requested["context_window"])
     chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
     return Limits(window, min(chunk, window), max_batch)
@@ -86,8 +86,8 @@ def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
 
 def _check(request: CompileRequest) -> None:
     """Raises one CompileError with all problems of a request: limits below 1 or beyond the model's positions,
-    a target without shared libraries, overrides without effect.
-    """
+    an int8 KV cache that the model's attention does not allow, a target without shared libraries, overrides
+    without effect."""
     config, limits, target = request.config, request.limits, request.target
     faults = [
         f"compile.{name} must be at least 1, found {value}"
