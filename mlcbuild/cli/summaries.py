@@ -12,7 +12,8 @@ from mlcbuild.reports.runlog import RunLog
 
 
 def speeds(log: RunLog) -> list[str]:
-    """Returns a line for each variant with a measured speed, such as "speed   tiny-q4  prefill: 900 tok/s"."""
+    """Returns a line for each variant with a measured speed, "speed   tiny-q4  prefill: 900 tok/s, ...".
+    [] if none was measured."""
     names = runlog.speeds(log)
     lines = []
     for item in log.variants:
