@@ -21,8 +21,9 @@ class ModelStep(NamedTuple):
     of one step of the model.
 
     Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
-    `lengths[s]` is its length after this step. These are plain lists because a decode step has just streamed
-    the model through every cache: one NumPy call then costs more than handling all these numbers.
+    `lengths[s]` is its length in tokens after this step, the new ones included. These are plain lists because
+    a decode step has just streamed the model through every cache: one NumPy call then costs more than
+    handling all these numbers.
     """
 
     tokens: list[int]
@@ -48,11 +49,12 @@ class ModelStep(NamedTuple):
         counts: Sequence[int] | None = None,
         prompt: bool | None = None,
     ) -> ModelStep:
-        """Returns the input of a step of the model. parts: (new tokens, length after them, KV cache pages) of
-        each sequence; a negative page is one that no layer reads any more.
+        """Returns the input of a step of the model. parts: (new tokens, length in tokens after them, KV cache
+        pages) of each sequence; a negative page, which stands for one that no layer reads any more, becomes
+        page 0.
 
-        counts: for each sequence the number of its last tokens that need logits (default: 1). prompt: True if
-        the tokens belong to prompts; by default if any sequence has more than one new token.
+        counts: for each sequence the number of its last new tokens that need logits (default: 1 for each).
+        prompt: True if the tokens belong to prompts; by default if any sequence has more than one new token.
         """
         tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
         indptr, page_indptr = [0], [0]

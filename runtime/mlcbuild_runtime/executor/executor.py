@@ -65,8 +65,8 @@ class Executor(Protocol):
 
     @property
     def exact_rows(self) -> int:
-        """Returns the maximum number of rows of a decode step for which each row has the same bits as in a
-        step of its own. Verifying drafts with more rows could change answers."""
+        """Returns the maximum number of rows of a decode step for which each row of logits has the same bits
+        as in a step that computes it alone. Verifying drafts with more rows could change answers."""
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -89,8 +89,8 @@ class Executor(Protocol):
         executed step, with the token of each sequence. following: random numbers and end-of-sequence tokens
         for the steps that follow.
 
-        At least one step is executed; fewer than requested when a sequence ends, when logits are NaN, and
-        after a call of the method `interrupt`.
+        At least one step is executed. There may be fewer than requested: when a sequence ends, when logits
+        are NaN (the token is then -1), after a call of the method `interrupt`, or if the device prefers so.
         """
 
     def guided_steps(
@@ -107,8 +107,9 @@ class Executor(Protocol):
         "hidden_states"."""
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
-        """Returns one token sampled from each row of logits, float32 [rows, any size]; the array may be
-        modified. A row's token depends only on the row, its parameters and its mask."""
+        """Returns one token sampled from each row of logits, float32 [rows, any size], or -1 if the row's
+        largest logit is NaN; the array may be modified. A row's token depends only on the row, its parameters
+        and its mask."""
 
     def interrupt(self) -> None:
         """Makes a running loop of decode steps (the method `steps`) return after its current step. Until the
@@ -136,8 +137,9 @@ class Executor(Protocol):
 
 
 def next_step(step: ModelStep, tokens: Sequence[int]) -> ModelStep:
-    """Returns the decode step after `step`. tokens: the new token of each sequence; a negative one, which
-    stands for no token, counts as 0."""
+    """Returns the input of the decode step after `step`, which is a decode step with one token of each
+    sequence, and whose pages have room for one more. tokens: the new token of each sequence; a negative one,
+    which stands for no token, counts as 0."""
     return step._replace(
         tokens=[max(0, token) for token in tokens], lengths=[length + 1 for length in step.lengths]
     )
@@ -147,8 +149,9 @@ def guided_by_step(
     executor: Executor, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks
 ) -> GuidedSteps:
     """Executes decode steps one after another with the executor's method `step`, for devices without a faster
-    implementation. The first one computes `step`. Yields the output (tokens and logits) of each; the caller
-    then sends a list with the next token, random number and logit mask of every sequence."""
+    implementation, until the caller closes the generator. The first one computes `step`. Yields the output
+    (tokens and logits) of each; the caller then sends a list with the next token, random number and logit
+    mask of every sequence."""
     params = list(sampling_params)
     while True:
         inputs = yield executor.step(step, params, masks)
@@ -158,17 +161,19 @@ def guided_by_step(
 
 
 def forward(executor: Executor, step: ModelStep) -> Floats:
-    """Returns the logits of a step of the model, float32 [rows, vocabulary], without sampling tokens."""
+    """Computes a step of the model without sampling tokens: writes the keys and values of its tokens to the
+    KV cache, and returns the logits of its rows, float32 [rows, vocabulary]."""
     return executor.step(step, [SKIP] * len(step.rows)).logits()
 
 
 def score(executor: Executor, tokens: Sequence[int], chunk: int | None = None) -> Floats:
     """Returns the logits of every position of one sequence, float32 [len(tokens), vocabulary]. Raises
-    ValueError if the sequence or a token does not fit the model.
+    ValueError if there is no token, if there are more than the context or the KV cache holds, or if one is
+    outside the vocabulary.
 
-    chunk: number of tokens computed in one call (default: the library's limit); 1 uses the kernels of
-    decoding. It uses the first pages of the KV cache, so an engine must not use the executor at the same
-    time.
+    chunk: number of tokens computed in one call (default, and at most: the library's limit); 1 uses the
+    kernels of decoding. The call overwrites the first pages of the KV cache, so no engine may use the
+    executor at the same time.
     """
     bundle.check_tokens(tokens, executor.manifest)
     limits = executor.manifest.limits

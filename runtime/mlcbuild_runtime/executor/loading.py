@@ -38,12 +38,13 @@ def load(
     check: Callable[[Path, Manifest], None] = lambda path, manifest: None,
 ) -> Executor:
     """Loads the bundle in directory `path` on its device, and returns its executor. Raises BundleError for a
-    damaged bundle or one for a device that this runtime lacks, SetupError if this machine cannot run it.
+    damaged bundle or one for another device or processor, SetupError if this machine lacks something else
+    that loading needs, such as a GPU.
 
     threads: number of computing threads on a CPU (default: the physical cores that this process may use; the
     first load of a process decides). pages: number of pages of the KV cache (default: enough for max_batch
-    sequences of full length). check: called before code of the bundle is loaded; it may raise BundleError or
-    SetupError.
+    sequences of full length). check: called after the bundle's files were checked and before its code is
+    loaded; it may raise BundleError or SetupError.
     """
     path = Path(path).absolute()
     manifest = bundle.read(path)
@@ -61,11 +62,12 @@ def load(
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the compiled code of a bundle, without weights, to see whether it can be loaded: damaged code may
-    end the process. Raises BundleError for a damaged bundle, SetupError if this machine cannot run it."""
+    """Loads the compiled code of a bundle for CPUs, without weights, to see whether it can be loaded: damaged
+    code may end the process. Raises BundleError for a damaged bundle or one for another processor, SetupError
+    if the machine lacks something else that loading needs."""
     import_module(CODE[manifest.machine.device]).try_out(path, manifest)
 
 
 def code_version(manifest: Manifest) -> str:
-    """Returns the version of the Python package that loads a bundle's compiled code."""
+    """Returns the version of the Python package that loads the compiled code of a bundle for CPUs."""
     return str(import_module(CODE[manifest.machine.device]).VERSION)

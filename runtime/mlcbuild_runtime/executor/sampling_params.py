@@ -78,8 +78,9 @@ class Sampling:
 
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
-        """Returns the request's sampling parameters (1 / temperature, maximum distance of a logit below the
-        largest one, top_p, top_k), as one row of logits has them before its random number."""
+        """Returns the request's sampling parameters in the order of a row's, without its random number: (1 /
+        temperature, smallest kept logit minus the largest one, top_p, top_k). The second one is -inf if
+        `min_p` is 0. A request that always samples the most likely token has (0, -inf, 1, 0)."""
         greedy = abi.SamplingParams(
             inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0
         )
@@ -94,7 +95,7 @@ class Sampling:
     @cached_property
     def filters(self) -> bool:
         """Returns True if top_k, min_p or top_p excludes tokens, so that a token's chance depends on the
-        other tokens."""
+        other tokens; False if the most likely token is always sampled."""
         return not self.greedy and (self.top_k > 0 or self.min_p > 0 or self.top_p < 1)
 
 
@@ -110,8 +111,8 @@ tokens."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:
-    """Returns a new generator of the random numbers for a request's tokens; equal seeds give equal numbers on
-    every machine."""
+    """Returns a new generator of the random numbers for one answer of a request. Equal seeds and indices of
+    the answer give equal numbers on every machine; without a seed the numbers are different each time."""
     if sampling.seed is None:
         return np.random.default_rng()
     seed = sampling.seed & (1 << 64) - 1
@@ -138,8 +139,9 @@ class RandomNumbers:
 
 
 def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
-    """Returns a row of logits after penalties and biases, as a copy if they change. prompt: the prompt's
-    tokens; answer: token -> number of times that it is in the answer.
+    """Returns a row of logits after penalties and biases, as a copy if they change; the logits of tokens that
+    end the answer are minus infinity before it has `min_tokens` tokens. prompt: the prompt's tokens; answer:
+    token -> number of times that it is in the answer.
 
     The penalties are those of OpenAI's API; repetition_penalty is from Keskar et al., 2019
     (arXiv:1909.05858).
@@ -163,7 +165,7 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
 
 
 def checked(token: int) -> int:
-    """Returns a sampled token unchanged. Raises EngineError if it is the special value that marks logits as
+    """Returns a sampled token unchanged. Raises EngineError if it is negative, which marks logits that are
     NaN."""
     if token < 0:
         raise EngineError("the model's logits are not numbers")
