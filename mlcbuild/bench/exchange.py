@@ -48,8 +48,9 @@ class Server:
 
     @classmethod
     def of(cls, url: str, key: str | None = None) -> Server:
-        """Parses a URL http://HOST[:PORT][/PATH][/v1] into the address of a server. Raises UsageError for any
-        other text.
+        """Returns the address of a server from a URL http://HOST[:PORT][/PATH][/v1], or one with https. key:
+        the API key to send, or None. Raises UsageError for any other text, and for a key with unprintable
+        characters.
         """
         try:
             parts = urlsplit(url)
@@ -116,7 +117,8 @@ class TimedReply:
 
 async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> TimedReply:
     """Sends one HTTP request, a POST with a JSON document or a GET if the document is None, and returns the
-    complete answer. Raises ExchangeError if the answer is incomplete.
+    complete answer, whatever its status. Raises ExchangeError if the server cannot be reached, or its answer
+    is incomplete, too large or not HTTP/1.1.
     """
     async with answering(server, path, document) as (status, pieces):
         return TimedReply(status, tuple([piece async for piece in pieces]))
@@ -126,10 +128,11 @@ async def exchange(server: Server, path: str, document: Mapping[str, Json] | Non
 async def answering(
     server: Server, path: str, document: Mapping[str, Json] | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
-    """Sends an HTTP request, and returns an asynchronous context that yields (status, iterator of the
-    body's pieces with their arrival times). Leaving the context early closes the connection.
+    """Sends an HTTP request, and returns an asynchronous context that yields (status, iterator of the body's
+    pieces with their arrival times). Leaving the context early closes the connection.
 
-    Raises ExchangeError for an incomplete answer.
+    Raises ExchangeError if the server cannot be reached, or its answer is incomplete, too large or not
+    HTTP/1.1; while the body is read, too.
     """
     body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
     context = ssl.create_default_context() if server.tls else None
@@ -171,7 +174,8 @@ async def _pieces(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[tuple[float, bytes], None]:
     """Yields the body of an HTTP response piece by piece, each with its arrival time. Raises
-    asyncio.IncompleteReadError when the body ends early.
+    asyncio.IncompleteReadError when the body ends early, ExchangeError when it is too large, and ValueError
+    for a chunk without a size.
     """
     came = 0
     if headers.get("transfer-encoding") == "chunked":

@@ -6,8 +6,8 @@
     e2e    seconds to the end of the answer
 
 A client sees no time between tokens that arrive together: an answer that arrives at once has neither tpot nor
-itl. All times count from the time at which a request was due, so that in an open loop a late generator does
-not make the server look faster than it was.
+itl. ttft and e2e count from the time at which a request was due, so that in an open loop a late generator
+does not make the server look faster than it was.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Sample:
         return seconds
 
     def gaps(self) -> list[float]:
-        """Returns the seconds between each arrival of text and the next one."""
+        """Returns the seconds between each arrival of text and the next one. Pieces of text that arrive
+        together count as one arrival."""
         return [late - soon for soon, late in pairwise(dict.fromkeys(self.texts))]
 
     def meets(self, slo: Mapping[str, float]) -> bool:
@@ -161,7 +162,8 @@ class LoadResult:
         return dict(Counter(sample.error for sample in self.samples if sample.error is not None))
 
     def values(self, metric: str) -> list[float]:
-        """Returns the values of one metric for all requests that succeeded, sorted."""
+        """Returns the values of one metric (ttft, tpot, itl or e2e) in seconds, in ascending order, for all
+        requests that succeeded: one for each request that has the metric, and for itl one for each gap."""
         if metric == "itl":
             return sorted(gap for sample in self.good for gap in sample.gaps())
         listed = (sample.values() for sample in self.good)
@@ -201,8 +203,8 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile (0 to 100) of values that the caller has sorted, interpolated linearly between
-    neighbours.
+    """Returns a percentile (0 to 100) of at least one value, interpolated linearly between neighbours.
+    values: in ascending order.
     """
     place = (len(values) - 1) * percent / 100
     low = int(place)
@@ -227,8 +229,9 @@ figure in a load test's JSON document.
 
 
 def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Returns the cells of a table of load test results: a row for each metric, with a column for each
-    load. Rows without any figure are left out.
+    """Returns the cells of a table of load test results: a heading, then a row for each metric, with its
+    label and a column for each load. Rows without any figure are left out. documents: the result of each load
+    as LoadResult.to_json returns it.
     """
     lines = [["", *(str(document["load"]) for document in documents)]]
     for label, path in _ROWS:

@@ -81,8 +81,9 @@ class Style:
 
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
-    """Completes the settings for requests to a server: queries the model's name and determines the number
-    of tokens per word. Raises BenchError if the server does not answer, or lacks the model.
+    """Completes the settings for requests to a server: queries the model's name if it is None, and determines
+    the number of tokens per word if prompts consist of words. One token per word is assumed if the server
+    does not report tokens. Raises BenchError if the server cannot be reached, or refuses a request.
     """
     if style.model is None:
         document = await _asked(server, "/v1/models", None, timeout)
@@ -106,7 +107,7 @@ async def _asked(
     server: Server, path: str, document: Mapping[str, Json] | None, timeout: float
 ) -> Mapping[str, object]:
     """Sends one HTTP request to the measured server and returns the JSON document of the answer. Raises
-    BenchError if the server refuses, or does not answer in time.
+    BenchError if the server cannot be reached, refuses, does not answer in time, or sends no JSON object.
     """
     where = f"{server.name}{server.path}{path}"
     try:
@@ -140,9 +141,9 @@ async def measure(
     warmup: int = 0,
     on_load: Callable[[Load], None] | None = None,
 ) -> list[LoadResult]:
-    """Measures a server under several loads, one after the other, and returns the results. A load is a number
-    of concurrent clients or a rate of requests per second. Raises BenchError if the server does not answer,
-    or lacks the model.
+    """Measures a server under several loads, one after the other, and returns a result for each. A load is a
+    number of concurrent clients or a rate of requests per second. Raises BenchError if the server does not
+    answer the first queries, or lacks the model; later failures of requests count as errors in the results.
 
     runs: pairs of a load and a workload (the number and lengths of requests). timeout: seconds for one
     request. warmup: number of requests before each load that are not measured. on_load: called before each
@@ -198,8 +199,9 @@ async def run(server: Server, style: Style, load: Load, workload: Workload, time
 
 
 def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
-    """Yields the requests of a load test's workload. start: time at which the load began, after which the
-    workload's `seconds` limit the requests; None: all requests are yielded.
+    """Yields the requests of a load test's workload: at most `requests`, or without end if that is None.
+    start: time at which the load began, after which requests are only yielded for the workload's `seconds`;
+    None: this limit is ignored.
     """
     most = workload.requests
     demands = (
@@ -214,8 +216,8 @@ def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
 async def _ask(
     server: Server, path: str, body: Mapping[str, Json], moments: tuple[float, float, float]
 ) -> tuple[Sample, TimedReply | None]:
-    """Sends one request of a load test, and returns (its measurements, the server's reply, or None if the
-    request failed).
+    """Sends one request of a load test, and returns (its measurements, the server's reply). The reply is
+    None, and the measurements contain the error, if no complete reply arrived.
 
     moments: (time at which the request was due, time of sending, maximum wait), in seconds.
     """

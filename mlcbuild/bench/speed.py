@@ -1,7 +1,7 @@
 """Measures the speed of one bundle without a server: prefill, and decoding of one sequence and of a full
 batch.
 
-The bundle is loaded in a separate process; every figure is the median of several rounds.
+The bundle is loaded in a separate process; every speed is the median of several rounds.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 
 
 def measure(bundle: Path, plan: SpeedPlan) -> dict[str, object]:
-    """Measures the speed of a bundle with the workload `plan`, and returns a JSON object: number of threads,
-    `load_seconds`, and, for `prefill` and for `decode N` with N sequences, tokens per second in the median,
-    slowest and fastest round.
+    """Measures the speed of a bundle with the workload `plan`, and returns a JSON object: `threads` (or
+    `device`, its name, if that is not a CPU), `load_seconds`, and for `prefill` and for each `decode N` with
+    N sequences (1 and a full batch) {"tokens": their number, "tokens_per_second": of the median round,
+    "slowest" and "fastest": of these rounds}.
 
-    Raises UsageError if prompt and answer do not fit the bundle's context window, and VerificationError with
-    the runtime's message when the bundle cannot be run.
+    Raises UsageError if prompt and answer do not fit the bundle's context window, BundleError for a damaged
+    bundle, and VerificationError with the runtime's message when it cannot be run.
     """
     from mlcbuild_format import bundle as form
 

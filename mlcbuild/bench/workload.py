@@ -38,7 +38,8 @@ class Lengths:
     @classmethod
     def of(cls, text: str) -> Lengths:
         """Parses a length option: "128" (constant), "uniform:LOW,HIGH", "normal:MEAN,DEVIATION" or
-        "lognormal:MEDIAN,SIGMA". Raises UsageError for any other text.
+        "lognormal:MEDIAN,SIGMA". Raises UsageError for any other text, a first number below 1, any from 10
+        million on, and LOW above HIGH.
         """
         name, colon, rest = text.partition(":")
         kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
@@ -99,7 +100,7 @@ class Load:
 
     def arrivals(self, random: Random) -> Iterator[float]:
         """Yields without end the times at which an open loop (one that does not wait for answers) sends its
-        requests, in seconds after the start of the load test.
+        requests, in seconds after the start of the load test; the first is 0. `rate` must not be None.
         """
         assert self.rate is not None
         moment = 0.0
