@@ -50,9 +50,10 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def serving_document(checkpoint: Path) -> dict[str, object]:
-    """Returns the serving defaults of a checkpoint as a JSON object: token ids of the beginning and the end,
-    sampling parameters and pooling. The fields of generation_config.json override those of config.json, as in
-    transformers. Raises CheckpointError for invalid files.
+    """Returns the serving defaults of a checkpoint as a JSON object: "eos_token_ids", a list, and, if the
+    checkpoint states them, "bos_token_id", "temperature", "top_p", "top_k" and "pooling". Token ids in
+    generation_config.json override those in config.json, as in transformers. Missing files count as empty;
+    raises CheckpointError for invalid ones.
     """
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}
@@ -73,8 +74,8 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 def _pooling(path: Path) -> str | None:
     """Returns the mode by which a sentence-transformers file says that embeddings are pooled: "mean" or
-    "last"; None if it states no mode. Raises CheckpointError for any other mode. Older files have one boolean
-    for each mode.
+    "last"; None if it is missing or states no mode. Raises CheckpointError for any other mode, and for
+    several. Older files have one boolean for each mode.
     """
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
@@ -107,11 +108,11 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     """Action of a build step: assembles a bundle without provenance and verification figures in the directory
     `out`.
 
-    params: name, model, scheme and target for display (a null scheme means the one in the library's metadata,
-    which another step chose), and the limits from context_window to max_batch. inputs: directories of
-    library, weights and tokenizer, `runtime` (libtvm_runtime) if the target is this system, and `budget` and
-    `calibration` with the report files of a budget step and of a calibration. Raises CheckpointError for a
-    tokenizer or a chat template with which nothing can be served.
+    params: name, model, scheme and target for display; a null scheme means the one in the library's metadata,
+    which another step chose. inputs: directories of library, weights and tokenizer, `runtime`
+    (libtvm_runtime) if the target is this system, and `budget` and `calibration` with the report files of a
+    budget step and of a calibration. Raises CheckpointError for serving defaults, such as token ids, that the
+    runtime would refuse.
     """
     from mlcbuild_format import bundle as form
 

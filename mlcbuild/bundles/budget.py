@@ -88,8 +88,9 @@ class Ladder:
 
     def within(self, most: int) -> list[Upgrade]:
         """Returns the replacements of matrices' quantization schemes by larger ones (a list of Upgrade) with
-        which the whole model fits in `most` bytes. They are applied by falling loss saved per byte; after one
-        that does not fit, the same matrix gets no further one.
+        which the whole model fits in `most` bytes; none if it does not even fit with the smallest schemes.
+        They are applied by falling loss saved per byte; after one that does not fit, the same matrix gets no
+        further one.
         """
         left, applied, full = most - self.size(self.smallest), list[Upgrade](), set[str]()
         for upgrade in self.upgrades:
@@ -149,7 +150,7 @@ def budget(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
     params: `name` of the quantization in the recipe; `kind` of the budget, "target_bits" (bits per weight),
     "max_size" (bytes) or "max_kl" (mean KL divergence in nats), and its `limit`; `candidates` (schemes);
     `context_window` in tokens. inputs: directories config, checkpoint, reference, sensitivity. Raises
-    UsageError for a budget that cannot be met.
+    UsageError for a budget that cannot be met, CheckpointError for a checkpoint that cannot be read.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs)
@@ -226,9 +227,10 @@ class _Chooser:
         progress.report(self._done, 0, "prompts")
 
     def under(self, limit: float) -> Sequence[Upgrade]:
-        """Finds, by bisection, how many replacements of matrices' schemes by larger ones, applied by falling
-        loss saved per byte, bring the measured loss of the model (mean KL divergence in nats) to at most
-        `limit`, and returns these replacements. Raises UsageError if the loss is larger with all of them.
+        """Returns the fewest replacements of matrices' schemes by larger ones, applied by falling loss saved
+        per byte, with which the measured loss of the model (mean KL divergence in nats) is at most `limit`.
+        Their number is searched by bisection, which assumes that each of them lowers the loss. Raises
+        UsageError if the loss is larger with all of them.
         """
         upgrades = self.ladder.upgrades
         low, high = 0, len(upgrades)

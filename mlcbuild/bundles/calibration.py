@@ -28,12 +28,13 @@ activations change by less than they are rounded; and all these tokens' activati
 
 
 def calibrate(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action of a build step: writes the importance of each column of each matrix of a model (the mean square
-    of the activations that meet it, as quant.importance reads it), and a report of what was measured.
+    """Action of a build step: writes to `out` importance.npz, the importance of each column of each matrix of
+    a model (the mean square of the activations that are multiplied with it, as quant.importance reads it),
+    and calibration.json, a report of what was measured.
 
     params and inputs: those of the step `reference`, whose prompts are shortened alike; only the first
     MOST_TOKENS tokens count. Activations are those of the exact model; experts of a mixture are left out.
-    Raises UsageError when no prompt is left.
+    Raises UsageError when no prompt has two tokens, CheckpointError for a checkpoint that cannot be read.
     """
     import numpy as np
 

@@ -16,11 +16,13 @@ from mlcbuild.errors import VerificationError
 
 
 def run(module: str, *arguments: str) -> Any:
-    """Runs the function `main` of a module in a new process and returns its result. arguments: strings
-    passed to `main`.
+    """Runs a module as a program in a new process, and returns the JSON value that it computes. module: its
+    dotted name; the module passes a function to `main` of this file. arguments: strings passed to that
+    function.
 
-    The output of the process goes to this process's standard output, which is a step's log. Raises
-    VerificationError with the last line that the process wrote to standard error.
+    The output of the process goes to this process's standard output, which is a step's log, and its progress
+    is reported as this process's own. Raises VerificationError if it fails, with the last line that it wrote
+    to standard error, or the signal that ended it.
     """
     with TemporaryDirectory() as directory:
         result, errors = Path(directory, "result.json"), Path(directory, "stderr")
@@ -46,8 +48,9 @@ def _progress(result: Path) -> Path:
 
 
 def main(work: Callable[..., object]) -> None:
-    """Calls a function with the command-line arguments of this child process, and writes the result to a
-    file that `run` in the parent reads.
+    """Calls a function with the command-line arguments of this child process, except for the last, and writes
+    the result as JSON to the file that the last one names, which `run` in the parent process reads. A
+    ServingError ends this process with its message on standard error.
     """
     from mlcbuild_format.errors import ServingError
 

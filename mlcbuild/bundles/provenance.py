@@ -99,11 +99,11 @@ def _encoded(payload: bytes) -> bytes:
 
 
 def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
-    """Checks and returns the provenance of the bundle in a directory.
+    """Checks and returns the provenance of the bundle in a directory. Of the bundle only bundle.json is read,
+    since it names the digests of the other files.
 
-    The provenance statement must be about this bundle and, if `trust` holds public keys, signed by one of
-    them. Of the bundle only bundle.json is read, since it names the digests of the other files. Raises
-    ProvenanceError otherwise.
+    Raises ProvenanceError unless the provenance statement is about this bundle, all of its signatures, if
+    there are any, are valid and, if `trust` holds public keys, one of them has signed it.
     """
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)
@@ -160,7 +160,7 @@ def _subject(document: Mapping[str, Json]) -> object:
 
 def _signers(path: Path, payload: bytes) -> Iterator[str]:
     """Yields the public keys whose signatures, in the file `path`, of the provenance statement `payload` are
-    valid.
+    valid. Signatures by keys other than ed25519 are ignored.
 
     Raises ProvenanceError when the file is not a list of envelopes, is about another statement, or has an
     invalid signature.

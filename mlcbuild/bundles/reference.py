@@ -75,8 +75,8 @@ def logits(
     cache. dtype: NumPy type of all arithmetic; context_window: in tokens, which selects LongRoPE's
     frequencies, None for the model's maximum; on_layer: called after each layer.
 
-    Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
-    misshapen.
+    Raises ValueError for no tokens and for token ids outside the vocabulary, CheckpointError for weights that
+    are missing or misshapen.
     """
     model = Reference(config, weights, dtype, context_window)
     return head(model, hidden(model, tokens, on_layer=on_layer)[0])
@@ -92,8 +92,8 @@ def hidden(
     extended by these tokens). past: attention state after the earlier tokens; on_layer: called after each
     layer.
 
-    Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
-    misshapen.
+    Raises ValueError for no tokens and for token ids outside the vocabulary, CheckpointError for weights that
+    are missing or misshapen.
     """
     x, states = embedded(reference, tokens, past.length), []
     for index in range(len(reference.config.layers)):
@@ -105,7 +105,8 @@ def hidden(
 
 def embedded(reference: Reference, tokens: Sequence[int] | Array, start: int = 0) -> Array:
     """Returns the embeddings [n, hidden] of tokens as they enter the first layer of a model. start: position
-    of the first token in its sequence. Raises ValueError for token ids outside the vocabulary.
+    of the first token in its sequence. Raises ValueError for no tokens and for token ids outside the
+    vocabulary, CheckpointError for weights that are missing or misshapen.
     """
     config, ids = reference.config, np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -169,8 +170,9 @@ def head(reference: Reference, states: Array) -> Array:
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
     """Returns up to `count` tokens that follow a prompt, each the most likely one (the lowest id among
-    equals), computed with a cache of keys and values. The list ends early after a token of `stop`. Raises
-    CheckpointError for weights that cannot be read, ValueError for a token id beyond the vocabulary.
+    equals), computed with a cache of keys and values. The list ends early with a token of `stop`. Raises
+    CheckpointError for weights that cannot be read, ValueError for an empty prompt or a token id beyond the
+    vocabulary.
     """
     ends, answer = frozenset(stop), list[int]()
     tokens, past = list(prompt), EMPTY

@@ -318,9 +318,9 @@ def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[
 
 
 def _rotate(x: Array, rotation: Rotation | None) -> Array:
-    """Applies a rotary embedding to x [..., n, d] by rotating the pairs of dimensions (i, i + dim / 2), and
-    returns an array of the same shape. rotation: cosines and sines, [n, dim / 2] each; None: x is returned
-    unchanged.
+    """Applies a rotary embedding to the first `dim` of d dimensions of x [..., n, d], by rotating the pairs
+    (i, i + dim / 2), and returns an array of the same shape; the other dimensions are unchanged. rotation:
+    cosines and sines, [n, dim / 2] each; None: x is returned unchanged.
     """
     if rotation is None:
         return x

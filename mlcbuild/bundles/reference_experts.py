@@ -47,8 +47,10 @@ def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
 def route(router: Router, count: int, logits: Array, correction: Array | None) -> tuple[Array, Array]:
     """Chooses `count` of e experts for each of n rows from the router's logits [n, e], and returns (indices
     of the chosen experts, int [n, count]; their weights, [n, count]). Scores are the softmax or sigmoid of
-    the logits, or those of SparseMixer; weights are the chosen scores, normalized to sum 1 if the router says
-    so, times the router's scale. correction: numbers [e] added to the scores only for choosing, or None.
+    the logits; weights are the chosen scores, normalized to sum 1 if the router says so, times the router's
+    scale. correction: numbers [e] added to the scores only for choosing, or None. A router with groups of
+    experts chooses from the best groups only; one of the kind SparseMixer always chooses two, with weights of
+    its own.
 
     Of equal scores the lowest index comes first.
     """

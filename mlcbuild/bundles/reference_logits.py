@@ -38,9 +38,10 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     """Action of a build step: computes the tokens and the reference logits of every prompt.
 
     params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]` with one per line) and
-    the libraries' `context_window` in tokens, on which LongRoPE depends. Prompts are cut to MAX_TOKENS
-    tokens. Writes tokens.json, and logits-<i>.npy as float32 [n, vocab], to `out`. Raises UsageError when no
-    prompt has two tokens.
+    the libraries' `context_window` in tokens, on which LongRoPE depends. Prompts are cut to MAX_TOKENS tokens
+    and to the context window; those of less than two tokens are left out. Writes tokens.json, a list of token
+    ids for each prompt, and logits-<i>.npy, float32 [n, vocab], with i from 0000 on, to `out`. Raises
+    UsageError when no prompt is left, CheckpointError for a checkpoint that cannot be read.
     """
     import numpy as np
 
@@ -65,8 +66,10 @@ def opened_prompts(
     params: Mapping[str, Json], inputs: Mapping[str, Path], section: str
 ) -> tuple[ModelConfig, Mapping[str, Weight], int, list[list[int]]]:
     """Returns (the model's config, its exact weights as name -> values, context window in tokens, token ids
-    of each prompt) for a build step that evaluates the exact model on prompts. section: place of the prompts
-    in a recipe, for messages. Raises UsageError when no prompt has two tokens.
+    of each prompt) for a build step that evaluates the exact model on prompts. Prompts are cut to MAX_TOKENS
+    tokens and to the context window; those of less than two tokens are left out. section: place of the
+    prompts in a recipe, for messages. Raises UsageError when no prompt is left, CheckpointError for a
+    checkpoint that cannot be read.
     """
     from mlcbuild_runtime.text.tokenizer import Tokenizer
 

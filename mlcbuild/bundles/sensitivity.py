@@ -45,8 +45,9 @@ def sensitivity(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Pat
 
     params: `candidates`, a list of schemes as JSON; `context_window` in tokens, which selects LongRoPE's
     frequencies. inputs: directories with the config, the checkpoint, and the reference (the prompts' tokens
-    and exact logits). A loss is the mean KL divergence, in nats, of the model in which this matrix alone is
-    quantized; activations stay floating point.
+    and exact logits). A loss is the mean KL divergence from the exact model, in nats, of the model in which
+    this matrix alone is quantized, over the first prompts (about MOST_TOKENS tokens); activations stay
+    floating point. Raises CheckpointError for a checkpoint that cannot be read.
     """
     candidates = [from_json(value) for value in cast("list[Json]", params["candidates"])]
     trial = open_trial(params, inputs).within(MOST_TOKENS)

@@ -56,8 +56,8 @@ THRESHOLDS: Mapping[str, Threshold] = {
 
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: writes to `out` a copy of the bundle's manifest bundle.json with the figures of
-    its verification, such as mean KL divergence and perplexity. Raises VerificationError if a figure violates
-    a threshold.
+    its verification, such as mean KL divergence and perplexity. Raises VerificationError, and writes nothing,
+    if a figure violates a threshold (the error's `figures` then has all of them) or the bundle cannot be run.
 
     params: for each threshold in THRESHOLDS (such as max_kl) a number as a string, or null for no limit.
     inputs: directories with the bundle, and with the reference logits of the prompts.
@@ -94,12 +94,13 @@ def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[st
 
 def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
     """Compares a bundle's logits with reference logits in a fresh process, and returns name of a figure ->
-    value.
+    value, to four digits.
 
     kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
     over positions. top1_agreement: share of positions with the same most likely token. perplexity and
     reference_perplexity: those of the prompts. decode_error: largest difference between the bundle's logits
-    when it decodes tokens one at a time and all at once. Raises VerificationError when the process fails.
+    when it decodes the first tokens of a prompt one at a time and all at once. tokens: number of positions.
+    Raises VerificationError when the process fails, or the bundle's logits are not finite.
     """
     figures: dict[str, float] = fresh_process.run("mlcbuild.bundles.verify", str(bundle), str(reference_dir))
     return figures
@@ -159,8 +160,8 @@ def _exp(value: float) -> float:
 def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
     """Compares a bundle with reference logits in this process, in which nothing of the compiler is loaded, as
     in a server. Returns name of a figure -> value: kl_mean, kl_max (nats), top1_agreement, perplexity,
-    reference_perplexity, and decode_error, the largest difference between logits computed token by token and
-    all at once.
+    reference_perplexity, tokens (compared), and decode_error, the largest difference between logits computed
+    token by token and all at once. Ends the process with a message if the bundle's logits are not finite.
     """
     import numpy as np
     from mlcbuild_runtime.executor import loading

@@ -122,7 +122,8 @@ def open_trial(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Weight
 
 def quantized(param: Param, values: Weight, scheme: Storage) -> Weight:
     """Quantizes a matrix, or a stack of matrices, under a scheme, and returns its float32 values after
-    unpacking, in the same shape. param: describes the matrix; values: its exact values.
+    unpacking, in the same shape; a matrix of a stack is computed each time it is read. param: describes the
+    matrix; values: its exact values.
     """
 
     def rounded(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -189,9 +190,10 @@ def with_layer(model: Reference, index: int) -> Reference:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
-    """Calls a function for each item on as many threads as the environment variable MLCBUILD_CORES states,
-    and returns the results in the order of the items. Each call computes on one core, so that no result
-    depends on the number of threads.
+    """Calls a function for each item on as many threads as the environment variable MLCBUILD_CORES states (1
+    if it is not set), and returns the results in the order of the items. Each call computes on one core, so
+    that no result depends on the number of threads. If a call fails, its exception is raised, and calls that
+    have not started are left out.
     """
     with ThreadPoolExecutor(int(os.environ.get("MLCBUILD_CORES", "1"))) as pool:
         return list(pool.map(function, items))

@@ -80,7 +80,8 @@ def _send(
     target: Registry, bundle: Path, digests: Mapping[str, str], uploaded: Uploaded, name: str
 ) -> tuple[str, int]:
     """Mounts or uploads a file of a bundle to a registry's repository, unless it has the file. digests: path
-    -> BLAKE3; name: path of the file. Returns (SHA-256 of the file, number of bytes sent).
+    -> BLAKE3; name: path of the file; uploaded: files that registries are known to have, to which it is
+    added. Returns (SHA-256 of the file, number of bytes sent).
     """
     place, key = target.place, (target.place.host, digests[name])
     if key in uploaded:
@@ -123,8 +124,9 @@ def _address(place: RegistryAddress, digest: str) -> str:
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
     """Downloads the files of the artifact at the address `source` into a directory, and checks their SHA-256.
-    Returns (immutable address, paths of the files). Raises RemoteError if the registry refuses or a file is
-    damaged, OSError if a file cannot be written.
+    Returns (immutable address, paths of the files). Raises RemoteError if the registry refuses, cannot be
+    reached or has no bundle there, if a file's name is unsafe or its content damaged, or if the disk lacks
+    room; OSError if a file cannot be written.
     """
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
@@ -167,8 +169,9 @@ def _present_layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
-    """Downloads a layer of an OCI artifact to `path`, continuing an earlier transfer, and checks its SHA-256.
-    A damaged file is downloaded once more; if it is damaged again, RemoteError is raised.
+    """Downloads a layer of an OCI artifact to `path`, continuing an earlier transfer, and checks its SHA-256
+    and size. A damaged file is downloaded once more; if it is damaged again, or missing in the registry,
+    RemoteError is raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()

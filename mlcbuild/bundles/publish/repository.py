@@ -34,11 +34,13 @@ _AT_ONCE = 4
 def push(
     bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: object
 ) -> tuple[str, int]:
-    """Publishes a bundle, and returns (address of the repository at the new commit, number of bytes sent).
-    files: path -> size in bytes; to: the address; uploaded: not used.
+    """Publishes a bundle with a model card, README.md, and returns (address of the repository at the new
+    commit, number of bytes of the bundle sent); if the repository has all of this already, there is no new
+    commit, and the current one and 0 are returned. files: path -> size in bytes; to: the address; uploaded:
+    not used.
 
-    A repository that does not exist is created as private. Files of an earlier bundle are deleted. Raises
-    SourceError if the hub refuses or cannot be reached.
+    A repository that does not exist is created as private. All other files in it are deleted, except for
+    .gitattributes. Raises SourceError if the hub refuses or cannot be reached.
     """
     source = cast(HubSource, hub.parse_source(to))
     text = card(manifest, list(_sources(bundle)), to).encode()
@@ -81,7 +83,8 @@ def _git_oid(data: bytes) -> str:
 
 
 def _sources(bundle: Path) -> Iterator[str]:
-    """Yields the addresses of the hub repositories, with commits, that a bundle's provenance names."""
+    """Yields the addresses of the hub repositories, with commits, that a bundle's provenance names; none if
+    it has no provenance that can be read."""
     try:
         document = strict_json.parse((bundle / STATEMENT).read_bytes())
         items = document["predicate"]["buildDefinition"]["resolvedDependencies"]
@@ -120,8 +123,8 @@ def _fetch(source: HubSource, directory: Path, name: str) -> None:
 
 def _link_or_copy(cached: Path, place: Path) -> None:
     """Makes `place` a hard link of a file in the hub's cache, so that a bundle is not on the disk twice, or a
-    copy. Only this user's own files are linked: another user could change a linked file, which may be a
-    library, after it was checked."""
+    copy where that is impossible or the file is another user's: that user could change a linked file, which
+    may be a library, after it was checked."""
     with suppress(OSError):
         if cached.stat().st_uid == os.geteuid():
             place.hardlink_to(cached)

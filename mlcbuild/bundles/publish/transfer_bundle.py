@@ -40,7 +40,8 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
     model hub, and returns its immutable address and the number of bytes sent.
 
     uploaded: files that registries have (see Uploaded), which is updated and can be passed to the next call.
-    Raises PublishError if the transfer fails, and BundleError for a damaged bundle.
+    Raises PublishError if the transfer fails, or SourceError for a failure of a model hub, and BundleError
+    for a damaged bundle.
     """
     manifest = form.check(bundle, full=True)
     try:
@@ -58,7 +59,8 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     bundle, which is replaced.
 
     Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError
-    if the transfer fails, or the bundle is damaged.
+    if the directory holds something else, the transfer fails or the bundle is damaged, and SourceError for a
+    failure of a model hub; the directory is then as before.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")

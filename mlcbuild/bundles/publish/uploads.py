@@ -59,10 +59,11 @@ def publish_bundle(
 
 
 def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | None) -> tuple[Sent, ...]:
-    """Sends bundles to their addresses and returns the results. parcels: bundles to send, or results of other
-    bundles, which are returned unchanged. on_sent: called with each result.
+    """Sends bundles to their addresses and returns the results in the same order. parcels: bundles to send,
+    or results of other bundles, which are returned unchanged. on_sent: called with each result.
 
-    Raises BundleError for a damaged bundle. A failure at one address does not stop the others.
+    A failure at one address does not stop the others. Raises BundleError for a damaged bundle, after which no
+    other is sent.
     """
     uploaded: dict[tuple[str, str], tuple[str, str]] = {}
     rows = []
