@@ -203,14 +203,13 @@ def code_files(
 ) -> dict[str, str]:
     """Returns portable name -> BLAKE3 digest of each source file that the modules import, directly or
     indirectly, of the modules' own files, and of the `__init__.py` of every package that contains one of
-    them.
+    them. Portable names are paths such as `mlcbuild/compiler/kernels/w4.py`, the same on every machine.
 
     Only modules inside PACKAGES and the top-level packages of `modules` count; names without a source file
-    are left out. Imports are read from the syntax tree,
-    including those inside functions, so that a lazy import counts. The names are paths such as
-    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that computes
-    many closures passes, so that every file is read once. imports: cached imports of files; a file in it is
-    hashed but not parsed, and the imports of other files are added.
+    are left out. Imports are read from the syntax tree, including those inside functions, so that a lazy
+    import counts. files: a cache, which a caller that computes many closures passes, so that every file is
+    read once. imports: cached imports of files; a file in it is hashed but not parsed, and the imports of
+    other files are added. Raises SyntaxError for a file that is not valid Python.
     """
     files = {} if files is None else files
     imports = {} if imports is None else imports
