@@ -27,8 +27,8 @@ _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def room() -> int:
-    """Returns the maximum number of connections that the server accepts: less than the limit of file
-    descriptors, some of which have other uses."""
+    """Returns the maximum number of connections that the server accepts: 4096, or fewer if the process may
+    have fewer file descriptors, some of which have other uses."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(most - 64, most // 2))
 

@@ -1,4 +1,5 @@
-"""Defines the rules for access to a server. It imports nothing, because the command line loads it early."""
+"""Defines the rules for access to a server. It imports no other module of the runtime, because the command
+line loads it early."""
 
 from __future__ import annotations
 

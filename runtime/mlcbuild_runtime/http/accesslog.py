@@ -1,12 +1,16 @@
-"""Writes the access log: one JSON object per line for each request, when its answer has ended.
+"""Writes the access log: a line for each request when its answer has ended, either text for a terminal or a
+JSON object with these fields.
 
     time            arrival of the request, UTC, ISO 8601
     id              the request's X-Request-ID, or a new one; the answer carries it, too
     client          the client's address
     method, path, status, seconds
+                    `status` is null where the client disconnected before the answer began; `seconds` is the
+                    time until the answer ended
     model, stream, prompt_tokens, cached_tokens, answer_tokens, finish, ttft
-                    only for requests to a model; `finish` lists the reason of each answer, null where the
-                    client disconnected first; `ttft` is the seconds until the first token
+                    only for requests to a model; `finish` lists the reason of each answer, "error" for a
+                    failure and null where the client disconnected first; `ttft` is the seconds until the
+                    first token, and absent without one
 
 No line contains text of a prompt or an answer, a query string, or a key.
 """
@@ -46,15 +50,14 @@ class AccessRecord:
         self._first: float | None = None
 
     def model(self, name: str, requests: Sequence[Request], stream: bool) -> None:
-        """Stores the name of the model and its requests for the log line. requests: one for each answer,
-        those of one prompt consecutively; stream: True if the answer is streamed.
-        """
+        """Stores the name of the model for the log line, and adds up the tokens of the prompts. requests: one
+        for each answer; the prompt of several answers counts once. stream: True if the answer is streamed."""
         self._model, self._stream = name, stream
         self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
 
     def watched(self, sink: Sink) -> Sink:
-        """Returns a function for the events of one answer: it stores the last event for the log line, and
-        passes each event to `sink`."""
+        """Returns a function for the events of one answer: it stores the time of the first token and the last
+        event for the log line, and passes each event to `sink`."""
         place = len(self._answers)
         self._answers.append(None)
 
@@ -104,7 +107,8 @@ _QUIET = ("/health", "/ping", "/metrics")
 
 
 def _text(fields: Mapping[str, object]) -> str:
-    """Returns a request's log line for a terminal; "" for a path that monitors request all the time."""
+    """Returns a request's log line for a terminal; "" for a path that monitors request all the time, such as
+    /health."""
     path = str(fields["path"])
     if path.startswith(_QUIET):
         return ""
@@ -118,8 +122,9 @@ def _text(fields: Mapping[str, object]) -> str:
 
 
 class AccessLog:
-    """ASGI middleware that writes a line of the access log for every request. A failing write does not end
-    the request."""
+    """ASGI middleware that writes a line of the access log when the answer to a request has ended, and adds
+    the request's id to the answer as X-Request-ID. In the form "text", requests of monitors have no line. If
+    a line cannot be written, a warning is logged and the server continues."""
 
     def __init__(self, app: ASGIApp, out: TextIO, form: Form = "json") -> None:
         self._app, self._out, self._broken = app, out, False

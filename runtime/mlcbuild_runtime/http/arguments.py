@@ -168,8 +168,9 @@ def _add_process(parser: argparse.ArgumentParser, defaults: ServerOptions) -> No
 
 
 def options(arguments: argparse.Namespace) -> ServerOptions:
-    """Returns the options of a server from parsed command-line arguments. Raises ArgumentTypeError if an
-    option is stated without another option that it requires."""
+    """Returns the options of a server from parsed command-line arguments, and sets the environment variable
+    that names the GPU if --device is stated. Raises ArgumentTypeError if an option is stated without another
+    option that it requires."""
     _refuse_conflicts(arguments)
     if arguments.device is not None:
         # This also applies to the processes that this one starts.

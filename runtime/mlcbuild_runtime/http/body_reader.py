@@ -32,8 +32,8 @@ of each body."""
 
 
 def _trim() -> None:
-    """Returns memory that was freed after large bodies to the system, with glibc's malloc_trim; otherwise
-    hundreds of megabytes would stay allocated."""
+    """Makes glibc's malloc_trim return the memory of large bodies, which is free again, to the operating
+    system; otherwise hundreds of megabytes would stay allocated. Without glibc it does nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -86,8 +86,8 @@ class BodyReader:
 
     async def _alone(self, turn: AsyncExitStack) -> None:
         """Waits until no other request body with many JSON values is being processed. Further such bodies
-        then wait until the exit stack `turn` is closed. Raises RequestError if the wait takes longer than 30
-        seconds (TURN_SECONDS)."""
+        then wait until the exit stack `turn` is closed. Raises RequestError (503) if the wait takes longer
+        than 30 seconds (TURN_SECONDS)."""
         try:
             async with asyncio.timeout(TURN_SECONDS):
                 await turn.enter_async_context(self._processing)

@@ -60,7 +60,8 @@ browsers."""
 
 def site_files(bundle: Path) -> dict[str, Path]:
     """Returns the files of the web site that runs a bundle in browsers: path on the site -> file on disk.
-    Raises BundleError for a damaged bundle, or for one whose device is not WebGPU."""
+    Raises BundleError for a damaged bundle, or for one that was not built for browsers (the target webgpu).
+    """
     manifest = form.read(bundle)
     if manifest.machine.output != "program" or manifest.machine.device != "webgpu":
         raise BundleError(
@@ -106,8 +107,9 @@ def _link(source: Path, target: Path) -> None:
 
 
 def create_app(paths: Mapping[str, Path], access: Access) -> Starlette:
-    """Returns the web application that serves the files of a site, whole or in ranges. paths: path on the
-    site -> file; no other file can be read."""
+    """Returns the web application that serves the files of a site, whole or in ranges; "/" is index.html, and
+    any other path has the status 404. paths: path on the site -> file. access: rules for access, of which
+    only those for hosts and origins apply."""
 
     async def serve_file(request: Request) -> Response:
         path = request.path_params["path"] or INDEX

@@ -54,8 +54,9 @@ class _Outlet(asyncio.Transport):
         self._wire, self._connection, self._begun = wire, connection, False
 
     def begin(self) -> None:
-        """Sends "HTTP/1.1 ", the first bytes of every HTTP answer, while the answer's status is not known
-        yet."""
+        """Sends "HTTP/1.1 ", the first bytes of every HTTP answer, before the status of the answer is known:
+        a client that has disconnected then resets the connection. The answer is later sent without these
+        bytes."""
         if not self._begun:
             self._begun = True
             self._wire.write(_BEGINNING)
@@ -148,9 +149,10 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes at once
-        """Handles the end of a client's data; returns True to keep the connection open, because the client
-        may still wait for an answer. A client that has disconnected altogether looks the same until something
-        is sent to it."""
+        """Handles the end of a client's data; returns True to keep the connection open if a request waits for
+        its answer, since the client may still read it. A client that has disconnected altogether looks the
+        same until something is sent to it, so the answer's first bytes are sent. Returns False to close the
+        connection if no request is running or its body is incomplete."""
         cycle = self._running
         if self.ended or cycle is None or cycle.more_body:
             return False
@@ -260,12 +262,14 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Returns True if no request is running on the connection, so that it may be closed to make room."""
+        """Returns True if the connection is open and no request is running on it, so that it may be closed to
+        make room."""
         return self._running is None and not self._wire.is_closing()
 
     def _refuse(self, error: RequestError) -> None:
         """Sends an error as the last answer and closes the connection, because its further input cannot be
-        understood or is not wanted."""
+        understood or is not wanted. A running request is cancelled; if its answer has begun, no error is
+        sent."""
         if self.is_over:
             return
         cycle = self._running
@@ -281,9 +285,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self.end(unread=True)
 
     def end(self, unread: bool = False) -> None:
-        """Closes the connection once everything is written. unread: True if the client may still be
-        sending.
-        """
+        """Closes the connection once everything is written. unread: True if the client may still be sending;
+        its data is then received and discarded first, for at most 2 seconds."""
         if self.is_over:
             return
         self.ended = True

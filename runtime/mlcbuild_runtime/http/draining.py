@@ -33,8 +33,9 @@ def run(
 ) -> None:
     """Serves a web application on a bound socket until SIGINT or SIGTERM.
 
-    drain: seconds that running requests get to finish after SIGTERM. ready_line: function that returns the
-    line which is printed once the server accepts requests.
+    drain: seconds that running requests get to finish after SIGTERM; after SIGINT, a second signal, or with
+    0, they are ended at once. ready_line: function that returns the line which is printed once the server
+    accepts requests.
     """
     _ModelServer(app, models, listener, drain, ready_line).run(sockets=[listener])
 
@@ -72,8 +73,8 @@ class BoundedServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Requests the end of the server after a signal; uvicorn's own method would raise the signal again
-        afterwards."""
+        """Requests the end of the server after a signal; a second signal makes it end without waiting for
+        connections. uvicorn's own method would raise the signal again afterwards."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -100,8 +101,8 @@ class _ModelServer(BoundedServer):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: after SIGTERM running requests may finish; SIGINT, or a second signal, ends them
-        at once."""
+        """Handles a signal: after SIGTERM running requests may finish within the time for draining, if it is
+        not 0; SIGINT, or a second signal, ends them at once."""
         if sig == signal.SIGTERM and self._models.ready and self._drain:
             self._models.drain()
             self._last_moment = time.monotonic() + self._drain
@@ -110,8 +111,8 @@ class _ModelServer(BoundedServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Stops a draining server when no request is left, or when the time for its running requests has
-        passed. uvicorn calls it ten times per second. A draining server still answers, and reports that it is
-        not ready."""
+        passed; returns True if the server must stop now. uvicorn calls it ten times per second. A draining
+        server still answers, and reports that it is not ready."""
         state = self._models.state()
         if not (state.running or state.waiting) or time.monotonic() > self._last_moment:
             self.should_exit |= self._last_moment < math.inf

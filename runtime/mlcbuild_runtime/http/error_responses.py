@@ -19,7 +19,7 @@ SHOWN = 100
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Returns the response to a request whose path or method the server does not have."""
+    """Returns the response to a request whose path (404) or method (405) the server does not have."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:SHOWN]
     if error.status_code == 405:
@@ -47,6 +47,6 @@ async def gone(_request: Request, _error: Exception) -> Response:
 
 
 async def unexpected_error(_request: Request, _error: Exception) -> Response:
-    """Returns the response after a defect of the server: the log has the traceback, and the client learns
-    only that the server failed."""
+    """Returns the response (500) after a defect of the server: the log has the traceback, and the client
+    learns only that the server failed."""
     return JSONResponse(error_document(ServingError("the server has failed: see its log")), 500)

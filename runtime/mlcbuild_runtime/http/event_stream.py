@@ -52,8 +52,8 @@ class EventStream(StreamingResponse):
 
 
 async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterator[str]:
-    """Yields the answers of a completion as server-sent events. Events of several answers that arrive
-    together are yielded as one text."""
+    """Yields the answers of a completion as server-sent events, the last of which is "data: [DONE]". Events
+    of several answers that arrive together are yielded as one text."""
     async for batch in answers.batches():
         documents = (
             document
@@ -66,8 +66,8 @@ async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterato
 
 
 async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
-    """Awaits `work` and returns its result. If the client disconnects first, cancels the answers and raises
-    ClientDisconnect."""
+    """Awaits `work`, which reads the answers, and returns its result. Raises ClientDisconnect if the client
+    disconnects first. In any case answers that have not ended are then cancelled."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:
@@ -82,8 +82,8 @@ async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[N
 
 
 async def collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of an
-    answer that fails."""
+    """Returns one list of events for each of `count` answers, once all have ended. Raises the error of the
+    first answer that fails; the others are not cancelled here."""
     received: list[list[Event]] = [[] for _ in range(count)]
     async for index, event in answers.events():
         received[index].append(event)
@@ -99,6 +99,6 @@ async def exhausted(events: AsyncIterator[object]) -> None:
 
 
 async def _disconnect(request: Request) -> None:
-    """Waits until the client has closed the connection."""
+    """Waits until the client has closed the connection; other messages of the request are discarded."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

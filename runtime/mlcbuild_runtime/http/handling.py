@@ -75,10 +75,10 @@ class RequestHandling:
         engine: Engine,
         body: Mapping[str, Json],
     ) -> CompletionJob:
-        """Calls `prepare` with an engine and a request's body on another thread, and returns the engine's
-        requests that it creates. Raises RequestError for a body that cannot be served, if too many requests
-        wait for their constraints (grammars, JSON schemas) to be compiled, or when the request's time limit
-        has passed.
+        """Calls `prepare` with an engine and a request's body on another thread, and returns its result,
+        which holds the requests for the engine. Raises RequestError for a body that cannot be served (by
+        `prepare`), if too many requests wait for their constraints (grammars, JSON schemas) to be compiled
+        (503), or when the request's time limit has passed (504).
 
         Constraints may take seconds to compile, and chat templates to render: they have threads of their own,
         so that other requests do not wait for them.
@@ -99,9 +99,9 @@ class RequestHandling:
         engine: Engine,
         body: Mapping[str, Json],
     ) -> T:
-        """Calls `work` with an engine and a body on another thread, and returns its result. Raises
-        RequestError when the request's time limit has passed; the thread ends soon after that, since
-        constraints and templates are bounded."""
+        """Calls `work` with an engine and a body on another thread, and returns its result or raises its
+        exception. Raises RequestError (504) when the request's time limit has passed; the thread ends soon
+        after that, since constraints and templates are bounded."""
         rendering = self._rendering if body.get("messages") else None
         limiter = self._compiling if service.constrained(body) else rendering
         service.serve_in_turn(request.client.host if request.client else "")
@@ -110,8 +110,10 @@ class RequestHandling:
         raise late(self._access.timeout)
 
     async def engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
-        """Returns the engine of the model that a body names, loaded if necessary; it stays loaded until `use`
-        is closed. Raises RequestError if the server has no such model, or no memory for it now."""
+        """Returns the engine of the model that a body names, or of the first model if it names none, loaded
+        if necessary; it stays loaded until `use` is closed. Raises RequestError for a name that is not a text
+        (400), if the server has no such model (404), if the model cannot be loaded (500), or if there is no
+        memory for it now or the server is stopping (503)."""
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "a text", name)
@@ -124,8 +126,10 @@ class RequestHandling:
     def submit(
         self, request: Request, engine: Engine, requests: Sequence[EngineRequest], stream: bool = False
     ) -> AsyncAnswers:
-        """Submits requests to an engine and returns their answers; the metrics and the access log also
-        receive the events."""
+        """Submits requests to an engine, with the server's limits of tokens and time, and returns their
+        answers; the metrics and the access log also receive the events. stream: True if the answer is
+        streamed, for the log. Raises RequestError if the queue is full or a request does not fit the model,
+        EngineError if the engine is stopped."""
         line, name = record(request.scope), engine.name
         line.model(name, requests, stream)
         limited = [self._limited(engine, each) for each in requests]

@@ -42,7 +42,8 @@ def asks_for_json(words: Sequence[str]) -> bool:
 @contextmanager
 def usage_errors(words: Sequence[str]) -> Iterator[None]:
     """Returns a context in which a command line is parsed. If its arguments `words` select a log of JSON
-    lines, the error of argparse is such a line, without the usage."""
+    lines, the error of argparse is such a line, without the usage. The SystemExit of argparse is raised
+    again."""
     if not asks_for_json(words):
         yield
         return
@@ -57,7 +58,8 @@ def usage_errors(words: Sequence[str]) -> Iterator[None]:
 
 
 class JsonLines(io.StringIO):
-    """A stream that writes each line of text to standard error, as a JSON object."""
+    """A stream that writes each line of a text to standard error, as a JSON object. A text without a line
+    feed at its end counts as a whole line."""
 
     def write(self, text: str) -> int:
         for line in text.splitlines():

@@ -72,8 +72,8 @@ class Metrics:
         )
 
     def watched(self, model: str, sink: Sink) -> Sink:
-        """Returns a function for the events of one answer: it measures their times for the metrics of
-        `model`, and passes each event to `sink`."""
+        """Returns a function for the events of one answer: it records their times and the finish reason in
+        the metrics of `model`, and passes each event to `sink`. Times count from this call."""
         start, first = time.perf_counter(), 0.0
 
         def take(event: Event) -> None:

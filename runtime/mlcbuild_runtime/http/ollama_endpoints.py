@@ -123,7 +123,7 @@ class OllamaEndpoints:
 
     async def embedding(self, request: Request) -> Response:
         """Returns the response to a request for /api/embeddings, Ollama's older path for the embedding of one
-        text."""
+        text. A text that is longer than the context is cut."""
         async with self._requests.body(request) as body:
             fields = RequestBody(body, ollama_request.EMBEDDING)
             vectors, _, _ = await self._vectors(request, body, fields.text("prompt"), True, None)
@@ -138,8 +138,9 @@ class OllamaEndpoints:
         dimensions: int | None,
     ) -> tuple[list[Json], str, int]:
         """Computes embeddings for Ollama's API: returns (embedding of each text, the model's name, number of
-        tokens). value: a text or a list of texts; truncate: True if texts longer than the context are cut
-        instead of refused; dimensions: number of values of each embedding, None for all."""
+        tokens of all texts). value: a text or a list of texts, which may be empty; truncate: True if texts
+        longer than the context are cut instead of refused; dimensions: number of values of each embedding,
+        None for all."""
         texts = ollama_request.texts(value)
         with ExitStack() as use:
             engine = await self._engine(body, use)
@@ -177,8 +178,9 @@ async def _lines(answers: AsyncAnswers, output: OllamaOutput) -> AsyncIterator[s
 
 
 def _loaded(engine: Engine, body: Mapping[str, Json], empty: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns Ollama's document for a request without a prompt, by which clients load and unload models.
-    empty: the fields of an empty answer."""
+    """Returns Ollama's document for a request without a prompt, by which clients load and unload models. It
+    reports that the model is loaded or, for a `keep_alive` of 0, unloaded; this server then keeps it loaded
+    all the same. empty: the fields of an empty answer."""
     reason = "unload" if body.get("keep_alive") in (0, "0", "0s") else "load"
     document: dict[str, Json] = {"model": engine.name, "created_at": moment(), **empty}
     return {**document, "done": True, "done_reason": reason}

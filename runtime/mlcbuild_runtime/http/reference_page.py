@@ -68,8 +68,8 @@ def _fields(document: _Mapping, operation: _Mapping) -> str:
 
 
 def _kind(schema: _Mapping) -> str:
-    """Returns a text that names the types or values which a JSON schema allows, except null: "number", or
-    "string or array" for several."""
+    """Returns a text that names the types which a JSON schema allows, or the values if it lists them, except
+    null: "number", or "string or array" for several; "" if it allows anything."""
     if "anyOf" in schema:
         kinds = [_kind(part) for part in cast("list[_Mapping]", schema["anyOf"])]
     elif "enum" in schema:

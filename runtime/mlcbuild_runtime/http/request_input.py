@@ -119,8 +119,8 @@ class RequestInput:
         return self._fields <= HEAD_FIELDS
 
     def end_head(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Records that the head of the request is complete. headers: its fields, as (name in small letters,
-        value)."""
+        """Records that the head of the request is complete, and reads the length of the body from it.
+        headers: its fields, as (name in small letters, value)."""
         self.in_body, self._tail = True, b""
         self.framing, self._fields = 0, 0
         self._left = next((int(value) for name, value in headers if name == b"content-length"), 0)

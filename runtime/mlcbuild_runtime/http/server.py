@@ -65,7 +65,8 @@ def create_app(
 ) -> Starlette:
     """Returns the web application that serves a running engine, or several models.
 
-    access_logs: (stream, form of its lines) of each access log.
+    access: rules for access; None: clients need no key and may address any host. access_logs: (stream, form
+    of its lines) of each access log.
     """
     access = access or Access()
     models = Models.of(running) if isinstance(running, Engine) else running
@@ -102,8 +103,8 @@ def _others(server: _Server) -> list[Route]:
 
 
 def _routes(server: _Server, keys: bool) -> list[Route]:
-    """Returns the routes (path, handler, methods) of the server's endpoints, except those of other programs'
-    APIs. keys: True if requests must have an API key."""
+    """Returns the routes (path, handler, methods) of the server's endpoints, except Ollama's, llama.cpp's,
+    and OpenAI's without the prefix /v1. keys: True if requests must have an API key."""
     return [
         Route("/", page),
         Route("/health", server.health),
@@ -311,7 +312,8 @@ class _Server:
         self, answers: AsyncAnswers, output: ResponseOutput, entry: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
         """Yields the stream events of a response of /v1/responses, and stores the response at its end if the
-        request demands it. Without `stream`, an error of the engine is raised instead of yielded."""
+        request demands it. Without `stream`, an error of the engine is raised instead of yielded. Meanwhile
+        clients can cancel the response by its id."""
         cancelled = RequestError("the response was cancelled", code=CANCELLED)
         self._history.start(output, lambda: answers.interrupt(cancelled))
         try:
@@ -339,7 +341,8 @@ class _Server:
         return JSONResponse(listed(self._history.find(request.path_params["id"]).items))
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a running response of /v1/responses and returns its document; one that has ended is not
-        changed. Raises RequestError (404) if there is no such response."""
+        """Ends the running response of /v1/responses with the id in the path, and returns its document; a
+        stored one that has ended is returned unchanged. Raises RequestError (404) if no response with this id
+        is running or stored."""
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)

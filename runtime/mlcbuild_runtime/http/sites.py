@@ -26,15 +26,16 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Returns the host name in the value of a Host header, without the port."""
+    """Returns the host name in the value of a Host header, in small letters, without the port and a final
+    dot."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
 
 
 class Sites:
-    """ASGI middleware that refuses requests for another host name (DNS rebinding), and requests from web
-    pages of another origin."""
+    """ASGI middleware that refuses (403) requests whose Host is neither of the loopback interface nor a
+    listed name (DNS rebinding), and those from web pages whose origin is neither this server nor listed."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
         """Creates the middleware that checks the Host and Origin headers of requests. hosts: host names that
