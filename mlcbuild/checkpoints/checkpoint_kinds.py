@@ -102,7 +102,8 @@ def kind_of(path: Path) -> CheckpointKind:
 
 def kind_of_files(names: Collection[str]) -> CheckpointKind:
     """Returns the kind of a checkpoint, SAFETENSORS or PYTORCH, whose directory has files with these names.
-    PyTorch files count only if there are no safetensors files; without either, the kind is SAFETENSORS.
+    PyTorch files (pytorch_model.bin or its index) count only if there are no safetensors files other than
+    adapter* and consolidated*; without either, the kind is SAFETENSORS.
     """
     others = ("adapter", "consolidated")
     if any(".safetensors" in name and not name.startswith(others) for name in names):

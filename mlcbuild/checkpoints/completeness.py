@@ -14,8 +14,9 @@ _CHECKS: Mapping[str, Callable[[Path], object]] = {".safetensors": check_complet
 
 
 def weights_faults(root: Path, files: Iterable[str]) -> list[str]:
-    """Returns an error message for each weights file that is incomplete or damaged. root: the checkpoint's
-    directory; files: names in it.
+    """Returns an error message for each safetensors file that is shorter than its header says, and for each
+    PyTorch file that is incomplete or damaged; [] if there is none. Other files are skipped. root: the
+    checkpoint's directory; files: names in it.
     """
     faults = []
     for name in files:

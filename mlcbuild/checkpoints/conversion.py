@@ -70,7 +70,7 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
 
     inputs["config"] is the directory of the normalised config.json. Uses the cores that MLCBUILD_CORES
     grants, else all. Raises CheckpointError with all problems, UsageError for overrides that do not fit the
-    model and for a layout that the scheme's format lacks, and StepError when the disk is full.
+    model and for a layout that the scheme's format lacks, StepError when `out` cannot be written.
     """
     scheme = scheme_of(params, inputs)
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
@@ -93,7 +93,7 @@ def write(
     """Quantizes every parameter to a scheme, and writes the weights files weights-0000i-of-0000N.safetensors
     to `out`. sources: where each parameter is in the checkpoint; cores: number of threads; importance: name
     of a matrix -> importance of its columns, float32 [columns]. Raises CheckpointError with all problems,
-    UsageError for a layout that the scheme's format lacks, and StepError when the disk is full.
+    UsageError for a layout that the scheme's format lacks, StepError when `out` cannot be written.
     """
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
@@ -265,8 +265,8 @@ class _Queue:
 
 
 def _work(plan: _Plan, cores: int) -> None:
-    """Runs all jobs of a conversion on `cores` threads. NumPy and file operations release the interpreter
-    lock.
+    """Runs all jobs of a conversion on `cores` threads. Raises CheckpointError with the problems of all jobs
+    when they have ended; any other exception of a job stops the conversion.
     """
     queue = _Queue(tuple(plan.jobs()))
     with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
@@ -311,7 +311,8 @@ class _Worker:
 
     def run(self, job: _Job) -> None:
         """Quantizes one range of a parameter's rows and writes it to the weights file. Raises CheckpointError
-        for weights that the scheme cannot store, and OSError if the output cannot be written.
+        for weights that cannot be read or that the scheme cannot store, and OSError if the output cannot be
+        written.
         """
         param = job.source.param
         scheme = scheme_for(self._plan.scheme, param.name)
@@ -337,11 +338,12 @@ class _Worker:
 
 
 def read(path: Path) -> Mapping[str, Array]:
-    """Maps the tensors of a weights file, or of all weights files in a directory, into memory, read-only, and
-    returns name of a tensor -> array.
+    """Returns name of a tensor -> array for a weights file, or for all weights files in a directory. Each
+    access maps the tensor into memory, read-only, or copies it if it does not start at a multiple of 64
+    bytes.
 
-    Tensors that do not start at a multiple of 64 bytes are copied. Raises CheckpointError when a file was not
-    written by mlcbuild or is damaged, or when one file of a set is missing.
+    Raises CheckpointError when a file was not written by mlcbuild or is damaged, or when a directory lacks
+    one file of a set or all.
     """
     paths = sorted(path.glob("weights-*.safetensors")) if path.is_dir() else [path]
     if not paths:

@@ -23,8 +23,10 @@ under other names.
 
 
 def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Returns the names of a checkpoint's weights files, and its index (tensor name -> file name) or None.
-    Raises CheckpointError if it has none, or its index is invalid.
+    """Returns the names of the safetensors files with a checkpoint's weights, and the index (tensor name ->
+    file name) or None. The files are model.safetensors or, without it, those that
+    model.safetensors.index.json lists or, without an index, all others but adapter* and consolidated*. Raises
+    CheckpointError if there are none, or the index is invalid.
     """
     if (root / SINGLE).is_file():
         return [SINGLE], None
@@ -41,8 +43,8 @@ def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
     """Returns tensor name -> file name from the JSON index of a sharded checkpoint. suffix: the suffix that
-    all file names must have. Raises CheckpointError if the file is missing, malformed, or names other
-    files.
+    all file names must have. Raises CheckpointError if the file is missing or malformed, or names a file with
+    another suffix or in another directory.
     """
     try:
         document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())
@@ -70,8 +72,8 @@ def index_faults(
     reason: Callable[[str], str | None],
 ) -> list[str]:
     """Returns an error message for each tensor that is not in the file that the index names, and for each
-    that the index lacks. path: the index file; reason: function from a tensor's name to why the index may
-    lack it, or None.
+    that the index lacks; [] if there is none, or no index. path: the index file; tensors: name -> tensor, for
+    all that the files hold; reason: function from a tensor's name to why the index may lack it, or None.
     """
     if index is None:
         return []

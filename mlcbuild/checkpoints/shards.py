@@ -68,8 +68,8 @@ class RowReader(Protocol):
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns elements [rows, columns] of a stored tensor in its stored dtype. rows, columns: ranges
-        (start, stop); None: all columns.
+        """Returns elements [rows, columns] of a stored tensor, or [rows] of a vector, in its stored dtype.
+        rows, columns: ranges (start, stop); None: all columns.
 
         The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
         other.

@@ -26,7 +26,7 @@ from mlcbuild.quant.scheme import Scheme
 
 def choose(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action of a build step: chooses for each parameter the smallest format that holds its values in
-    inputs["checkpoint"] exactly, and writes the choice to a JSON file in `out`.
+    inputs["checkpoint"] exactly, and writes the choice to choice.json in `out`.
 
     params["overrides"]: pairs (pattern of parameter names, name of a format), which decide first.
     inputs["config"]: the output of the config step. Raises CheckpointError for a checkpoint that is damaged

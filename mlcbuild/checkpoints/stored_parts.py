@@ -118,7 +118,8 @@ def replaced(
 
     marks: last parts of tensor names; a module that has one of them is quantized. combine: function from a
     StoredParts, the stored tensors of one module, to last part of a name -> tensor. Tensors that scale
-    activations are removed everywhere. Raises CheckpointError with the problems of all modules.
+    activations or KV caches are removed everywhere. Raises CheckpointError with the problems of all modules
+    (at most 20, then a count).
     """
     marks = frozenset(marks)
     result: dict[str, Tensor] = {}
@@ -157,9 +158,10 @@ def whole(reader: RowReader, tensor: Tensor) -> Floats:
 
 
 def group_size(parts: StoredParts, columns: int, groups: int, size: object) -> int:
-    """Returns the number of columns of a matrix in a group that shares a scale. columns: those of the matrix;
-    groups: number of groups in a row; size: the size that quantization_config states. Raises CheckpointError
-    if the columns cannot be divided into this number of equal groups.
+    """Returns the number of columns of a matrix in a group that shares a scale: `size`, which
+    quantization_config states, if this divides the columns into `groups` groups, the last perhaps shorter;
+    else columns / groups. columns: those of the matrix; groups: number of groups in a row. Raises
+    CheckpointError if that is no whole number.
     """
     if isinstance(size, int) and size > 0 and -(-columns // size) == groups:
         return size

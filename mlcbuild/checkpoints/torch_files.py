@@ -28,8 +28,8 @@ _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def read_tensors(root: Path) -> dict[str, Tensor]:
-    """Returns tensor name -> tensor for all PyTorch files in a directory. Raises CheckpointError with all
-    problems.
+    """Returns tensor name -> tensor for the PyTorch files in a directory: pytorch_model.bin or, without it,
+    those that its index names. Raises CheckpointError with the problems of all files (at most 60).
     """
     index = None if (root / SINGLE).is_file() else read_index(root / INDEX, ".bin")
     tensors: dict[str, Tensor] = {}
@@ -102,8 +102,8 @@ def _content(file: BinaryIO, file_members: dict[str, Member], name: str, most: i
 
 def _placed(name: str, tensor: PickledTensor, path: Path, start: int, size: int) -> Tensor:
     """Returns a tensor with its position in a PyTorch file. path: the file; start, size: offset and size in
-    bytes of the storage that holds the tensor's numbers. Raises CheckpointError if the tensor extends
-    beyond the storage.
+    bytes of the storage that holds the tensor's numbers. Raises PickleError if the tensor extends beyond the
+    storage, or its rows are not stored one after the other.
     """
     shown = printable(name)[:200]
     item = BITS[tensor.dtype] // 8

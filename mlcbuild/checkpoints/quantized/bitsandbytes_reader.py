@@ -105,7 +105,7 @@ def _combined(parts: StoredParts) -> dict[str, Tensor]:
 def _bytes(parts: StoredParts) -> Tensor:
     """Returns the weight matrix of a module that bitsandbytes stored as int8 with a scale for each row; its
     float32 rows are computed when they are read. Raises CheckpointError if the scales are missing or have
-    another shape.
+    another shape, or if the matrix is stored in the layout of a GPU.
     """
     rows, columns = parts.matrix("weight")
     weight = parts.check("weight", ("I8",), (rows, columns))
@@ -128,7 +128,7 @@ def _bytes(parts: StoredParts) -> Tensor:
 def _codes(parts: StoredParts) -> Tensor:
     """Returns the weight matrix of a module that bitsandbytes stored as 4-bit codes; its float32 rows are
     computed when they are read. Raises CheckpointError if one of the stored tensors (codes, table of values,
-    scales) is missing or has another shape.
+    scales) is missing or has another shape, or if their description (quant_state) is invalid.
     """
     state = _state(parts)
     rows, columns = _sizes(parts, state, "shape")

@@ -127,9 +127,10 @@ def _matrix(parts: StoredParts) -> _Gptq:
 
 
 def _decision(matrices: list[_Gptq], named: int) -> tuple[int, str]:
-    """Determines whether a GPTQ checkpoint stores zero points minus 1. Returns (number to add to stored zero
-    points, sentence for the log on how it was determined). named: the version of the format that the
-    checkpoint states.
+    """Determines whether a GPTQ checkpoint stores zero points minus 1: by the mean of codes minus stored zero
+    points or, where that is neither near 0 nor near 1, by the version of the format that the checkpoint
+    states, `named`. Returns (number to add to stored zero points, remark for the log on how it was
+    determined).
     """
     some = matrices[:: max(1, len(matrices) // _MODULES)]
     offset = float(np.mean([matrix.offset() for matrix in some])) if some else 0.0
