@@ -12,8 +12,8 @@ from mlcbuild.reports.runlog import RunLog
 
 
 def speeds(log: RunLog) -> list[str]:
-    """Returns a line for each variant with a measured speed, "speed   tiny-q4  prefill: 900 tok/s, ...".
-    [] if none was measured."""
+    """Returns lines such as "speed   tiny-q4  prefill: 900 tok/s, ...", one for each variant with a measured
+    speed."""
     names = runlog.speeds(log)
     lines = []
     for item in log.variants:

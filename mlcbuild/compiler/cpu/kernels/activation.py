@@ -32,9 +32,8 @@ class Gate:
 
     def row(self, pair: Buffer, bias: Buffer | None, row: Expr, out: tuple[Buffer, Expr]) -> None:
         """Emits code that computes act(gate) * up for one row. pair: buffer [.., 2 * inner] of gates, then
-        ups; bias: [2 * inner], added first, or None; row: index of the row of `pair`; out: (buffer float32
-        [.., inner], index of the result's row).
-        """
+        ups; bias: [2 * inner], which is added to gates and ups first, or None; row: index of the row of
+        `pair`; out: (buffer float32 [.., inner], index of the result's row)."""
         floats = Floats.dividing(self.isa, self.inner)
 
         def read(at: Expr) -> Expr:
@@ -49,9 +48,9 @@ class Gate:
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
     """Emits an activation function of a float32 vector x, and returns its value (an expression). silu(x) = x
-    sigmoid(x); gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 +
-    tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016).
-    """
+    sigmoid(x); relu2(x) = relu(x)^2; gelu is the exact GELU; gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x +
+    0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel,
+    2016). For xIELU, which has parameters, there is the function `xielu`."""
     if activation == "silu":
         return x * floats.sigmoid(x)
     if activation == "gelu":
@@ -110,10 +109,10 @@ def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
 
 
 def xielu(floats: Floats, factors: tuple[Expr, ...], x: Expr) -> Expr:
-    """Emits the activation xIELU (Huang and Schlag, 2024) of a float32 vector x and returns its value.
-    factors: four float32 vectors with all lanes equal: softplus(alpha_p), beta + softplus(alpha_n), beta and
-    eps, where alpha_p, alpha_n, beta and eps are the activation's parameters.
-    """
+    """Emits the activation xIELU (Huang and Schlag, 2024) of a float32 vector x and returns its value: a x^2
+    + beta x for x > 0, else b (exp(min(x, eps)) - 1 - x) + beta x. factors: four float32 vectors with all
+    lanes equal: a = softplus(alpha_p), b = beta + softplus(alpha_n), beta and eps, where alpha_p, alpha_n,
+    beta and eps are the activation's parameters."""
     above, below, beta, eps = factors
     left = floats.exp(T.min(x, eps)) - floats.constant(1.0) - x
     return T.Select(x > floats.constant(0.0), above * x * x, left * below) + beta * x

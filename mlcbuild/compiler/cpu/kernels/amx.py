@@ -353,9 +353,9 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into bfloat16 AMX tiles, and returns their buffer as a Packed.
-    ready: function from a row's index that emits the computation of this row of x. The last row is repeated
-    until the number of rows is a multiple of 32; results of repeated rows are dropped."""
+    """Emits code that packs x float32 [m, k] into bfloat16 AMX tiles, padded with zeros along k, and returns
+    their buffer as a Packed. ready: function from a row's index that emits the computation of this row of x.
+    The last row is repeated until there is a multiple of 32 rows; results of repeated rows are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:

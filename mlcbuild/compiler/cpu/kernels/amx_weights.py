@@ -54,8 +54,8 @@ def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
 
 def _fields(packed: Expr, start: int) -> Expr:
     """Returns int8x64, four bytes for each int32 lane of `packed`: the eight bits from bit `start` on, twice,
-    then the eight bits from bit start + 4 on, twice. Bits beyond the lane are those of the next lane.
-    """
+    then the eight bits from bit start + 4 on, twice. Bits before or after the lane are those of the other
+    lane in the same 64 bits."""
     starts = [(32 * lane + start + 4 * half) % 64 for lane in (0, 1) for half in (0, 0, 1, 1)]
     control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
     operands = (T.reinterpret("int8x64", operand) for operand in (control, packed))

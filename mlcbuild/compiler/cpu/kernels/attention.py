@@ -146,9 +146,8 @@ def _folded(index: Expr, blocks: Expr) -> Expr:
 
 
 def _task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows of a sequence, for one KV head, over all pages that the rows
-    attend to, or over a part of them if there are few rows. number: row of the task table `call.plan`, which
-    states sequence, rows and pages; head: KV head."""
+    """Emits attention of one block of rows of a sequence, for one KV head, over all pages that they attend
+    to, or with few rows over a part of them. number: row of the task table `call.plan`; head: KV head."""
     spec = call.spec
     sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
     task = _start(call, (first, count, head))
@@ -321,8 +320,9 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
 
 
 def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> Expr:
-    """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector. row: index of the
-    query vector; place: (position of the first key, position of the query)."""
+    """Returns the ALiBi biases, a float32 vector, of consecutive keys for one query vector: slope * (key -
+    query) or, unless spec.alibi is "exact", slope * key in bfloat16 times spec.scale. row: index of the query
+    vector; place: (position of the first key, position of the query)."""
     spec, floats, (start, newest) = task.spec, task.spec.scores, place
     slope = floats.spread(T.bind(slopes[row]))
     keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
@@ -335,8 +335,8 @@ def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> E
 
 def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead) -> None:
     """Emits total = total * shrink + weight . values, the running sum, for the first `tokens` tokens of a
-    page. Memory of later tokens may never have been written: even with a weight of zero, a NaN in it would
-    reach the sum."""
+    page. Memory of later tokens may hold NaN, which would reach the sum even with a weight of zero. tile:
+    number of a group of spec.tile query vectors; place: location of the page; ahead: the page to prefetch."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     vectors, dim, kind = range(spec.value_vectors), spec.heads.dim, spec.heads.kinds - 1
     rows = [tile * spec.tile + row for row in range(spec.tile)]
@@ -373,7 +373,7 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
     """Emits stores of a task's sums, maxima and denominators over some pages of a sequence to scratch
-    buffers, which `join` combines later. line: index of its first row there; part: (rows, KV head)."""
+    buffers, which `join` combines later. line: index of the first row's record; part: (rows, KV head)."""
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group
@@ -385,8 +385,8 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 
 
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
-    """Emits the end of attention for a block of rows: code that divides the sums of weighted values by the
-    softmax denominators and stores the results in call.out. block: (first row, number of rows, KV head)."""
+    """Emits the end of attention for some rows: adds sinks, if any, to the softmax denominators, divides sums
+    of values by them and stores the results in call.out. block: (first row, number of rows, KV head)."""
     spec, wide, heads, (first, count, head) = task.spec, task.spec.values, task.spec.heads, block
     with T.serial(count * heads.group) as vector:
         total = _denominator(task, vector)

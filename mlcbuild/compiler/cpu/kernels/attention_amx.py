@@ -277,9 +277,9 @@ def _scores(task: _Task, pair: Expr) -> None:
 
 
 def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
-    """Emits the soft cap of the scores of 32 query vectors for 64 tokens, and masks tokens that are later
-    than the query or have left its window. first: position of the first of these tokens; last: position of
-    the latest query; pair: index of this group of 32 vectors."""
+    """Emits the soft cap of the scores of 32 query vectors for 64 tokens, if the model has one, and masks
+    tokens that are later than the query or have left its window. first: position of the first of these
+    tokens; last: position of the latest query; pair: index of this group of 32 vectors."""
     floats, softcap, window = task.floats, task.call.spec.softcap, task.call.window
     if softcap is not None:
         with T.serial(PAIR) as row, T.serial(PAGES) as i:

@@ -189,8 +189,8 @@ class Call:
 
     def few(self, count: Expr) -> Expr:
         """Returns the condition, an expression of the kernel, that a sequence with `count` new rows has so
-        few that attention divides its work along the sequence's pages.
-        """
+        few, at most 16, that attention divides its work along the sequence's pages; false if AMX computes the
+        rows."""
         return count <= (FEW if self.prompt is None else T.Select(self.prompt == 0, T.int32(FEW), T.int32(0)))
 
     def blocks(self, count: Expr) -> Expr:

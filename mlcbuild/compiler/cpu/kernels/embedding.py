@@ -35,8 +35,8 @@ class Embedding:
     def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Emits the lookup of token ids, int32 [n], and returns their embeddings float32 [n, hidden]. Ids
         must be in 0 .. vocab - 1, which is not checked. weights: the tensors in which the scheme stores the
-        embedding table (codes and scales, for example), in the order of `quant.stored`.
-        """
+        embedding table (codes and scales, for example), in the order of `quant.stored`. Raises CompileError
+        if CPUs have no kernel for the format in which the table is stored."""
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
         lookup = kernel(self)
         return tensor_ir_op(lookup, str(lookup.attrs["global_symbol"]), [tokens, *weights], out)

@@ -48,8 +48,8 @@ class Output:
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         """Emits the store of a vector of `lanes` results of a row; results beyond the end of the row are left
         out. first: True for complete sums or their first part along k, to which the bias is added; False for
-        a later part, which is added to what is stored.
-        """
+        a later part, which is added to what is stored. With `residual`, the first part is added to what is
+        stored, too."""
         if self.n % self.step == 0:
             self._put(row, column, values, lanes, first)
             return

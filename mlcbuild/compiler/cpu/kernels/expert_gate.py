@@ -20,11 +20,13 @@ from mlcbuild.models import Clamp, Experts
 @dataclass(frozen=True)
 class ExpertGate:
     """The prologue (code in front of a matrix product) of the experts' second product: it computes act(gate)
-    * up, perhaps biased and clamped, from float32 [pairs, 2 * size], gates first, with a row for each pair
-    (token, chosen expert).
+    * up from float32 [pairs, 2 * size], gates first, with a row for each pair (token, chosen expert). With a
+    clamp of `limit` and `alpha` it computes (up + 1) * gate * sigmoid(alpha * gate), with gates of at most
+    `limit` and ups from -limit to limit.
 
-    If there are biases, of type `dtype` and shape [experts, 2 * size], the kernel also takes the choices of
-    experts, float32 [n, 2 * chosen]: for each token the numbers of its experts, then their weights.
+    If there are biases, of type `dtype` and shape [experts, 2 * size], they are added to gates and ups first,
+    and the kernel also takes the choices of experts, float32 [n, 2 * chosen]: for each token the numbers of
+    its experts, then their weights.
     """
 
     isa: ISA
@@ -52,11 +54,10 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes act(gate) * up for one pair (token, chosen expert), and returns (buffer
-        float32 [1, size] that holds the result, index 0 of its row). inputs: float32 [pairs, 2 * size] with
-        gates, then ups; if the experts have biases, also the biases and the buffer of each token's chosen
-        experts. row: index of the pair.
-        """
+        """Emits code that computes act(gate) * up, or its clamped form, for one pair (token, chosen expert),
+        and returns (buffer float32 [1, size] that holds the result, index 0 of its row). inputs: float32
+        [pairs, 2 * size] with gates, then ups; if the experts have biases, also the biases and the buffer of
+        each token's chosen experts. row: index of the pair."""
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))
         expert = None if self.dtype is None else _expert(inputs[2], self.spec.chosen, row)

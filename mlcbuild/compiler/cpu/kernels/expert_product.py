@@ -96,9 +96,10 @@ def kernel(
     holds the numbers of its experts and then their weights.
 
     source: the prologue (code in front of the product) that computes rows of x. scatter: True if the results
-    of a row's experts, times their weights, are added to the row of `out`; False if each pair (row, chosen
-    expert) has a row of results. fresh: True if `out` is first set to zero, only with scatter. pairs: True if
-    x has one row for each pair, as it always has with scatter; False if one for each row of `choices`.
+    of a row's experts, times their weights, are added to the row of `out`, float32 [m, n]; False if each pair
+    (row, chosen expert) has a row of results in `out`, [m * chosen, n]. fresh: True if `out` is first set to
+    zero, only with scatter. pairs: True if x has one row for each pair, as it always has with scatter; False
+    if one for each row of `choices`. Raises CompileError if there is no kernel for the format of the weights.
     """
     linear = stack.linear
     kind, by_pair = "scatter" if scatter else "pairs" if pairs else "gather", pairs

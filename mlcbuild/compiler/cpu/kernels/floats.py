@@ -254,9 +254,8 @@ class Floats:
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))
 
     def whole(self, value: Expr) -> Expr:
-        """Converts a vector of int32 values from 0 to 2^22 to float32 and returns it. It adds the bits of 1.5
-        * 2^23 and subtracts that number, because TVM's range analysis fails for a direct cast.
-        """
+        """Converts a vector of int32 values from -2^22 to 2^22 - 1 to float32 and returns it. It adds the
+        bits of 1.5 * 2^23 and subtracts that number, because TVM's range analysis fails for a direct cast."""
         bits = T.reinterpret(vectors.typed("float32", self.lanes), value + self._int(0x4B400000))
         return bits - self.constant(1.5 * 2.0**23)
 

@@ -58,8 +58,7 @@ class Linear:
     def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Emits the product of x float32 [m, k] with the transposed matrix W [n, k], and returns float32 [m,
         n]. It never uses the kernel's variant for prompts, which rounds to bfloat16. weights: W's tensors in
-        stored order; m >= 1 may be symbolic.
-        """
+        stored order; m >= 1 may be symbolic. Raises CompileError if there is no kernel for W's format."""
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
         function = kernel(self, Fusion())
         never = [relax.prim_value(0)] if self.has_prompt_variant else []
@@ -75,9 +74,9 @@ class Linear:
     ) -> Tensor:
         """Emits the matrix product x @ W.T into `out`, an existing float32 [m, n], and returns `out`. fusion:
         what the same kernel computes before the product (rows of x) and after it (bias, addition); inputs:
-        the tensors from which rows of x are computed; weights: W's tensors; prompt: an int64, not 0 for
-        prompt rows, ignored if the kernel has no variant for prompts.
-        """
+        the tensors from which rows of x are computed; weights: W's tensors in stored order; prompt: an int64,
+        not 0 for prompt rows, ignored if the kernel has no variant for prompts. Raises CompileError if there
+        is no kernel for W's format."""
         function = kernel(self, fusion)
         arguments = [*inputs, *weights, *([prompt] if self.has_prompt_variant else []), out]
         shape = Tensor.placeholder(out.shape, "float32")
@@ -103,10 +102,10 @@ def row_format(of: Linear) -> float_product.RowFormat | None:
 
 
 def tiles(of: Linear) -> TiledMatrix:
-    """Returns a TiledMatrix, which emits reads of the weight matrix of a product in the x16 layout, tiles of
-    16 rows and 32 columns. of: the product. AMX is used only for formats with a single scale per group of 32
-    weights and no minima, since it would round other weights to bfloat16.
-    """
+    """Returns a TiledMatrix, which emits reads of the weight matrix of a product in tiles of 16 rows and 32
+    columns. of: the product, whose matrix must have the x16 layout, which is not checked. AMX is used only
+    for formats with a single scale per group of 32 weights and no minima, since it would round other weights
+    to bfloat16."""
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)
 
@@ -116,8 +115,8 @@ def kernel(of: Linear, fusion: Fusion) -> PrimFunc:
     """Returns the kernel that computes a matrix product. Its arguments are the tensors from which rows of x
     are computed, the tensors that store the weights, the bias if it is fused, int64 prompt (not 0 for prompt
     rows) if there is a variant for prompts, and out. of: the product; fusion: what the kernel computes before
-    and after it. Equal products share one kernel object.
-    """
+    and after it. Equal products share one kernel object. Raises CompileError if there is no kernel for the
+    format of the weights."""
     rows = row_format(of)
     if rows:
         return float_product.product(rows, fusion)

@@ -94,7 +94,8 @@ class Records:
 
     @property
     def powers(self) -> bool:
-        """Returns True if the scales of activations are powers of two."""
+        """Returns True if the scales of activations are powers of two, as for 4-bit weights with one scale
+        per group and no minima."""
         return self.dot.bits == 4 and self.blocks is None
 
     @property
@@ -159,8 +160,8 @@ class Records:
 
     def sum(self, records: Buffer, row: Expr, group: Expr, half: int) -> Expr:
         """Returns the float32 sum of a row's quantized activations, codes times scale, in one half of a group
-        of 32. half: 0 or 1; 0 is the whole group if weights have one scale per group.
-        """
+        of 32. It is stored only if weights have minima. half: 0 or 1; 0 is the whole group if weights have
+        one scale per group."""
         return T.reinterpret("float32", records[row, self.place(group, 1 + self.halves + half)])
 
 

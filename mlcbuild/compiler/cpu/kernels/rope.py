@@ -300,9 +300,8 @@ def _write_value(
 ) -> None:
     """Emits code that adds the bias to a token's value vector of one kv head, limits its elements to -clip ..
     clip if the model has this limit, and writes it to the KV cache; for an int8 cache also to qkv, from which
-    it is quantized. tensors: (buffers of the token, pages);
-    slot: (layer, page, index of the token in the page).
-    """
+    it is quantized. tensors: (buffers of the token, pages); slot: (layer, page, index of the token in the
+    page)."""
     (token, pages), (layer, page, offset), heads = tensors, slot, spec.heads
     floats, start = Floats.dividing(spec.isa, heads.dim), (heads.query + heads.kv + head) * heads.dim
     with T.serial(heads.dim // floats.lanes) as k:

@@ -29,9 +29,9 @@ may all be 0.
 
 def route(isa: ISA, spec: Experts) -> PrimFunc:
     """Returns the kernel (logits float32 [n, experts], bias [experts]?, correction [experts]?, choices
-    float32 [n, 2 * chosen] out) that chooses experts for each row. It overwrites logits and writes, for each
-    row, the chosen experts' numbers, then their weights. A question mark means: if the router has it.
-    """
+    float32 [n, 2 * chosen] out) that chooses experts for each row. The bias is added to logits, a correction
+    to scores for choosing only. It overwrites logits and writes, for each row, the chosen experts' numbers,
+    ascending, then their weights in the same order. A question mark means: if the router has it."""
     router = spec.router
     with kernel(f"route_{router.scores}") as built:
         rows = size_var("n")

@@ -30,8 +30,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
 def sample(isa: ISA) -> PrimFunc:
     """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, 5], tokens int32 [q]
     out) that samples a token from each row of logits. The five parameters of a row are 1 / temperature (0:
-    the first token with the largest logit is chosen), the largest distance of a logit below the row's maximum
-    (for min_p, a number <= 0), top_p, top_k (0: no limit), and a random number from 0 to 1.
+    the first token with the largest logit is chosen), min_p as the smallest allowed difference, at most 0, of
+    a logit from the row's largest one (-inf: no limit), top_p, top_k (0: no limit), and a random number from
+    0 to 1.
 
     It writes NO_TOKEN for a row whose inverse temperature is negative, INVALID_TOKEN if a logit is NaN or the
     largest one is infinite. top_k and top_p keep all tokens that are as likely as the least likely one that
