@@ -119,7 +119,8 @@ def _size(count: int | None) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escapes text for a cell of a Markdown table, so that none of it is read as Markdown or HTML."""
+    """Escapes text for a cell of a Markdown table, so that none of it is read as Markdown or HTML. White
+    space, also between lines, becomes single spaces."""
     escaped = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_|\[\]])", r"\\\1", escaped)
 

@@ -107,8 +107,8 @@ def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
 
 def runner(target: Target, labels: Mapping[str, str]) -> str:
     """Returns the label of the CI runner for a target: the entry of `labels` for the target or for all
-    targets, else that of a hosted runner with the target's system and architecture.
-    """
+    targets, `*`, else that of a hosted runner with the target's system and architecture or, if there is none,
+    of a hosted Linux runner."""
     usual = LABELS.get((target.system, target.architecture), OTHER)
     return labels.get(target.name) or labels.get(ANY) or usual
 
@@ -172,9 +172,8 @@ def shards(
 
 
 def github(jobs: Iterable[CiJob]) -> str:
-    """Returns CI jobs as a line for $GITHUB_OUTPUT, which a GitHub workflow reads with fromJSON as its
-    `matrix`.
-    """
+    """Returns CI jobs as a line for $GITHUB_OUTPUT, a JSON object with the list of jobs under "include",
+    which a GitHub workflow reads with fromJSON as its `matrix`."""
     return json.dumps({"include": [asdict(job) for job in jobs]}, ensure_ascii=False)
 
 

@@ -233,8 +233,7 @@ def _deal(
 
 def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozenset[str]]) -> dict[str, int]:
     """Returns name of a build step -> index of the shard (one machine's share of the build) that builds the
-    step: the shard in which most other steps need it.
-    """
+    step: the shard in which most steps, itself included, need it; of equal ones the first."""
     uses: dict[str, list[int]] = {}
     for index, remote_names in enumerate(dealt.held):
         for name in remote_names:
@@ -258,8 +257,7 @@ def place(recipe: Path) -> Path:
 
 def read(path: Path) -> dict[str, int]:
     """Reads a file of the durations of build steps and returns name of a step -> milliseconds; {} if the file
-    does not exist. Raises InputError if it is malformed.
-    """
+    does not exist. Raises InputError if it is malformed or cannot be read."""
     try:
         document = strict_json.parse(regular.read(path, _LARGEST))
     except FileNotFoundError:

@@ -91,10 +91,9 @@ def _bash(verbs: Iterable[_Verb]) -> str:
 
 
 def _value_cases(verbs: Iterable[_Verb], command: str) -> list[str]:
-    """Returns lines of a shell's `case`, one for each option that accepts certain values: `'VERB OPTION')
-    COMMAND ;;`. command: shell code that offers the option's values for completion; {} stands for these
-    values, separated by spaces.
-    """
+    """Returns lines of a shell's `case`, one for each spelling of an option that accepts certain values:
+    `'VERB OPTION') COMMAND ;;`. command: shell code that offers the option's values for completion; {} stands
+    for these values, separated by spaces."""
     return [
         f"'{verb.name} {name}') {command.format(' '.join(option.values))} ;;"
         for verb in verbs

@@ -103,8 +103,8 @@ def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked
     """Yields those directories of bundles, and their parents, whose mtime is certain to change with any later
     change of the names in them. For each other directory, appends to `listed` its path, its number of
     entries, and the name and inode of each. Adds the bundles' files to `blobs`. outputs: the bundles'
-    directories; looked: time of the check, in ns since 1970.
-    """
+    directories; looked: time of the check, in ns since 1970. Raises _DoubtError if a file was changed since
+    the run wrote it."""
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
     # The lists of written files beside bundles are replaced by rename, which changes the parent directory.

@@ -145,7 +145,9 @@ def gc(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Runs `cache export FILE [RECIPE]`: writes all results in the store that other machines may use, or
-    those of a recipe, into one file, which is replaced. Raises UsageError for another number of operands."""
+    those of a recipe, into one file, which is replaced. Raises UsageError for another number of operands,
+    StoreError if a result is damaged, MlcbuildError if the file cannot be written; the old file then stays.
+    """
     store = open_store(arguments)
     if not 1 <= len(arguments.operands) <= 2:
         raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
